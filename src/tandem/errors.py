@@ -16,7 +16,7 @@ _WORDS = {
 """For each of pydantic's types of errors, words that say what to do."""
 
 PATTERN_WORDS: dict[str, str] = {}
-"""Regular expression -> what to do where a text does not match it."""
+"""Regular expression -> what to do if a text does not match it."""
 
 
 class TandemError(Exception):
@@ -140,7 +140,7 @@ class Unreachable(TandemError, code="unreachable", http_status=503, retriable=Tr
 def from_validation_error(error: "ValidationError") -> InvalidInput:
     """pydantic's first error, made by `invalid_input`, at its place."""
     errors = error.errors()
-    # Without the tags of unions, which look like no key of Tandem's.
+    # The place leaves out the tags of unions, which are no keys of a request.
     return invalid_input(
         errors, [part for part in errors[0]["loc"] if not str(part).startswith("as ")]
     )

@@ -212,6 +212,6 @@ def _line(text: str, loc: tuple[int | str, ...]) -> int:
             lines.setdefault(table, number)
         elif key := re.match(r"\s*([\w.-]+)\s*=", line):
             lines.setdefault((*table, *key[1].split(".")), number)
-    # The file may have a table where the settings have a list: then it is the list's only item.
+    # If the settings have a list and the file has a table, the table is the list's only item.
     loc = tuple(part for i, part in enumerate(loc) if part != 0 or (*loc[:i], 0) in lines)
     return next(lines[loc[:end]] for end in range(len(loc), -1, -1) if loc[:end] in lines)

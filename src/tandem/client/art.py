@@ -86,10 +86,10 @@ _AUTO_BATCH = 8
 
 
 class TandemBackend:
-    """A backend of ART. `url`, `api_key`: the controller's, as for `Tandem`; `inference_url`:
-    vLLM's, default TANDEM_INFERENCE_URL or http://127.0.0.1:8000; `path`: the directory of ART's
-    own files; `sequence_length`: slots of a packed row, at least the longest conversation;
-    `options`: further settings of each job (`stall_seconds`, `labels`, ...).
+    """A backend of ART. `url`, `api_key`: the controller's address and key, as for `Tandem`;
+    `inference_url`: vLLM's address, default TANDEM_INFERENCE_URL or http://127.0.0.1:8000; `path`:
+    the directory of ART's own files; `sequence_length`: slots of a packed row, at least the longest
+    conversation; `options`: further settings of each job (`stall_seconds`, `labels`, ...).
 
     A model is the run of its name; `get_inference_name()` names its newest served step.
     """
@@ -314,8 +314,8 @@ def _metrics(step: Mapping[str, Any]) -> dict[str, float]:
 def _job_settings(
     learning_rate: float, groups: int, sequence_length: int, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Tandem's job settings for ART's options of `train`. Removes the options that it knows from
-    `options`."""
+    """Tandem's job settings that match the options of ART's `train`. Removes the matched options
+    from `options`."""
     take = options.pop
     kind = "ppo" if take("ppo", False) else take("loss_fn", "cispo")
     if kind not in _POLICIES:

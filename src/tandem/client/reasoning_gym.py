@@ -1,4 +1,4 @@
-"""Makes reasoning-gym's tasks, with their own scorers, an environment of `tandem rl`.
+"""An environment of `tandem rl` with reasoning-gym's tasks and their own scorers.
 
 [[rl.environment]]
 use = "reasoning_gym:chain_sum"

@@ -25,7 +25,7 @@ from tandem.system.open_files import allow_many_open_files
 GRACE_SECONDS = 10
 # Seconds between two attempts to make a spool on a full volume.
 FULL_SECONDS = 1.0
-# mallopt's number for the maximum of arenas that glibc divides among threads.
+# The mallopt parameter that limits how many arenas glibc's threads share.
 M_ARENA_MAX = -8
 
 

@@ -94,8 +94,8 @@ class EventStreams:
         """A part of the file, the offset of the next one, where reading ended, and whether the
         terminal event is in it.
 
-        The part is bytes and not parsed events, because a reader holds it while its client takes
-        it, and events would take many times the memory.
+        The part is bytes, because a reader holds it until its client has received it. Parsed events
+        would take many times the memory.
         """
         events, end, size = self._spool.events.since(job, offset, PART_BYTES)
         block = b"".join(_formatted(event) for event in events if event.seq > after)

@@ -1,8 +1,8 @@
 """Estimates the memory of a parsed JSON body from its bytes.
 
-Pydantic parses a whole body before any limit applies. An empty object of two bytes becomes
-hundreds, and so does the error for an unknown key. So the characters that make objects are counted
-first.
+Pydantic parses a whole body before any limit applies. An empty object is two bytes of text but
+takes hundreds in memory; the error for an unknown key takes hundreds too. So the characters that
+make objects are counted first.
 """
 
 from typing import IO

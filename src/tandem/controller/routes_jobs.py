@@ -119,7 +119,7 @@ def get_log(
         int | None, Query(ge=1, le=LOG_PART_BYTES, description="only this many bytes, the last")
     ] = None,
 ) -> Response:
-    """The output of the job's ranks in all attempts; empty where nothing has been printed."""
+    """The output of the job's ranks in all attempts; empty if nothing has been printed."""
     deployment.spool.jobs.get(job)
     data = b""
     path = deployment.spool.paths.log_file(job)

@@ -54,7 +54,7 @@ class TrainingConfig(Record):
     optimizer: OptimizerSettings = OptimizerSettings()  # Adam's other settings
     chat_template_kwargs: JsonObject = Field(default_factory=dict)  # where a record has none
     seed: int = Field(default=0, strict=True)  # of the order of the examples
-    # This and the next two: limits of each job.
+    # `deadline_seconds`, `stall_seconds` and `max_attempts` limit each job.
     deadline_seconds: float = Field(default=86400.0, gt=0)
     stall_seconds: float = Field(default=600.0, gt=0)
     max_attempts: int = Field(default=3, ge=1, le=100)

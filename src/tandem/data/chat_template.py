@@ -346,8 +346,8 @@ class Renderer:
             if not np.array_equal(whole[: len(prompt)], prompt):
                 completion = source.text[start:end]
                 alone = self.encoder.encode(completion)
-                # Some tokenizers begin each text with a space, and leave it out where they decode
-                # that text alone.
+                # Some tokenizers begin each text with a space, and leave the space out when they
+                # decode that text alone.
                 decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
                 if source.marked or decode([*prompt, *alone]) != decode(prompt) + completion:
                     problem = (

@@ -49,8 +49,8 @@ class Datum:
     """One sequence of a session. `tokens` [n]; `targets[i]` is predicted from the tokens up to and
     including `i`. `factors` [n]: the weights for cross-entropy, the advantages for other losses.
     `logprobs` [n]: the sampler's log-probs in nats, which every loss but cross-entropy needs.
-    `sequence_ratio_mask` [n], which GSPO needs: nonzero where the log-ratio is part of the
-    sequence's ratio."""
+    `sequence_ratio_mask` [n], which GSPO needs: nonzero at each position whose log-ratio is part of
+    the sequence's ratio."""
 
     tokens: Int32
     targets: Int32

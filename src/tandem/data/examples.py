@@ -323,8 +323,8 @@ class Rendering(Record):
         parts: for each sequence (a pair has two) its texts and their weights in the loss, 0 for
             context.
         lengths: the sequences' tokens.
-        slots: the slots that must fit a row: of the longest sequence, or of both of a pair with
-            their common beginning once.
+        slots: the slots that must fit a row: those of the longest sequence, or of a pair with the
+            common beginning of its two sequences counted once.
         trained: the number of trained tokens.
         left_out: parts for which the chat template has no place: `reasoning` of a trained message,
             `tools`.

@@ -313,7 +313,7 @@ def _given(record: Record) -> dict[str, Any]:
 
 def _template_kwargs(given: Record, all_of: Record, converted: Record) -> Any:
     """The template variables of a record: its `chat_template_kwargs` and verl's column
-    `enable_thinking`, which go before the variables of all conversations."""
+    `enable_thinking`, which override the variables of all conversations."""
     more = json_value(given.get("chat_template_kwargs"), "chat_template_kwargs") or {}
     if not isinstance(more, dict):
         return more

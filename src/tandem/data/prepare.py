@@ -194,17 +194,17 @@ def group_advantages(
 
     - `baseline="mean"`, `scale="group"`: (r_i - m) / s, GRPO (Shao et al., 2024, arXiv:2402.03300);
     - `baseline="mean"`, `scale="batch"`: (r_i - m) / batch_spread, Lite PPO (Liu et al., 2025,
-      arXiv:2508.08221), which is steadier where a group's rewards differ little;
+      arXiv:2508.08221), which is steadier if a group's rewards differ little;
     - `baseline="mean"`, `scale="none"`: r_i - m, Dr. GRPO (Liu et al., 2025, arXiv:2503.20783),
       which leaves out the division because it gives more weight to questions whose rewards differ
       little;
     - `baseline="leave_one_out"`: r_i minus the mean of the other n - 1 rewards, which is n / (n -
-      1) (r_i - m), RLOO (Ahmadian et al., 2024, arXiv:2402.14740); `scale` divides that by the same
-      as above;
+      1) (r_i - m), RLOO (Ahmadian et al., 2024, arXiv:2402.14740); `scale` divides this advantage
+      by the same divisors as above;
     - `baseline="none"`: r_i.
 
-    With a baseline, the advantages of a group with equal rewards (as a group of one) are exactly 0.
-    Rewards within `EQUAL_REWARDS` of one another are equal.
+    With a baseline, the advantages of a group with equal rewards (or with one reward) are exactly
+    0. Rewards within `EQUAL_REWARDS` of one another are equal.
     """
     if settings.baseline == "none":
         return rewards.copy()

@@ -34,9 +34,9 @@ _EXPERT = re.compile(r"(\.experts\.)\d+(\.)")
 
 
 def default_targets(arch: Arch) -> tuple[str, ...]:
-    """The targets of a run that names none: every linear layer. In a mixture of experts only
-    attention's, because vLLM takes adapters on experts only if `TANDEM_EXPERT_LORA` says so.
-    `kv_b_proj` is left out, see `UNSERVED`."""
+    """The targets of a run that names none: every linear layer. In a mixture of experts these are
+    the linear layers of attention only, because vLLM takes adapters on experts only with
+    `TANDEM_EXPERT_LORA`. `kv_b_proj` is left out, see `UNSERVED`."""
     return tuple(
         target
         for target in all_targets(arch)

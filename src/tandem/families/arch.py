@@ -45,7 +45,7 @@ class Window:
 
     tokens: int  # that a token sees, itself included
     layers: tuple[bool, ...]  # whether each layer has the window
-    # Of RoPE in the layers that have it, unscaled; None: as in the others.
+    # Theta of unscaled RoPE in the layers that have the window; None: as in the other layers.
     rope_theta: float | None = None
 
 
@@ -60,7 +60,8 @@ class ProportionalRope:
 
 @dataclass(frozen=True)
 class GlobalHeads:
-    """The heads of layers without a window, if they differ from the others (Gemma 4)."""
+    """The heads of layers without a window, if they differ from the heads of the other layers
+    (Gemma 4)."""
 
     head_dim: int
     num_kv_heads: int

@@ -28,7 +28,8 @@ class GptOss(Decoder):
         return replace(super().arch(config), qkv_bias=bias, output_bias=bias, sinks=True)
 
     def window(self, config: ModelConfig) -> Window | None:
-        """The window. Without `layer_types`, every other layer has it, the first one included."""
+        """The window. Without `layer_types`, every other layer has the window, beginning with the
+        first."""
         layers = config.positive("num_hidden_layers", int)
         kinds = [("sliding_attention", "full_attention")[index % 2] for index in range(layers)]
         layer_types = {"layer_types": config.get("layer_types") or kinds}

@@ -81,7 +81,7 @@ class Olmo3(Decoder):
         config.refuse(
             {
                 "layers with a sliding window of no size": config.get("sliding_window") is None,
-                # transformers gives the scaling to one of the two kinds of layers.
+                # transformers scales RoPE in only one of the two kinds of layers.
                 "a rope_theta outside of rope_parameters": (
                     config.get("rope_theta", _THETA) != _THETA
                 ),

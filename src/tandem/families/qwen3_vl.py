@@ -1,5 +1,5 @@
-"""The text models of Qwen3-VL: Qwen3's, beside a vision tower. Text has one position per token, so
-MRoPE is RoPE."""
+"""The text models of Qwen3-VL: Qwen3's text models with a vision tower beside them. Text has one
+position per token, so MRoPE is RoPE."""
 
 from dataclasses import replace
 

@@ -67,7 +67,7 @@ def read_arch(model: str) -> Arch:
     variant of one, that Tandem doesn't build.
     """
     config = ModelConfig.of(model)
-    # Of ModelOpt, which vLLM reads, too.
+    # ModelOpt writes this file, and vLLM reads it.
     if Path(config.source).with_name("hf_quant_config.json").is_file():
         raise config.unsupported("quantised weights (hf_quant_config.json)")
     return arch_from_config(config.values, config.source)

@@ -13,8 +13,8 @@ from tandem.families.weight_rules import WeightRule
 @dataclass(frozen=True)
 class TextOfVision(Decoder):
     texts: Mapping[str, Decoder] = field(default_factory=dict)
-    """The text models by `model_type` of text_config. The first is the default if text_config
-    leaves it out."""
+    """The text models by `model_type` of text_config. The first is the default if text_config has
+    no `model_type`."""
     prefix: str = "model.language_model."  # of the text model's tensors
     tied: bool | None = False  # what `tie_word_embeddings` means; None: what text_config says
 

@@ -14,9 +14,9 @@ Tandem protects vLLM from faults that were found in 0.26 and 0.32, here and in `
   server's.
 - A call to the workers never returns if the engine dies meanwhile: `merged_server.py` looks at the
   engine every second.
-- If one worker raises in a call, the next call gets the others' answers to this one. So calls that
-  load adapters answer with their errors, and so do merged weights' calls. The latter have no
-  timeout in the executor.
+- If one worker raises in a call, the next call gets the other workers' answers to the failed call.
+  So the calls that load adapters and the calls of merged weights return errors as answers. The
+  calls of merged weights have no timeout in the executor.
 - Without nvcc some kernels of FlashInfer are chosen all the same, and end the engine: the plugin
   hides FlashInfer where it can't compile.
 - A seeded request whose prefill is split ends the CPU engine: prefill is not split on the CPU.
@@ -25,6 +25,6 @@ vLLM serves a mixture with adapters on attention as it serves a dense model. On 
 test shows this; on CUDA no test does yet. Tandem's plugin keeps vLLM on the CPU from its Triton
 kernels, which vLLM would use for any mixture once LoRA is on. Adapters on experts need CUDA and
 `TANDEM_EXPERT_LORA=1` (`test_experts_on_a_gpu.py`). vLLM on the CPU loads such an adapter without
-an error and ignores the experts' part. So a controller without the setting refuses them, and the
-verification would refuse them, too.
+an error and ignores the experts' part. So a controller without the setting refuses adapters on
+experts, and the verification would refuse them too.
 """

@@ -341,7 +341,7 @@ class JobsCollector(SpoolCollector):
 
 
 def _last_ended(spool: Spool) -> list[str]:
-    """The id of the job that ended last, among the jobs submitted last; None if the present or last
+    """The id of the job that ended last, among the jobs submitted last; None if the current or last
     runner has ended no job. Jobs of an earlier runner left nothing on the devices, because resident
     ranks end with their runner.
     """

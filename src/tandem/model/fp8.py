@@ -32,11 +32,11 @@ class Fp8Weight:
         self._by_column.copy_(by_column)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [S, in] W^T -> [S, out], both bfloat16."""
+        """x [S, in] times W^T -> [S, out]; x and the product are bfloat16."""
         return _product(x, self._by_row, self._row_scales)
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        """gradient [S, out] W -> [S, in], both bfloat16."""
+        """gradient [S, out] times W -> [S, in]; gradient and product are bfloat16."""
         return _product(gradient, self._by_column, self._column_scales)
 
 

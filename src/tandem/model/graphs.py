@@ -49,7 +49,7 @@ class LayerGraphs:
         Args:
             hidden: [S, 1, hidden], the row's input of `layers`. Its memory becomes the memory of
                 the graphs' input.
-            tree: the row's parameters, whose memory becomes the graphs', too.
+            tree: the row's parameters. Their memory becomes the graphs' memory too.
             adapter_fixed: the policy's; each forward pass casts the adapters again.
         """
         self._hidden, self._tree = hidden.detach(), tree

@@ -121,8 +121,8 @@ class Adapters(nn.Module):
     def cast(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A of all adapted targets [targets * rank, in], and alpha / rank * B of them [out, targets
         * rank] in the order of the weight's rows; for experts [experts, targets * rank, in] and
-        [experts, out, targets * rank]. Both are padded. B is zero where row and column belong to
-        different targets."""
+        [experts, out, targets * rank]. Both are padded. An element of B is zero if its row and its
+        column belong to different targets."""
         if self._cast_memory is None:
             a, b = (self._a[0].new_zeros(shape, dtype=dtype) for shape in self.cast_shapes())
             return self._write_cast(a, b)

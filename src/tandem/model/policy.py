@@ -253,8 +253,8 @@ class Policy(nn.Module):
     @torch.no_grad()
     def rehearse(self, row: RowTensors) -> None:
         """Load and compile the kernels that a process's first `forward` would load. Runs a layer of
-        each kind with the present content of the weights' memory, which another thread may be
-        writing. A collective of the ranks that share layers.
+        each kind with whatever is in the weights' memory, which another thread may be writing. A
+        collective of the ranks that share layers.
         """
         decoder, row = self.gpt.decoder, self.lay_out(row)
         hidden = self.first_hidden(row) if self.stage.first else self.no_hidden(row)

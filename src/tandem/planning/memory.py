@@ -237,7 +237,7 @@ def _adapter(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
 
 def _cast(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
     """Elements of this rank's adapters in the dtype in which layers multiply them
-    (`Adapters.cast`), without the experts'."""
+    (`Adapters.cast`), without the adapters of experts."""
     total = 0
     for rule in rules:
         if rule.num_experts is None and (

@@ -47,8 +47,8 @@ exchanges as much as expert does and has smaller products."""
 MIXTURES_SEQUENCE_SHARE = 0.60
 """With SP the products of a mixture's experts get half the rows."""
 ADAM_RATE = 200e9
-"""Bytes of its own Adam state (`Memory.optimizer`) that a rank updates per second where all weights
-are trained, with the gradient's norm: 0.43 s of 8B's step on one GPU, 0.18 on two
+"""Bytes of its own Adam state (`Memory.optimizer`) that a rank updates per second if all weights
+are trained, with the gradient's norm. This takes 0.43 s of 8B's step on one GPU and 0.18 s on two
 (bench/results/train-full.json, topologies.json)."""
 LAUNCH_SECONDS = 3.5e-3
 """Seconds of a layer's forward and backward pass, even for the shortest row: Python and the
@@ -67,9 +67,9 @@ class Candidate:
     """A topology that the trainer builds, on GPUs of a given size."""
 
     sizes: Sizes
-    memory: Memory  # of the fullest pipeline stage, as are `levels`; the speed is the slowest one's
+    memory: Memory  # like `levels`, of the fullest pipeline stage; the speed is the slowest stage's
     levels: tuple[int, int] | None  # see `Memory.levels`; None: it does not fit
-    tokens_per_second: float  # of all GPUs; 0 where it does not fit
+    tokens_per_second: float  # of all GPUs; 0 if it does not fit
     measured: bool  # no rate or bandwidth was assumed
 
     @property

@@ -126,8 +126,8 @@ class Checkpoints:
         return None
 
     def has(self, run: str, served: Served) -> bool:
-        """Whether the served checkpoint is the run's present checkpoint of that step. Opens the
-        manifest only if it is not the file that the record names."""
+        """Whether the served checkpoint is the one that the run has now for `served.step`. Opens
+        the manifest only if it is not the file that the record names."""
         with suppress(NotFound, CheckpointDamaged):
             if served.manifest is not None and served.manifest == self.manifest_identity(
                 run, served.step

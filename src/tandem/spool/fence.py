@@ -1,5 +1,5 @@
-"""The fence between attempts: an attempt that was ended changes nothing any more, however late its
-processes go on.
+"""The fence between attempts: an attempt that was ended changes nothing any more, even if its
+processes continue much later.
 
 An attempt makes its checkpoint by a rename out of its own directory. The fence renames the
 directory that is to become the checkpoint, so the file system decides which of the two renames

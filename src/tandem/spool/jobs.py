@@ -225,7 +225,7 @@ class Jobs:
         return {key for key, located in found if located and located[1].result is not None}
 
     def _is_unreadable(self, key: JobKey) -> bool:
-        """Whether a newer version wrote the job's file. Then only the job's name can be read."""
+        """Whether a newer version wrote the job's file, so that only the job's name can be read."""
         return self.locate(key) is None and self.find(key.id) == key
 
     def failed_on(self, run: str, base_step: int) -> tuple[JobState, str] | None:

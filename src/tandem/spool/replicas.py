@@ -129,8 +129,9 @@ class Replicas:
     def announce(self, run: str, *, one_step: bool) -> Announcement:
         """Write what the ready replicas agree on as the run's `served.json`. Under `lock`.
 
-        `one_step`: a replica serves one step at a time (merged weights). Then the oldest of their
-        steps is announced. Otherwise a step is announced only if all of them serve it.
+        `one_step`: a replica serves one step at a time (merged weights), and the oldest of the
+        ready replicas' steps is announced. Otherwise a step is announced only if all ready replicas
+        serve it.
         """
         ready = [name for name, record in self.living().items() if record.ready]
         records = {name: self.serves(run, name) for name in ready}

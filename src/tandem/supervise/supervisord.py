@@ -289,7 +289,7 @@ def _rpc(settings: Settings) -> Iterator[Any]:
     path = socket_path(runtime_dir(settings.root, current_role()))
     if not path.exists():
         raise FileNotFoundError(path)
-    # Late: not installed where no supervisord runs.
+    # Imported late, because the package is not installed on machines without supervisord.
     from supervisor.childutils import getRPCInterface
 
     with getRPCInterface({"SUPERVISOR_SERVER_URL": f"unix://{path}"}) as server:

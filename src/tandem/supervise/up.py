@@ -143,7 +143,7 @@ def _end_remains(directory: Path, seconds: float, console: Console) -> None:
 
 @dataclass
 class _Life:
-    """A program's present process, and the program's crashes."""
+    """A program's current process, and the program's crashes."""
 
     pid: int = 0
     since: float = 0.0

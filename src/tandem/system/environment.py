@@ -50,8 +50,8 @@ def leaving_file(root: Path) -> Path:
 
 def scratch_directory(name: str) -> Path:
     """An empty directory under TMPDIR for the temporary files of processes that may be killed.
-    `name`: one per user of the directory. Its user must be alone when it calls this, because the
-    present content is removed."""
+    `name`: each user of such a directory has its own name. The caller must be the only user,
+    because the content of the directory is removed."""
     directory = _own_directory(name, tempfile.gettempdir())
     empty_directory(directory)
     return directory

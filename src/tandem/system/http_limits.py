@@ -2,8 +2,8 @@
 the bounds.
 
 uvicorn's httptools protocol keeps a request's headers until they end, however many arrive, and
-waits for the rest of a request for ever. A peer needs no key for either. Import this only where
-uvicorn serves.
+waits for the rest of a request for ever. A peer needs no API key for this. Only programs that serve
+with uvicorn import this module.
 """
 
 from asyncio import TimerHandle, Transport
@@ -41,10 +41,10 @@ class BoundedHttp(HttpToolsProtocol):
 
     # What the peer owes. Between two requests, nothing: uvicorn closes idle connections itself.
     _owed: Owed | None = None
-    _since = 0.0  # loop time: when the head or the present part of the body began
+    _since = 0.0  # loop time: when the head or the current part of the body began
     _raw = 0  # bytes since the head began, or since the last bytes of the body
     _fields = 0  # bytes of the request line, headers and trailers that are complete
-    _part = 0  # bytes of the present part of the body
+    _part = 0  # bytes of the current part of the body
     _timer: TimerHandle | None = None
 
     @override

@@ -105,7 +105,8 @@ def marked(variable: str, value: str) -> list[Process]:
 def reap_orphans(known: Collection[int] = ()) -> None:
     """Collects the exit status of adopted children. `known`: children that other code waits for."""
     with suppress(ChildProcessError):
-        # Cheap where there is nothing to do: a container does this several times a second.
+        # This is cheap if there is nothing to do, because a container does it several times a
+        # second.
         if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
         for process in all_processes():

@@ -63,7 +63,7 @@ class Tail:
 
 
 def last_lines(path: Path, *, lines: int = 40, most_bytes: int = 8192) -> str:
-    """The end of a text file, at most `lines` lines and `most_bytes` bytes; empty where there is no
+    """The end of a text file, at most `lines` lines and `most_bytes` bytes; empty if there is no
     file."""
     try:
         with open_plain(path, links="above") as file:

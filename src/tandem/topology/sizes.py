@@ -39,8 +39,8 @@ class Sizes:
     expert_tensor: int = 1
     expert: int = 1
     sequence: bool = False
-    """Sequence parallelism: tensor-parallel ranks divide the tokens of everything that is not cut
-    by features."""
+    """Sequence parallelism: layers that are not split along their features have their tokens split
+    among the tensor-parallel ranks."""
 
     @classmethod
     def of(cls, settings: Settings) -> "Sizes":

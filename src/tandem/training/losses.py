@@ -145,8 +145,8 @@ def known_mean(values: Tensor, items: Items) -> Tensor:
 
 
 def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
-    """`(policy_i, ratio_i, clipped_i)`, each [items]; `clipped` is True where the bounds changed
-    the gradient.
+    """`(policy_i, ratio_i, clipped_i)`, each [items]; `clipped` is True for the items whose
+    gradient the bounds changed.
 
     [lo, hi] = `loss.clip_bounds`. r is the ratio of the token or, with `loss.level` "sequence", of
     its sequence:

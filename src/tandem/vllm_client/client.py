@@ -198,7 +198,8 @@ class VllmClient:
         source: Mapping[str, Any] | None = None,
         again: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Make the weights of `path` vLLM's own. New requests wait until `announce_merged`.
+        """Merge the adapter of `path` into vLLM's weights, or replace them by the weights of
+        `source`. New requests wait until `announce_merged`.
 
         Raises InferenceUnavailable if the same order can succeed later: running requests did not
         end in time (`requests="wait"`), or the engine did not answer. Raises InferenceRefused if
@@ -247,7 +248,7 @@ class VllmClient:
         return list(answer["rows"])
 
     def ready_instance(self) -> str:
-        """The name of the present process of a vLLM that is one of several servers."""
+        """The name of the process that runs this vLLM now, which is one of several servers."""
         return str(self._ask("GET", READY_ROUTE)["instance"])
 
     def is_ready(self) -> bool:

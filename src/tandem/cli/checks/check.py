@@ -26,7 +26,7 @@ class Asked:
     command: Command
     role: Container = Container.ALL  # what starts
     devices_granted: bool = False
-    inference: str | None = None  # vLLM's address; None: the settings' one
+    inference: str | None = None  # vLLM's address; None: the settings' address
     metrics: Sequence[str] = ()  # URLs of exporters
     closed: Sequence[str] = ()  # URLs that refuse the API key
     patience: float = 0.0  # seconds within which a service must answer

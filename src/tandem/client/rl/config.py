@@ -105,7 +105,7 @@ class RLSection(Record):
     advantage: AdvantageSettings = AdvantageSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     packing: PackingSettings = PackingSettings()
-    # This and the next two: limits of each job.
+    # `deadline_seconds`, `stall_seconds` and `max_attempts` limit each job.
     deadline_seconds: float = Field(default=3600.0, gt=0)
     stall_seconds: float = Field(default=600.0, gt=0)
     max_attempts: int = Field(default=3, ge=1, le=100)

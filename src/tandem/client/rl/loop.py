@@ -122,7 +122,7 @@ class Loop:
         """Create the run or find it, and resume from the state file: jobs submitted earlier are
         followed."""
         run, uses = self.config.run, [section.use for section in self._rl.environment]
-        # The file is written once the run exists; that sets `created`, `first` and `recorded`.
+        # The file is written after the run, because `created` and `first` are known only then.
         new = State(run=run.name, environments=uses, created=0, first=0, cursors=[0] * len(uses))
         self.state = load_progress(self._file, new)
         existing: RunStatus | None = None

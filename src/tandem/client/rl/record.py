@@ -46,8 +46,8 @@ class State(BaseModel):
     cursors: list[int]
     open: list[str] = []  # handed out, but in no job yet
     jobs: list[Submitted] = []
-    # The request of the last of `jobs`, until the controller has it. Sent again after a kill, it is
-    # the same job.
+    # The request of the last of `jobs`, until the controller has it. A request that is sent again
+    # after a kill names the same job.
     pending: dict[str, Any] | None = None
     best: int | None = None  # the best step by evaluation
     best_is_ours: bool = False  # whether the loop has pinned it
@@ -92,7 +92,8 @@ def batch_numbers(
 
     Args:
         row: tokens of a row.
-        sampled: the rewards of everything sampled for it, including groups that were left out.
+        sampled: the rewards of everything sampled for the batch, including groups that were left
+            out.
     """
     trajectories = [trajectory for group in batch for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]

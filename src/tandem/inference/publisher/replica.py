@@ -34,8 +34,8 @@ from tandem.vllm_client.names import READY_MARGIN_SECONDS
 log = Log("publisher")
 
 BEAT_SECONDS = 2.0
-"""Seconds between two renewals of a living replica's record, and between two reads of the
-others'."""
+"""Seconds between two renewals of a living replica's record, and between two reads of the other
+replicas' records."""
 LEASE_SECONDS = DEAD_SECONDS / 2
 """Seconds for which vLLM answers requests after the last renewal."""
 DRAIN_SECONDS = READY_MARGIN_SECONDS
@@ -173,8 +173,8 @@ class Member:
                 self._trouble = str(error)
 
     def beat(self) -> None:
-        """Renew the record, leave if this replica holds the others up, and announce what is
-        possible."""
+        """Renew the record, and stop being ready if the server is about to stop or lags behind.
+        Then announce each run's steps on which the ready replicas agree."""
         self._spool.check()
         with self._replicas.lock():
             if self._record.ready and time.monotonic() - self._beaten > DEAD_SECONDS - 5:

@@ -122,7 +122,7 @@ class AdapterCopies:
         unused = []
         for path in self._directory.iterdir():
             if str(path) in listed:
-                # Keeps cleaners of TMPDIR that go by age away.
+                # New times keep the copies from programs that remove old files in TMPDIR.
                 for used in (*path.iterdir(), path):
                     with suppress(FileNotFoundError):
                         os.utime(used)

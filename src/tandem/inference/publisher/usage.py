@@ -34,7 +34,7 @@ class Usage:
             self._last = _LAST.validate_json(file.read_bytes())
 
     def last(self, run: str) -> float:
-        """When the run was last sampled, Unix seconds; 0 if never, as far as is known."""
+        """When the run was last sampled, Unix seconds; 0 if no sample is known."""
         return self._last.get(run, 0.0)
 
     def update(self, runs: set[str], verified: Callable[[str], float | None]) -> None:

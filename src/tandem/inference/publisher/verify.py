@@ -166,8 +166,9 @@ def verify(
             )
     base_error = 0.0
     if beside:
-        # Not used as a reference: vLLM's own rounding of the base model is in `served`, too. After
-        # a step as small as rounding, right weights would look nearer to it than to the trainer's.
+        # These values are no reference, because `served` has vLLM's own rounding of the base model
+        # too. After a step as small as rounding, right weights would look nearer to vLLM's base
+        # model than to the trainer's step.
         served_base = list(chain.from_iterable(client.prompt_logprobs(beside, *prompts)))
         base_error = _closest_mean(served_base, base)
     allowed = tolerance.allowed(base_error, _closest_mean(expected, base))

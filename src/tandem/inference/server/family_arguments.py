@@ -47,7 +47,8 @@ def family_arguments(model: str, dtype: str, *, on_cpu: bool) -> list[str]:
     if on_cpu and dtype != "bfloat16":
         problem = f"vLLM computes {arch.model_type} on the CPU in bfloat16 only"
         raise InvalidInput(f"{problem}; set TANDEM_DTYPE=bfloat16", field="TANDEM_DTYPE")
-    # vLLM caches states of prefixes only where it splits prefills, which it does not on the CPU.
+    # vLLM caches states of prefixes only if it splits prefills, and on the CPU it does not split
+    # them.
     return argv + (["--no-enable-prefix-caching"] if on_cpu else [])
 
 

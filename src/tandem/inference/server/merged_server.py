@@ -57,8 +57,8 @@ class Version:
 
 
 class SwapFailed(Exception):
-    """The order was not carried out. `status`: the HTTP answer's; 503 if the same order can succeed
-    later."""
+    """The order was not carried out. `status`: the status of the HTTP answer; 503 if the same order
+    can succeed later."""
 
     def __init__(self, message: str, status: int = 503) -> None:
         super().__init__(message)

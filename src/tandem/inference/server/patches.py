@@ -96,8 +96,8 @@ def hash_again(request: Any) -> None:
 
 
 def note_added_requests(engine: Any, note: Callable[[], None]) -> None:
-    """Makes the API server call `note`, in the request's context, when it has given a request to
-    the engine. vLLM's `generate` gives it when its first result is asked for."""
+    """Makes the API server call `note` after it has given a request to the engine, in the request's
+    context. vLLM's `generate` gives the request only when its caller asks for the first result."""
     add_request = engine.add_request
 
     async def add_and_note(*args: Any, **kwargs: Any) -> Any:

@@ -9,18 +9,20 @@ functions of `patches.py`:
   memory. (The orphan can't be found by its environment, because it overwrites that.) Every engine
   process asks the kernel to die with its parent.
 - With `--enable-lora`, vLLM runs every mixture of experts in kernels that take adapters, also
-  without adapters on experts. On the CPU there are none (they are Triton's), and on Blackwell they
-  demand an adapter of experts, so the engine ends. There vLLM is told that experts have no LoRA.
+  without adapters on experts. The CPU has no such kernels (they are Triton's), and on Blackwell
+  they demand an adapter of experts, so the engine ends. On the CPU and on Blackwell the plugin
+  tells vLLM that experts have no LoRA.
 - On the CPU, vLLM copies an adapter's weights, padded to the largest rank, for each token: a real
-  model samples 11 times as slowly. And tokens of the base model get the last slot's adapter where
-  they share a batch with tokens of any adapter: their slot is -1, with which torch indexes from the
-  end. There each adapter is multiplied once, by all of its own tokens.
-- If a worker raises, the executor leaves the answers of those behind it unread and takes them for
-  those of the next call. So of several workers none raises where an adapter can't be loaded.
+  model samples 11 times as slowly. And tokens of the base model get the last slot's adapter if they
+  share a batch with tokens of any adapter: their slot is -1, with which torch indexes from the end.
+  The plugin multiplies each adapter once, by all of its own tokens.
+- If a worker raises, the executor leaves the answers of the later workers unread and takes them for
+  answers to the next call. So if there are several workers, none raises when an adapter can't be
+  loaded.
 - FlashInfer compiles its kernels with nvcc, which images and many machines lack. vLLM knows that,
   and chooses some of these kernels all the same: for the sums over tensor-parallel GPUs (0.26 did
-  not), and for attention on Blackwell. The first use ends the engine. There FlashInfer is hidden,
-  and vLLM takes other kernels.
+  not), and for attention on Blackwell. The first use ends the engine. The plugin hides FlashInfer
+  if it can't compile, so vLLM takes other kernels.
 
 On the CPU it also has the API server fork its engine, which vLLM would start as a new process that
 imports torch and vLLM again: 8 of the 17 seconds of a start.

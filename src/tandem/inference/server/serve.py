@@ -91,8 +91,8 @@ def _withdraw_records(settings: Settings) -> None:
 
 
 def wait_for_gpu(settings: Settings, *, free_seconds: float = FREE_SECONDS) -> dict[str, str]:
-    """Kill the processes that an earlier vLLM of this spool and port left, then wait until a
-    trainer and its memory are gone.
+    """Kill the leftover processes of an earlier vLLM with this spool and port. Then wait until no
+    trainer holds the GPUs and their memory is free.
 
     Returns the marker variable for the environment of the vLLM that starts now. Holds a lock until
     this process ends, also across `exec`. Raises CannotStartNow if this vLLM already runs, if a

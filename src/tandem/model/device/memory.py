@@ -93,7 +93,7 @@ def used() -> int:
 
 
 def obtainable() -> int:
-    """Bytes that this process can have of its GPU, its present memory included."""
+    """Bytes that this process can have of its GPU, including the bytes that it has already."""
     total = torch.cuda.get_device_properties(device()).total_memory
     return min(
         torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(),

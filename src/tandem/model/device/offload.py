@@ -25,7 +25,7 @@ class Offload:
     def __init__(self, *, contents: bool) -> None:
         self._contents = contents
         self._host: list[torch.Tensor] = []  # each of CHUNK bytes, but the last one
-        # And its bytes, and where its copy begins.
+        # Each parked storage, its bytes, and the offset of its copy in host memory.
         self._parked: list[tuple[torch.UntypedStorage, int, int]] = []
 
     @property

@@ -62,7 +62,7 @@ class DecoderLayer(MegatronModule):
         delta_net = arch.gdn is not None and arch.gdn.layers[index]
         self.scalar = self._vector(1) if arch.layer_scalars else None
         self.kind = (delta_net, arch.head_dim, arch.num_kv_heads)
-        """Equal where layers have equal attention."""
+        """Layers with equal attention have equal kinds."""
         self.sublayers: list[Any] = [
             self._delta_net_sublayer() if delta_net else self._attention_sublayer(),
             self._moe_sublayer() if mixture else self._mlp_sublayer(),

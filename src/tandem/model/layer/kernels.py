@@ -53,7 +53,8 @@ def rms_norm_backward(
 
 
 def norm_weight_gradient(gradient: torch.Tensor, x: torch.Tensor, eps: float) -> torch.Tensor:
-    """The gradient of `rms_norm`'s weight, fp32 [features]; `gradient`: the output's."""
+    """The gradient of `rms_norm`'s weight, fp32 [features]; `gradient`: the gradient of the
+    output."""
     return (gradient.float() * _normalise(x.float(), eps)[0]).sum(0)
 
 

@@ -35,8 +35,8 @@ class Routing:
     experts: torch.Tensor  # int64 [S, k]
     # fp32 [S, experts], unscaled; None: `probs` are a softmax over the chosen.
     all_probs: torch.Tensor | None
-    # Of this rank's N assignments: its experts', of the tokens of all ranks that the experts are
-    # cut over. Alone N is S * k.
+    # The next fields describe the N assignments to this rank's experts, of the tokens of all ranks
+    # that the experts are cut over. For a rank alone N is S * k.
     token: torch.Tensor  # int64 [N], each assignment's
     assignment: torch.Tensor  # int64 [all S, k], each token's; N: another rank has it
     assignment_probs: torch.Tensor  # fp32 [N], each assignment's of `probs`

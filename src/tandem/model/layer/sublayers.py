@@ -343,8 +343,8 @@ class _HeadsGraph:
 
         def pack(tensor: torch.Tensor) -> Any:
             index = place.get(tensor.data_ptr()) if forget else None
-            # Detached: if its own graph saved this output, the graph would stay alive until
-            # `gradients` uses it up.
+            # The tensor is detached: an output that its own graph saves would keep that graph alive
+            # until `gradients` frees it.
             return tensor.detach() if index is None else (index, tensor.size(), tensor.stride())
 
         def unpack(packed: Any) -> torch.Tensor:

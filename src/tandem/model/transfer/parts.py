@@ -114,7 +114,8 @@ def rank_parts(
         ranks = sizes.tensor if rule.num_experts is None else sizes.expert_ranks
         if rank >= ranks or (rule.cut == "whole" and index % ranks != rank):
             continue
-        # The first stage that has it: the last stage has a tied table too.
+        # Only the first stage that has the parameter sends it: a tied table is on the last stage
+        # too.
         if place.pipeline != next(
             s for s in range(sizes.pipeline) if on_stage(rule.parameter, arch, sizes, s)
         ):

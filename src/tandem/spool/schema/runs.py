@@ -212,12 +212,12 @@ class Served(Record):
     manifest: tuple[int, int] | None = None
     verified: float  # Unix seconds
     mean_abs_logprob_error: float  # trainer against vLLM, over the probe's tokens; nats
-    # The most at which the step is served: of the mean of the closest tokens (`verify.COMPARED`).
+    # The largest mean error of the closest tokens (`verify.COMPARED`) at which the step is served.
     allowed_logprob_error: float
     tokens_checked: int
-    # By part: copy, load (of merged weights: stage, drain and swap are in it), verify;
-    # since_checkpoint is from the commit to `verified`, so it is long where a publisher or vLLM has
-    # started since.
+    # Seconds of each part: copy, load (for merged weights it includes stage, drain and swap),
+    # verify. since_checkpoint lasts from the commit to `verified`, so it is long if a publisher or
+    # vLLM has started since.
     seconds: dict[str, float] = Field(default_factory=dict)
     # The newest checkpoint that the publisher refused, and why; the older step stays served.
     refused_step: int | None = None

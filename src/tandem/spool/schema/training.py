@@ -46,7 +46,7 @@ class RLLoss(Record):
     ratio_level: Literal["token", "sequence"] | None = None
     # For an item beyond the bounds: clip its ratio as the policy does, or leave the item out.
     beyond_bounds: Literal["clip", "mask"] = "clip"
-    # PPO and GSPO: an upper bound on the ratio where the advantage is negative.
+    # PPO and GSPO: an upper bound on the ratio of items with a negative advantage.
     dual_clip: float | None = Field(default=None, gt=1)
     # DRO: the weight of the squared log-ratio.
     dro_beta: float | None = Field(default=None, ge=0)
@@ -191,7 +191,8 @@ class RLLoss(Record):
 
 class SFTLoss(Record):
     """Cross-entropy on the items: a weighted mean, or with `sum` the weighted sum over an optimizer
-    step. Weights of both signs need the sum, since their mean may divide by 0."""
+    step. Weights of both signs need `sum`, because a mean divides by the sum of the weights, which
+    may be 0."""
 
     reference_field: ClassVar[str] = ""
     normalisation: Literal["token", "trajectory", "sum"] = "token"

@@ -17,8 +17,8 @@ INDEX_VARIABLES = ("JOB_COMPLETION_INDEX", "SLURM_PROCID", "TANDEM_HOST_INDEX")
 
 
 def host_index(given: int | None) -> int:
-    """The host's number: `given`, else the value of the first variable that is set of those of
-    Kubernetes, Slurm and the deployment. InvalidInput where none is set."""
+    """The host's number: `given`, else the first value that Kubernetes, Slurm or the deployment has
+    set (INDEX_VARIABLES). Raises InvalidInput if none is set."""
     if given is not None:
         return given
     for name in INDEX_VARIABLES:

@@ -90,7 +90,7 @@ class HostEnd(Record):
 
 
 class Meeting:
-    """The files of an attempt's hosts. Methods raise OSError and SpoolUnusable where the volume is
+    """The files of an attempt's hosts. Methods raise OSError and SpoolUnusable if the volume is
     unusable; nothing is written after the attempt was ended, because its directory is gone."""
 
     def __init__(self, attempt: Attempt) -> None:
@@ -115,7 +115,7 @@ class Meeting:
     # ---- both
 
     def order(self) -> AgentOrder | None:
-        """The runner's order; None without one, and where the attempt was ended."""
+        """The runner's order; None if there is no order yet or the attempt was ended."""
         if not self.is_open():
             return None
         return fs.read_undamaged(self.directory / "order.json", AgentOrder)
@@ -159,7 +159,7 @@ class Meeting:
                 own.unlink()
 
     def write(self, host: int, record: HostRecord | HostBeat | HostEnd) -> None:
-        """Raises FileNotFoundError where the attempt was ended."""
+        """Raises FileNotFoundError if the attempt was ended."""
         names = {HostRecord: f"{host}.json", HostBeat: f"{host}.beat", HostEnd: f"{host}.end.json"}
         fs.write_json_atomic(self.directory / names[type(record)], record, durable=False)
 

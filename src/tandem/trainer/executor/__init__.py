@@ -95,9 +95,9 @@ class Executor(Protocol):
         it."""
 
     def start(self, order: Order) -> Execution:
-        """Starts the attempt, or finds the one that an earlier runner started. What keeps it from
-        its start is how it ended. Raises what is wrong with the volume or the job and no other
-        attempt would change."""
+        """Starts the attempt, or finds the one that an earlier runner started. An obstacle to the
+        start becomes the end of the attempt. Raises errors of the volume or the job that another
+        attempt would not change."""
 
     def close(self) -> None:
         """Ends what stays between jobs."""

@@ -35,13 +35,14 @@ log = Log("runner")
 
 LOOK_SECONDS = 0.2
 AWAY_SECONDS = 5.0
-"""The runner looks far more often. If it has not, the volume kept it waiting, and the agents, too,
-who may write later than it reads."""
+"""The runner looks far more often than this. After a longer pause the volume has kept the runner
+and the agents waiting, and the agents may write later than the runner reads."""
 SILENT_SECONDS = 10.0
-"""An agent beats twice a second. One that has not for so long is not waited for."""
+"""Seconds without a heartbeat after which the runner no longer waits for an agent. An agent beats
+twice a second."""
 END_SECONDS = 40.0
 """How long the other hosts may take to end their ranks and measure their devices after one host's
-failed."""
+ranks failed."""
 KILL_SECONDS = 25.0
 """How long hosts may take to end their ranks and measure their devices after the runner asked the
 agents to kill the ranks."""
@@ -245,7 +246,7 @@ class AgentsExecution:
         return ""
 
     def _stop_engine(self) -> None:
-        """Asks the engine to end the agents. They are asked on the volume, too."""
+        """Asks the engine to end the agents. A file on the volume asks the agents too."""
 
     def _kill_engine(self) -> None:
         """Has the engine kill the agents."""

@@ -128,7 +128,7 @@ class Batch:
         """An agent per node; it knows its number by SLURM_PROCID."""
         agent = [sys.executable, "-m", "tandem"]
         if self._container:
-            # A variable that the image sets goes before one of the job.
+            # A variable set in the image overrides the job's variable of the same name.
             own = [name for name in sorted(self.exported()) if name.startswith("TANDEM_")]
             agent = ["env", *(f'{name}="${name}"' for name in own), "tandem"]
         else:

@@ -47,7 +47,8 @@ class ClusterRefused(TandemError, code="cluster_refused"):
 
 
 class Cluster:
-    """The API server of this pod's cluster, or of KUBECONFIG. InvalidInput where neither is."""
+    """The API server of this pod's cluster, or of KUBECONFIG. Raises InvalidInput if neither
+    exists."""
 
     def __init__(self, namespace: str | None = None) -> None:
         try:

@@ -1,8 +1,8 @@
 """The GPUs that jobs run on: waiting until they are free, getting them for a job, measuring what
 the job left.
 
-All sizes are bytes in use by device UUID, seen from outside the processes; None where the driver
-gives no answer.
+All sizes are bytes in use by device UUID, seen from outside the processes; None if the driver gives
+no answer.
 """
 
 import time

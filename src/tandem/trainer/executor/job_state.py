@@ -89,7 +89,7 @@ class JobStates:
         )
 
     def why_failed(self, seen: Seen) -> Ended | None:
-        """Why the pods failed; None where nobody says."""
+        """Why the pods failed; None if neither a pod nor the Job tells."""
         found = why_failed(seen.pods)
         stopped = found is None or (found.error is not None and found.error.type == "job_deleted")
         return (self._disruption(seen.job) or found) if stopped else found
@@ -127,8 +127,8 @@ class JobStates:
 
 
 def why_failed(pods: Iterable[Object]) -> Ended | None:
-    """Why the pods of a failed Job failed; None where they don't say. The cause of the others'
-    ends comes first: a disruption, then a failure of ranks, then a pod that was stopped."""
+    """Why the pods of a failed Job failed; None if the pods don't tell. The cause that ended the
+    other pods comes first: a disruption, then a failure of ranks, then a pod that was stopped."""
     pods = list(pods)
     if (disrupted := _why_disrupted(pods)) is not None:
         return disrupted

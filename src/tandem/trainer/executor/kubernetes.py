@@ -44,8 +44,8 @@ class KubernetesExecutor(EngineExecutor):
     engine, jobs, away = "the API server", "Jobs", ClusterAway
 
     def __init__(self, settings: Settings, entry: str, stop: Stop, spool: Spool) -> None:
-        """Asks the API server for the rights that the runner needs. Raises InvalidInput where it
-        lacks one, or the template is not the chart's."""
+        """Asks the API server for the rights that the runner needs. Raises InvalidInput if it lacks
+        a right, or the template is not the chart's."""
         super().__init__(settings, entry, stop, spool)
         self._template = JobTemplate(
             settings.job_template, settings.trainer_hosts, settings.start_seconds

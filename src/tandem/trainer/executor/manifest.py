@@ -24,8 +24,8 @@ _MOST_SECONDS = 2**31 - 1
 
 
 class JobTemplate:
-    """The template of each attempt's Job. InvalidInput where the chart has not made it.
-    `start_seconds`: how long the pods of an attempt may take until all of them run."""
+    """The template of each attempt's Job. Raises InvalidInput if the chart has not made the
+    template. `start_seconds`: how long the pods of an attempt may take until all of them run."""
 
     def __init__(self, path: Path | None, hosts: int, start_seconds: float) -> None:
         self._start_seconds = start_seconds
@@ -86,7 +86,7 @@ class JobTemplate:
         return f"{prefix}-{_digest(job)}"
 
     def fill(self, job: Job, owner_uid: str | None) -> Object:
-        """The Job of the job's present attempt."""
+        """The Kubernetes Job of the job's current attempt."""
         made = copy.deepcopy(self._job)
         metadata, spec = made["metadata"], made["spec"]
         pod = spec["template"]
@@ -103,7 +103,7 @@ class JobTemplate:
             metadata.pop("ownerReferences", None)
         else:
             metadata["ownerReferences"][0]["uid"] = owner_uid
-        # The kubelet itself ends the pod then, also where nobody reaches its node any more.
+        # The kubelet itself ends the pod after this time, even if nobody reaches its node any more.
         seconds = self._start_seconds + job.spec.deadline_seconds + self.grace_seconds
         pod["spec"]["activeDeadlineSeconds"] = int(min(seconds, _MOST_SECONDS))
         (container,) = (c for c in pod["spec"]["containers"] if c["name"] == CONTAINER)
@@ -113,7 +113,7 @@ class JobTemplate:
 
 
 def is_of(made: Object, job: Job) -> bool:
-    """Whether a Job in the cluster is the one of the job's present attempt."""
+    """Whether a Job in the cluster belongs to the job's current attempt."""
     about = made["metadata"].get("annotations") or {}
     return (about.get("tandem/key"), about.get(ATTEMPT)) == (job.key.name, str(job.attempt))
 

@@ -4,16 +4,16 @@ The runner does not talk to vLLM. It asks for the GPUs by a hold, the publisher 
 and answers in a record, and the runner measures the memory. The cycle of a job:
 
 1. The publisher says in `jobs/vllm.json` how vLLM is, twice a second. The runner claims nothing
-   until that says that vLLM is awake. Then it claims a job and writes the hold.
+   until this record says that vLLM is awake. Then the runner claims a job and writes the hold.
 2. The publisher finishes what it loads and sees the hold. It asks vLLM once more, calls `POST
    /sleep?level=1&mode=keep` and answers the hold. Level 2 would lose the base model under LoRA.
    With `keep`, running requests return to vLLM's queue and continue after the wake.
-3. The runner does not trust that answer (vLLM #47654). It reads the bytes in use by UUID until they
+3. The runner does not trust the answer (vLLM #47654). It reads the bytes in use by UUID until they
    are less than half of what vLLM had and no longer change. That number is the floor. More than 256
    MiB beyond the floor means that somebody else uses the GPU. Only then do ranks start.
 4. When the ranks are gone and the memory is measured to be back at the floor, the runner removes
-   the hold. The publisher wakes vLLM and says so. Only then does the job get its terminal state, or
-   60 s later where no vLLM wakes.
+   the hold. The publisher wakes vLLM and says so. Then the job gets its terminal state; if no vLLM
+   wakes, it gets this state after 60 s.
 
 The hold is written before the publisher looks at vLLM, and a vLLM that starts looks for a hold
 first: so a vLLM that is about to take the memory is either noticed by the publisher or waits there.
@@ -86,8 +86,8 @@ class SharedGpus:
         return None if state == "awake" else self._not_ready(state)
 
     def _vllm(self, since: float = 0.0) -> str | None:
-        """How vLLM is, by a look of the publisher after `since`; None where it has said nothing for
-        SILENT_SECONDS."""
+        """vLLM's state, which the publisher saw after `since`; None if the publisher has said
+        nothing for SILENT_SECONDS."""
         found, now = self._spool.inference.shared(), time.monotonic()
         if found is None or found.looked <= since or not 0 <= now - found.beat < SILENT_SECONDS:
             return None
@@ -193,9 +193,9 @@ class SharedGpus:
             self._spool.hold.put(self._hold)
 
     def renew(self) -> JobError | None:
-        """Renew the hold before the ranks start. Returns an error where that may be too late: once
-        its lease is over, the publisher clears it and wakes vLLM. Raises SpoolUnusable, and may
-        then be called again.
+        """Renew the hold before the ranks start. Returns an error if this may be too late: once the
+        hold's lease is over, the publisher clears the hold and wakes vLLM. Raises SpoolUnusable,
+        and may then be called again.
         """
         assert self._hold is not None
         found, now = self._spool.hold.get(), time.time()

@@ -61,7 +61,7 @@ class SlurmRefused(TandemError, code="slurm_refused"):
 
 
 class Slurm:
-    """The calls of Slurm's client programs. InvalidInput where there are none."""
+    """The calls of Slurm's client programs. Raises InvalidInput if a program is missing."""
 
     def __init__(self) -> None:
         if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
@@ -85,7 +85,8 @@ class Slurm:
         return [SlurmJob.parse(line) for line in lines if line.count("|") >= 7]
 
     def submit(self, words: list[str], script: str, variables: dict[str, str]) -> str:
-        """The Slurm job's id. SlurmRefused where it would be refused again."""
+        """Returns the Slurm job's id. Raises SlurmRefused if another attempt would be refused
+        too."""
         return self._call("sbatch", *words, given=script, variables=variables).strip()
 
     def cancel(self, name: str) -> None:
@@ -131,12 +132,12 @@ class SlurmExecutor(EngineExecutor):
         self.devices += " under Slurm"
 
     def find(self, job: Job) -> SlurmJob | None:
-        """The Slurm job of the job's present attempt."""
+        """The Slurm job of the job's current attempt."""
         found = self.ask(partial(self.slurm.jobs, self.batch.name(job)))
         return min(found, key=lambda one: one.ended, default=None)
 
     def lets_finish(self, job: Job) -> None:
-        """The agents of the job's present attempt are done, and its Slurm job ends by itself."""
+        """The agents of the job's current attempt are done, and its Slurm job ends by itself."""
         self._finishing[self.batch.name(job)] = time.monotonic() + FINISH_SECONDS
 
     def _sweep(self) -> None:

@@ -59,8 +59,8 @@ SHARED_IDLE_SECONDS = 1.0
 """Seconds after which an idle session's ranks leave shared GPUs, because vLLM sleeps until then."""
 
 SHUTDOWN_SECONDS = {"torchrun": 30, "fork": 10}
-"""Seconds that the other ranks may take to stop after one failed, before SIGKILL. torchrun's value
-is built into torch: TORCH_ELASTIC_SHUTDOWN_TIMEOUT has no effect here."""
+"""Seconds until SIGKILL for the other ranks after one failed. torchrun's 30 s are fixed in torch;
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT does not change them."""
 
 
 class RankSettings(Record):

@@ -12,9 +12,9 @@ Forking is safe because of three rules:
   would wait for its other threads forever. The runner logs a warning with their names. (With GPUs
   there is one of NVML's, which waits for the driver's events and which nvmlShutdown does not end.)
 - All ranks are forked before the store's threads start. torch's elastic agent has threads when it
-  forks. So the ranks' parent, the leader, is our own. Like the agent it ends the other ranks after
-  the first failure and restarts none. The ranks' connections wait in the listening socket's backlog
-  until the store runs.
+  forks. So the leader, the ranks' parent, is Tandem's process and not torch's agent. Like torch's
+  agent, the leader ends the other ranks after the first failure and restarts none. The ranks'
+  connections wait in the listening socket's backlog until the store runs.
 
 Protocol over the socket, one JSON object per packet. Runner: a `Launch`, with the store's listening
 socket where the launch names the store's address and this host has it. Server: {"ready": {...}}
@@ -65,8 +65,8 @@ class ForkServer:
     name = "fork server"
 
     def __init__(self, entry: str, device: str, environment: dict[str, str]) -> None:
-        # torch then asks NVML whether there are devices, not the CUDA runtime, whose state does not
-        # survive a fork.
+        # torch then looks for devices through NVML instead of the CUDA runtime, whose state does
+        # not survive a fork.
         environment = environment | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:

@@ -26,7 +26,7 @@ TERMINATE_SECONDS = 10.0
 """Between SIGTERM and SIGKILL."""
 
 START_SECONDS = 300.0
-"""How long a rank may at least take to its first heartbeat, whatever `stall_seconds` is. A shorter
+"""Seconds that a rank may take to its first heartbeat even if `stall_seconds` is less. A shorter
 bound would end a new fork server in its imports, which the next attempt would begin again."""
 
 UNCOUNTED = {"runner_stopped", "preempted"}
@@ -34,7 +34,8 @@ UNCOUNTED = {"runner_stopped", "preempted"}
 needed elsewhere."""
 
 UNCOUNTED_ONCE = {"job_deleted"}
-"""The same where the attempt before did not end so, too: whoever does it again keeps doing it."""
+"""Types of errors that don't count unless the attempt before ended with the same error: somebody
+who ends two attempts in a row would end the next one too."""
 
 STOPPED = JobError(type="runner_stopped", message="the runner was asked to stop", retriable=True)
 
@@ -128,8 +129,8 @@ class JobRun:
         return error.model_copy(update={"log_tail": self._log.last_lines()})
 
     def _known_result(self) -> JobResult | JobError | None:
-        """The result where no attempt is needed: the checkpoint exists, or the one to start from
-        does not."""
+        """The result of a job that needs no attempt: its checkpoint exists, or the checkpoint to
+        start from does not."""
         spec = self.job.spec
         if isinstance(spec, SessionJob):  # it starts from the newest
             return None
@@ -302,7 +303,7 @@ class JobRun:
 
 
 def _or_none[T](action: Callable[[], T]) -> T | None:
-    """The result of `action`, or None where the volume is unusable."""
+    """The result of `action`, or None if the volume is unusable."""
     with suppress(TandemError, OSError):
         return action()
     return None

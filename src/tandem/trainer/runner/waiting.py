@@ -15,7 +15,8 @@ time."""
 
 
 class Wait:
-    """Tells the reasons as events `waiting`, each that lasts. The lease has the present one."""
+    """Reports each reason that lasts as an event `waiting`. The phase in the lease is the current
+    reason."""
 
     def __init__(self, attempt: Attempt, clock: Callable[[], float]) -> None:
         self._attempt, self._clock = attempt, clock

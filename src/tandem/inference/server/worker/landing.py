@@ -105,8 +105,8 @@ class LandingWeights(ModelWeights):
         return SPARE_BYTES + BUFFERS * BUFFER_BYTES
 
     def stage(self, version: str, scale: float, source: Source | None = None) -> None:
-        """Begin to bring a version into the second copy, in a thread, unless it is there or on its
-        way from this source. The version that was in the copy is lost.
+        """Begin to bring a version into the second copy, in a thread, unless the version has
+        arrived or is on its way from this source. The version that was in the copy is lost.
 
         Args:
             source: where whole weights come from; None: they are merged from the base model's files

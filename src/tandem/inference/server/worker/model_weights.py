@@ -65,7 +65,7 @@ class ModelWeights:
         targets: frozenset[str] | None = None,
     ) -> None:
         """Proves the layout: the base model's files, put through it, must equal the loaded weights,
-        byte for byte. Else CannotWrite.
+        byte for byte. Raises CannotWrite if they differ.
 
         Args:
             place: where the copy goes, or the bytes that are left beside the model, by which
