@@ -136,6 +136,16 @@ def _keep_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=list(left_out))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _environment() -> Iterator[None]:
+    """Each file's environment, in which its processes start, is the one that pytest was started
+    with: an import of TRL silences vLLM's log and sets LD_LIBRARY_PATH, one of vLLM sets more."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture
 def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     """An NVIDIA driver without GPUs, in place of the machine's own; tests `set` its GPUs."""

@@ -101,9 +101,7 @@ class Pods:
             start, ready = container["startupProbe"], container["readinessProbe"]
             health = {
                 "test": ["CMD", *command_of(container, "readiness")],
-                # A probe is a Python process, and tests run the probes themselves.
-                "start_interval": "5s",
-                "interval": "60s",
+                "interval": "3s",
                 "timeout": f"{ready['timeoutSeconds']}s",
                 "retries": 3,
                 "start_period": f"{start['periodSeconds'] * start['failureThreshold']}s",
