@@ -492,7 +492,7 @@ def routed(experts: np.ndarray) -> dict[str, Any]:
 
 
 def test_a_job_of_a_mixture_has_the_experts_of_its_turns(deploy, client, run):
-    with pytest.raises(InvalidInput, match="no mixture of experts"):
+    with pytest.raises(InvalidInput, match="not a mixture of experts"):
         client.train(run, routed(np.zeros((3, 1, 2), np.uint8)))
     experts = np.array([[[4, 1]], [[0, 3]], [[2, 0]]], np.uint8)
     server, client = deploy(MIXTURE)

@@ -105,11 +105,11 @@ def test_turns_without_experts_leave_their_slots_to_the_router(tmp_path, dense):
         (base64.b64encode(b"PK\x03\x04" + bytes(40)).decode(), "not base64 of an array"),
         (encoded(experts(3))[:-8], "not base64 of an array"),
         (np.array([object()]), "not base64 of an array"),
-        (experts(3), "no mixture of experts"),
+        (experts(3), "not a mixture of experts"),
     ],
 )
 def test_what_no_router_chose_is_refused(tmp_path, routed, problem):
-    mixture = None if problem == "no mixture of experts" else MIXTURE
+    mixture = None if problem == "not a mixture of experts" else MIXTURE
     with pytest.raises(InvalidInput, match=problem) as refused:
         prepare(
             tmp_path / "data", [turn([1], [2])], [turn([1, 2], [3, 4], routed)], mixture=mixture

@@ -435,7 +435,7 @@ def test_the_spot_check_refuses_what_is_no_adapter_of_the_run(model: Model, tmp_
         with pytest.raises(CheckpointDamaged, match=WEIGHTS_FILE):
             check.adapter_rows(adapter, LORA)
     (adapter / WEIGHTS_FILE).write_bytes(whole)
-    with pytest.raises(CheckpointDamaged, match="no adapter of rank 8"):
+    with pytest.raises(CheckpointDamaged, match="not an adapter of rank 8"):
         check.adapter_rows(adapter, LORA.model_copy(update={"rank": 8}))
 
 
