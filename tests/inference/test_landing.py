@@ -97,7 +97,7 @@ def test_a_tensor_that_comes_in_part_is_refused(
     monkeypatch.setattr(landing, "receive", receive)
     workers = Workers(dense, 2, whole=True)
     with pytest.raises(RuntimeError, match=match):
-        workers.stage("whole", {"way": "nccl"})
+        workers.stage("whole", {"way": "nccl", "meeting": ""})
     workers.check(None)
 
 
