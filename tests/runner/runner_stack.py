@@ -36,8 +36,6 @@ class Stack:
                 [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
             ),
         }
-        # A test's own process group may have set it.
-        self.environment.pop("GLOO_SOCKET_IFNAME", None)
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> subprocess.Popen[bytes]:

@@ -27,7 +27,7 @@ CONTAINERS: dict[str, dict[str, tuple[str, ...]]] = {
     "hosts": {"trainer": _PROGRAMS, "hosts": ("host", *RANKS)},
 }
 """Executor -> the programs of each kind of container. All hosts are struck together: their ranks
-do not tell of which host they are."""
+do not tell their host."""
 HOSTS = 2
 _MODULES = {
     "tandem": "up",

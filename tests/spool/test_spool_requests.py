@@ -343,7 +343,7 @@ def test_a_job_is_queued_where_a_request_waits(spool: Spool, run: str):
 
 
 def test_a_run_that_trains_itself_keeps_nobody_waiting(spool: Spool, run: str):
-    """Beside another one's ranks a session's ranks stay; they leave for those that have no room."""
+    """A session's ranks stay beside running jobs of other runs; they leave if a run has no room."""
     other = spool.sessions.run_name(session_of(spool, run), 2)
     add_run(spool, other, session=session_of(spool, run))
     add_run(spool, "batch")

@@ -128,8 +128,8 @@ class Api(Requests):
 
     async def delete_checkpoint(self, run: str, step: int) -> None:
         """Delete a checkpoint. Raises Conflict for step 0, for the newest, and for a checkpoint
-        that is pinned, served or needed by a job. Like that of `delete_run`, the request is not
-        repeated."""
+        that is pinned, served or needed by a job. The request is not repeated, as in
+        `delete_run`."""
         await self._request("DELETE", "runs", run, "checkpoints", str(step), idempotent=False)
 
     async def rollback(self, run: str, step: int) -> RolledBack:

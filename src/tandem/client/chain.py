@@ -1,5 +1,5 @@
-"""Runs a training that is longer than a job: a file of examples or pairs becomes a chain of jobs,
-each of which makes a checkpoint.
+"""Runs a training that is longer than a job: a file of examples or pairs becomes a chain of jobs.
+Each job makes a checkpoint.
 
 The jobs' names come from the content of the file and the settings. So the same training, started
 again, continues where it was: the run's checkpoints say which jobs have succeeded. Only the slice

@@ -13,18 +13,31 @@ from tandem.spool.schema import Beat, Job
 
 _CPU = "; on the CPU the resident set"
 _RUN = {"run": OPEN}  # which has one running job at most
-_RANK = {"run": OPEN, "rank": OPEN}
+_RANK = _RUN | {"rank": OPEN}
 _RANK_AND_GPU = {"uuid": OPEN, "rank": OPEN}
 
 # Each dictionary's keys are those of a heartbeat's `memory` or `phases`. `tandem memory` shows the
 # other values of a heartbeat: an alert needs none of them, and each would be a series per rank.
 _ALLOCATOR_BYTES = {
-    "allocated": f"Bytes of torch's allocator in tensors{_CPU}.",
-    "allocated_peak": f"Most bytes in tensors since the attempt began{_CPU}.",
-    "reserved": f"Bytes that torch took from the device, in use or cached{_CPU}.",
-    "reserved_peak": f"Most bytes that torch took from the device since the attempt began{_CPU}.",
+    "allocated": (
+        f"Bytes of torch's allocator in tensors{_CPU}.",
+        "allocated_bytes.all.current",
+    ),
+    "allocated_peak": (
+        f"Most bytes in tensors since the attempt began{_CPU}.",
+        "allocated_bytes.all.peak",
+    ),
+    "reserved": (
+        f"Bytes that torch took from the device, in use or cached{_CPU}.",
+        "reserved_bytes.all.current",
+    ),
+    "reserved_peak": (
+        f"Most bytes that torch took from the device since the attempt began{_CPU}.",
+        "reserved_bytes.all.peak",
+    ),
     "inactive_split": (
-        "Bytes that are free in blocks partly in use, which can't be given back; not on the CPU."
+        "Bytes that are free in blocks partly in use, which can't be given back; not on the CPU.",
+        "inactive_split_bytes.all.current",
     ),
 }
 _ALLOCATOR_COUNTS = {
@@ -70,9 +83,9 @@ METRICS = (
         _measured(
             f"tandem_torch_memory_{key}_bytes",
             text,
-            f"heartbeat's memory.{key}",
+            f"memory_stats {stat}",
         )
-        for key, text in _ALLOCATOR_BYTES.items()
+        for key, (text, stat) in _ALLOCATOR_BYTES.items()
     ),
     *(
         Metric(

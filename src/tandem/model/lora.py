@@ -53,7 +53,7 @@ class LoraTensor:
     parameter: nn.Parameter
     cut: Cut
     stacked: bool = False  # [experts, rows, columns]; the ranks of the experts have it
-    # Sizes of the whole tensor's sections of rows, each of which is cut separately; empty: one
+    # Sizes of the whole tensor's sections of rows. Each section is cut separately. Empty: one
     # section.
     sections: tuple[int, ...] = ()
 

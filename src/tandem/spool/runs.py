@@ -245,7 +245,7 @@ class ServedRecords:
         return self._runs.directory(run) / "refused.json"
 
     def refused(self, run: str) -> Refused | None:
-        """The refused step of a run of which vLLM serves no step."""
+        """The step that vLLM refused, if vLLM serves no step of the run."""
         return fs.read_undamaged(self._refused(run), Refused)
 
     def put_refused(self, run: str, refused: Refused) -> None:

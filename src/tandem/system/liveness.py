@@ -87,15 +87,16 @@ def in_thread[T](action: Callable[[], T], beat: Callable[[], object], seconds: f
     """The result of `action`, which runs in a thread. Calls `beat` every `seconds` until it ends.
     Raises what `action` raises, or what `beat` raises; then the thread is abandoned."""
     future = Future[T]()
-
-    def run() -> None:
-        try:
-            future.set_result(action())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=settle, args=(future, action), daemon=True).start()
     return result_of(future, beat, seconds)
+
+
+def settle[T](future: Future[T], action: Callable[[], T]) -> None:
+    """Gives `future` the result of `action`, or the exception that it raises."""
+    try:
+        future.set_result(action())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def result_of[T](future: Future[T], beat: Callable[[], object], seconds: float) -> T:

@@ -107,7 +107,7 @@ class RowLosses:
 
     def __post_init__(self) -> None:
         self._advantage_divisor = advantage_divisor(self.batch, self.loss)
-        # Of the context-parallel ranks that share a row, the first counts it, on the last pipeline
+        # Context-parallel ranks share a row. The first of them counts it, on the last pipeline
         # stage.
         self.reports = self.topology.place.context == 0 and self.policy.stage.last
 

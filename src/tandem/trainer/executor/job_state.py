@@ -65,7 +65,7 @@ class JobStates:
             if self.ran:
                 return Ended(1, _error("preempted", f"its Job was suspended again: {why}"))
             return Waiting(why)
-        if (ended := self._ended(job, seen.pods, now)) is not None:
+        if (ended := self._ended(job, seen, now)) is not None:
             return ended
         for pod in seen.pods:
             if (error := self._cant_go_on(pod, now)) is not None:
@@ -76,7 +76,7 @@ class JobStates:
             return Running()
         return Waiting("; ".join(f"{_name(pod)} {lacks(pod)}" for pod in seen.pods))
 
-    def _ended(self, job: Object, pods: Sequence[Object], now: float) -> Ended | None:
+    def _ended(self, job: Object, seen: Seen, now: float) -> Ended | None:
         """Whether the Job's own conditions say that it ended."""
         conditions = _true_conditions(job)
         end = conditions.get("Complete") or conditions.get("Failed")
@@ -84,13 +84,13 @@ class JobStates:
             return None
         if "Complete" in conditions:
             return Ended(DONE)
-        return self.why_failed(Seen(job, list(pods))) or Ended(
+        return self.why_failed(seen) or Ended(
             1, _error("job_failed", f"its Job failed: {_words(end) or 'for no known reason'}")
         )
 
     def why_failed(self, seen: Seen) -> Ended | None:
         """Why the pods failed; None if neither a pod nor the Job tells."""
-        found = why_failed(seen.pods)
+        found = _why_failed(seen.pods)
         stopped = found is None or (found.error is not None and found.error.type == "job_deleted")
         return (self._disruption(seen.job) or found) if stopped else found
 
@@ -126,10 +126,9 @@ class JobStates:
         self._since = {key: at for key, at in self._since.items() if key.endswith(kept)}
 
 
-def why_failed(pods: Iterable[Object]) -> Ended | None:
+def _why_failed(pods: Sequence[Object]) -> Ended | None:
     """Why the pods of a failed Job failed; None if the pods don't tell. The cause that ended the
     other pods comes first: a disruption, then a failure of ranks, then a pod that was stopped."""
-    pods = list(pods)
     if (disrupted := _why_disrupted(pods)) is not None:
         return disrupted
     ends = [(pod, end) for pod in pods if (end := _terminated(pod)) is not None]

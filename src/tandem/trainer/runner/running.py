@@ -1,10 +1,12 @@
 """The jobs that a runner has going: one in its own thread, or several in a thread each."""
 
 from concurrent.futures import Future, wait
+from functools import partial
 from threading import Thread
 from types import TracebackType
 from typing import Self
 
+from tandem.system import liveness
 from tandem.trainer.executor import Executor
 from tandem.trainer.runner.job import JobRun
 from tandem.trainer.stop import Stop
@@ -37,15 +39,9 @@ class RunningJobs:
         return len(self._running) >= self._most
 
     def start(self, run: JobRun) -> None:
-        """Starts the job's attempt. More than `most` may run: those that an earlier runner left."""
+        """Starts the job's attempt. More than `most` run if an earlier runner left more."""
         future = Future[float]()
-
-        def attempt() -> None:
-            try:
-                future.set_result(run.run())
-            except BaseException as error:
-                future.set_exception(error)
-
+        attempt = partial(liveness.settle, future, run.run)
         self._running[future] = run
         if self._threads:
             Thread(target=attempt, name=f"job {run.job.spec.id}").start()
