@@ -4,6 +4,7 @@ GPU's.
     python -m bench.topologies [--cases moe-1 moe-ep2 moe-tp2-sp ...] [--out DIR] [--jobs 2]
     [--device cuda]
     python -m bench.topologies --recommended 4 [--cases plan-8b-8k ...] [--jobs 1]
+    python -m bench.topologies --hosts 2 [--network socket] --cases 8b-dp2 8b-tp2
 
 Each case runs jobs of some optimizer steps through the runner, by `fork`, on a model of random
 weights. Cases with the same shape and row have the same data, so their first losses differ by
@@ -11,8 +12,9 @@ rounding alone. tokens/s are those of the job's own steps but the first; memory 
 fullest rank at its peak: what torch allocates, and what CUDA and NCCL use beside it, which the
 cases `groups-…` show for small models. With `--recommended` each case takes the topology that
 `tandem plan` recommends for so many of this machine's GPUs, and a job of all weights is cancelled
-behind its steps, before it writes ten bytes per weight. `DIR` should be in memory: the largest
-models have 65 GB.
+behind its steps, before it writes ten bytes per weight. With `--hosts` each case's ranks belong to
+so many hosts, each an agent on this machine. `DIR` should be in memory: the largest models have 65
+GB.
 """
 
 import argparse
@@ -28,7 +30,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -36,6 +38,7 @@ import torch
 from bench.random_model import write_random_model
 from bench.report import report
 from bench.restart import SHAPES, parts, used, wait
+from bench.train import MODELS as TRAIN
 from tandem.config import Settings
 from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, Trajectory, Turn
 from tandem.data.prepare import prepare_rl
@@ -51,6 +54,18 @@ from tandem.topology.sizes import Sizes
 from tandem.trainer.launch import DEFAULT_ENTRY
 
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size": 262144,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": True,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "0.6b": (
         QWEN3
@@ -88,6 +103,69 @@ MODELS: dict[str, dict[str, Any]] = {
         SHAPES["qwen3-30b-a3b-8l"]
         | {"num_hidden_layers": 48, "architectures": ["Qwen3MoeForCausalLM"]}
     ),
+    # Text models alone; shapes of the published checkpoints.
+    "qwen3.5-9b": TRAIN["qwen3.5-9b"],
+    "qwen3.5-35b-a3b": {
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 40,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+        "rope_theta": 1e7,
+    },
+    "glm-4.7-flash": {
+        "model_type": "glm4_moe_lite",
+        "num_hidden_layers": 47,
+        "hidden_size": 2048,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 20,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "intermediate_size": 10240,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.8,
+        "vocab_size": 154880,
+        "max_position_embeddings": 202752,
+        "rope_theta": 1e6,
+    },
+    "gemma4-31b": GEMMA4
+    | {
+        "num_hidden_layers": 60,
+        "hidden_size": 5376,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+        "intermediate_size": 21504,
+    },
+    "gemma4-26b-a4b": GEMMA4
+    | {
+        "num_hidden_layers": 30,
+        "hidden_size": 2816,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "intermediate_size": 2112,
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+    },
     "tiny": QWEN3 | SHAPES["tiny"],
     "tiny-moe": SHAPES["tiny-moe"] | {"architectures": ["Qwen3MoeForCausalLM"]},
 }
@@ -124,6 +202,12 @@ CASES = {
     "8b-cp2-tree": Case("8b", {"CONTEXT_PARALLEL": 2}, row=131072, tree=True, steps=2),
     "8b-1-tree-64k": Case("8b", ranks=1, row=65536, tree=True, steps=2),
     "8b-cp2-tree-64k": Case("8b", {"CONTEXT_PARALLEL": 2}, row=65536, tree=True, steps=2),
+    "qwen3.5-9b-1": Case("qwen3.5-9b", ranks=1),
+    "qwen3.5-moe-ep2": Case("qwen3.5-35b-a3b", {"EXPERT_PARALLEL": 2}),
+    "glm-4.7-flash-ep2": Case("glm-4.7-flash", {"EXPERT_PARALLEL": 2}),
+    "gemma4-31b-tp2-sp": Case("gemma4-31b", {"TENSOR_PARALLEL": 2, "SEQUENCE_PARALLEL": 1}),
+    "gemma4-moe-ep2": Case("gemma4-26b-a4b", {"EXPERT_PARALLEL": 2}),
+    "8b-tp2": Case("8b", {"TENSOR_PARALLEL": 2}),
     "0.6b-1": Case("0.6b", ranks=1, steps=9),
     "0.6b-1-2k": Case("0.6b", ranks=1, row=2048, steps=9),
     "0.6b-full-1": Case("0.6b", ranks=1, full=True),
@@ -283,8 +367,11 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
     } | case.settings
     if case.full:
         given |= {"WEIGHTS": "merged", "TRANSPORT": "volume"}
-    gpus = list(range(case.ranks))
+    gpus = (options.gpus or list(range(case.ranks)))[: case.ranks]
     given["TRAINER_DEVICES"] = ",".join(map(str, gpus)) if options.device == "cuda" else ""
+    hosts = options.hosts if case.ranks % options.hosts == 0 else 1
+    if hosts > 1:
+        given |= {"EXECUTOR": "hosts", "TRAINER_HOSTS": hosts, "HOST_ADDRESS": "127.0.0.1"}
     environment = (
         os.environ
         | {f"TANDEM_{key}": str(value) for key, value in given.items()}
@@ -302,6 +389,16 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
             stdout=errors,
             stderr=errors,
         )
+        agents = [
+            _agent(
+                host,
+                gpus[host * case.ranks // hosts : (host + 1) * case.ranks // hosts],
+                environment,
+                options,
+                errors,
+            )
+            for host in range(hosts if hosts > 1 else 0)
+        ]
         try:
             for number in range(jobs):
                 submit(spool, f"job-{number}", arch.vocab_size, case)
@@ -317,15 +414,36 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
                     wait(spool, f"job-{number}", log)
             left = max(used(gpus, options.device))
         finally:
-            runner.send_signal(signal.SIGTERM)
-            runner.wait(timeout=60)
+            for process in (runner, *agents):
+                process.send_signal(signal.SIGTERM)
+                process.wait(timeout=60)
             for number in range(jobs):
                 events = [event.model_dump_json() for event in spool.events.read(f"job-{number}")]
                 (options.logs / f"events.{name}.{number}.jsonl").write_text("\n".join(events))
     events = list(spool.events.read(f"job-{jobs - 1}"))
     row = _row(name, case, arch, lora, events) | {"left MiB": left}
+    if hosts > 1:
+        row |= {"hosts": hosts, "network": options.network}
     shutil.rmtree(root)
     return row
+
+
+def _agent(
+    host: int,
+    gpus: list[int],
+    environment: dict[str, str],
+    options: argparse.Namespace,
+    log: BinaryIO,
+) -> subprocess.Popen[bytes]:
+    """The agent of one of the machine's hosts. NCCL takes hosts of different ids for different
+    machines, and uses the socket between them."""
+    own = {"TANDEM_HOST_INDEX": str(host)}
+    if options.device == "cuda":
+        own["TANDEM_TRAINER_DEVICES"] = ",".join(map(str, gpus))
+    if options.network == "socket":
+        own |= {"NCCL_HOSTID": f"host-{host}", "NCCL_IB_DISABLE": "1"}
+    command = [sys.executable, "-m", "tandem", "rank-agent", "--follow"]
+    return subprocess.Popen(command, env=environment | own, stdout=log, stderr=log)
 
 
 def _row(
@@ -387,6 +505,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=None, help="of each job; default: the case's")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--gpus", type=int, nargs="+", help="indices; default: the first ones")
+    parser.add_argument("--hosts", type=int, default=1, help="agents with as many GPUs each")
+    parser.add_argument("--network", choices=["nvlink", "socket"], default="nvlink")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument(
         "--logs",
