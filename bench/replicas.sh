@@ -1,9 +1,9 @@
 #!/bin/sh
 # Answers per second of one and of two inference servers behind one address, on two GPUs, and their
-# prefix-cache hit rates: `bench/replicas.sh MODEL [CONVERSATIONS IN FLIGHT]`. Needs haproxy and tandem-rl[gpu].
+# prefix-cache hit rates: `bench/replicas.sh MODEL [CONVERSATIONS IN FLIGHT PER SERVER]`. Needs haproxy and tandem-rl[gpu].
 # Each stack is a `tandem up --role inference` on a spool of its own; bench.rollouts asks it.
 set -eu
-model=$1 flight=${2:-1024}
+model=$1 flight=${2:-512}
 command -v haproxy >/dev/null || { echo "haproxy is not installed: apt-get install haproxy" >&2; exit 2; }
 directory=$(mktemp -d)
 python -c "import sys; from tandem.spool import Spool; [Spool.create(r) for r in sys.argv[1:]]" "$directory/1" "$directory/2"
@@ -23,7 +23,7 @@ for servers in 1 2; do
         until grep -l '"ready":true' "$directory"/2/replicas/*.json 2>/dev/null | wc -l | grep -qx 2; do sleep 2; done
     fi
     echo "servers: $servers"
-    TANDEM_API_KEY=bench python -m bench.rollouts http://127.0.0.1:8000 --model base --in-flight "$flight" --answers 2 --turns 3 --tokens 128 --repeat 1
+    TANDEM_API_KEY=bench python -m bench.rollouts http://127.0.0.1:8000 --model base --in-flight $((flight * servers)) --answers 2 --turns 3 --tokens 128 --repeat 1
     ports=8000
     [ $servers = 1 ] || ports="8001 8002"
     for port in $ports; do

@@ -76,14 +76,20 @@ def tandem_side(vllm: Vllm, model: str, tokens: int, turns: int) -> Conversation
         return sampler.finish(float(number % 2))
 
     environment.rollout = rollout
-    run, _, step = model.rpartition("@")
+
+    class Named(Sampler):
+        """Of the model of this name, which need not be a run's step."""
+
+        @property
+        def model(self) -> str:
+            return model
 
     def failed(error: Exception) -> None:
         raise error
 
     async def play(number: int) -> int:
         made = await environment.play(
-            number, lambda: Sampler(vllm, run, lambda: int(step), None, options), rl, failed
+            number, lambda: Named(vllm, model, lambda: 0, None, options), rl, failed
         )
         return sum(len(turn.token_ids) for turn in made.turns)
 

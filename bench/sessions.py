@@ -215,11 +215,19 @@ def measure(options: argparse.Namespace, out: Path) -> Iterator[tuple[str, float
             if options.device == "cuda":
                 time.sleep(2)
                 yield "left after the end", used(options) - before, "MiB"
+            begin = time.time()
             again = client.call()
             second = spool.jobs.list(run, limit=1)[0][1].spec.id
             ended(spool, second, log)
             assert second != first
             yield "a call after the end", again, "s"
+            at = {event.type: event.time - begin for event in spool.events.read(second)}
+            for kind, words in (
+                ("claimed", "the ranks' start"),
+                ("started", "the model's loading"),
+                ("loaded", "the first step"),
+            ):
+                yield f"of it until {words} begins", at[kind], "s"
             yield "of it computed", steps(spool, second)[1][0], "s"
         finally:
             runner.send_signal(signal.SIGTERM)

@@ -541,6 +541,8 @@ def main() -> None:
             print(f"{name}: {error}", flush=True)
         if CASES[name].model not in models[number + 1 :]:
             shutil.rmtree(options.out / CASES[name].model)  # makes room for the next
+    if not rows:
+        raise SystemExit("no case was measured")
     report(
         options.name,
         f"Topologies on {torch.cuda.get_device_name() if torch.cuda.is_available() else 'the CPU'}",

@@ -17,8 +17,9 @@ from tandem.data.render import check_ids
 from tandem.errors import InvalidInput
 from tandem.spool.schema import PassRequest, RLLoss, SFTLoss
 
-SHORTEST_ROW, USUAL_ROW = 128, 2048
-"""Slots of a row. Both are powers of two, so that few lengths are compiled."""
+SHORTEST_ROW, USUAL_ROW = 128, 4096
+"""Slots of a row. Both are powers of two, so that few lengths are compiled. An 8 B model computes
+rows of 2,048 slots a third slower than rows of 4,096."""
 MOST_TOKENS = 2**20
 # Tandem's losses bound the ratio by e^20, so a bound of this value never acts.
 _NO_BOUND = 1e9

@@ -105,7 +105,7 @@ class Runner:
                     if (claimed := self._claim(running)) is not None:
                         running.start(job_run(claimed))
                     elif not self.stop.requested:
-                        time.sleep(0.2)
+                        time.sleep(0.1)
         finally:
             self._executor.close()
         log.info("runner is down")
