@@ -146,7 +146,13 @@ def test_gspos_ratio_is_of_the_marked_positions(tmp_path: Path):
 
 
 def test_the_same_data_makes_the_same_bytes_and_rows_have_few_lengths(tmp_path: Path):
-    for lengths, slots in (([5], 128), ([200, 3], 256), ([600] * 5, 4096), ([600] * 20, 4096), ([3000, 10], 4096)):
+    for lengths, slots in (
+        ([5], 128),
+        ([200, 3], 256),
+        ([600] * 5, 4096),
+        ([600] * 20, 4096),
+        ([3000, 10], 4096),
+    ):
         data = [datum(length, sampled=False) for length in lengths]
         hashes = set()
         for name in "ab":

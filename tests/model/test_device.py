@@ -9,6 +9,7 @@ from tiny import write_random_model
 # Without a GPU CUDA fails to start, so whoever asks for it is seen.
 BUILD = """
 import sys, torch, traceback
+from tandem.errors import InvalidInput
 from tandem.model import device, parallel
 from tandem.families.registry import read_arch
 from tandem.model.build import build_policy
@@ -33,6 +34,8 @@ for model in sys.argv[1:]:
     except Asked as error:
         callers = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
         print(callers[-3:], torch.cuda.is_initialized(), device.started(), watch.beat())
+    except InvalidInput as error:
+        print(error)
 """
 
 
@@ -41,11 +44,21 @@ def test_only_to_be_placed_the_model_needs_the_device(tmp_path: Path) -> None:
         str(write_random_model(tmp_path / family, family=family))
         for family in ("qwen3", "qwen3_moe")
     ]
+    assert built_for_a_gpu(models) == ["['place', 'device', 'asked'] False False {}"] * 2
+
+
+def built_for_a_gpu(models: list[str]) -> list[str]:
     ran = subprocess.run(
         [sys.executable, "-c", BUILD, *models], capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == ["['place', 'device', 'asked'] False False {}"] * 2
+    return ran.stdout.splitlines()
+
+
+def test_heads_that_are_too_wide_for_a_gpu_are_refused(tmp_path: Path) -> None:
+    model = write_random_model(tmp_path, family="gemma4_text", global_head_dim=512)
+    (refusal,) = built_for_a_gpu([str(model)])
+    assert refusal.startswith("heads of 512 features: ")
 
 
 def test_a_gpu_that_is_not_there_is_named() -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from tandem.errors import InvalidInput
 from tandem.families.arch import Arch, LinearScaling, ProportionalRope, RopeScaling, YarnScaling
 from tandem.model import device, mcore, parallel
 from tandem.model.layer.decoder_layer import DecoderLayer
@@ -22,6 +23,9 @@ from tandem.planning.checks import check_sizes
 from tandem.spool.schema import LoraShape
 
 Recompute = Literal["auto", "none", "full"]
+WIDEST_HEAD = 256
+"""Features of a head on a GPU. With 512, FlexAttention's forward kernel of torch 2.11 needs 257 KiB
+of shared memory; an H100 has 227 KiB."""
 
 # GPTModel warns at every build that HybridModel is its successor, which doesn't help a reader of a
 # job's log.
@@ -52,10 +56,15 @@ def build_policy(
         allocates it.
 
     Raises:
-        InvalidInput: the model can't be cut over the ranks so.
+        InvalidInput: the model can't be cut over the ranks so, or its heads are too wide for a GPU.
     """
     topology = parallel.current()
     check_sizes(arch, topology.sizes)
+    if device.is_cuda() and (width := max(kind.head_dim for kind in arch.kinds)) > WIDEST_HEAD:
+        raise InvalidInput(
+            f"heads of {width} features: torch's attention kernel takes at most {WIDEST_HEAD} on a"
+            " GPU; this model trains on the CPU only"
+        )
     stage, switch, dtype = (
         Pipeline(topology, arch.num_layers),
         AdapterSwitch(),
