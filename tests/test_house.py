@@ -142,6 +142,43 @@ def test_no_modules_import_one_another():
     assert cycles(graph) == []
 
 
+def defined(tree: ast.Module) -> set[str]:
+    """The names that a module gives to others: those that it binds other than by an import, those
+    of `__all__`, and those that it imports as themselves (`import a as a`)."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.name for alias in node.names if alias.name == alias.asname}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.TypeAlias):
+            found.add(node.name.id)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            found |= set(ast.literal_eval(node.value))
+    return found
+
+
+def test_a_name_is_imported_from_where_it_is_defined():
+    """`model.mcore` stands for Megatron, whose names it imports for others."""
+    assert defined(ast.parse("import a, b as b\nfrom c import d\ne = 1\n__all__ = ['d']")) == {
+        *("__all__", "b", "d", "e")
+    }
+    trees = {module_name(path): ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
+    names = {module: defined(tree) for module, tree in trees.items()}
+    for importer, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tandem"):
+                module = node.module.removeprefix("tandem").lstrip(".")
+                for alias in node.names:
+                    here = f"{module}.{alias.name}".lstrip(".")
+                    known = here in names or alias.name in names[module]
+                    assert module == "model.mcore" or known, (
+                        f"{importer} imports {here}, which is defined elsewhere"
+                    )
+
+
 def test_every_package_has_a_rule():
     packages = {
         path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"
