@@ -19,8 +19,8 @@ from tandem.trainer.launch import RankSettings
 
 
 def preload(device: str):
-    """Nothing: only ranks that meet need torch, and its import takes 3 s of CPU. Real ranks are
-    forked by a parent that has it (test_real_ranks)."""
+    if os.environ.get("TANDEM_LAUNCH") == "fork":  # the ranks' parent needs it for every job
+        import torch.distributed  # noqa: F401
 
 
 def main(attempt: Attempt, settings: RankSettings) -> int:
