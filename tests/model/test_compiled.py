@@ -183,6 +183,7 @@ def test_a_directory_that_cannot_be_written_is_no_error(files, monkeypatch):
     torch.testing.assert_close(made, function(*arguments()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["cache", "tandem"])
 @pytest.mark.parametrize("change", ["writable", "foreign", "link"])
 def test_nothing_is_loaded_from_a_directory_of_others(
