@@ -29,7 +29,11 @@ def test_two_steps_of_the_demo_on_the_real_model(
         text, found = re.subn(rf"(?m)^{name} = \d+", f"{name} = {value}", text)
         assert found == 1
     lines: list[str] = []
-    variables = {"TANDEM_BASE_MODEL": str(MODEL), "TANDEM_WEIGHTS": "merged"}
+    variables = {
+        "TANDEM_BASE_MODEL": str(MODEL),
+        "TANDEM_WEIGHTS": "merged",
+        "TANDEM_VLLM_ARGS": "",  # the cache of a deployment: that of tests has fixed blocks
+    }
     with LocalStack(tmp_path, **variables, TANDEM_MAX_MODEL_LEN="512") as stack:
         for name, value in stack.environment.items():
             if name.startswith("TANDEM_"):
