@@ -24,10 +24,8 @@ ADAM = types.AdamParams(learning_rate=5e-3)
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    root = tmp_path_factory.mktemp("tinker")
-    with LocalStack(root, TANDEM_SESSION_IDLE_SECONDS="2") as stack:
-        yield stack
+def stack(loops_stack: LocalStack) -> LocalStack:
+    return loops_stack
 
 
 @pytest.fixture(scope="module")
