@@ -91,6 +91,7 @@ def _group(nodeid: str) -> str:
 
 SHARED = {
     "tests/stack/test_openai_fine_tuning.py": "tests/stack/test_fine_tuning.py",
+    "tests/stack/test_tinker_stack.py": "tests/stack/test_rl_stack.py",
     "tests/integrations/test_tinker_cookbook.py": "tests/integrations/test_clients.py",
 }
 

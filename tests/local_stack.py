@@ -12,6 +12,7 @@ from typing import Any, Self
 import tiny_model
 
 from free_ports import free_ports
+from inference.vllm_server import SMALL_CACHE
 from tandem.client import Event, JobStatus, Tandem
 from tandem.spool import Spool
 from tandem.spool.schema import TERMINAL
@@ -20,7 +21,7 @@ from waiting import answers, until
 
 API_KEY, ADMIN_TOKEN = "test-api-key", "test-admin-token"
 # `TANDEM_TEST_DEVICE=cuda` runs the same tests on two GPUs.
-DEVICES = {"TANDEM_DEVICE": "cpu"}
+DEVICES = {"TANDEM_DEVICE": "cpu"} | SMALL_CACHE
 if os.environ.get("TANDEM_TEST_DEVICE") == "cuda":
     DEVICES = {
         "TANDEM_DEVICE": "cuda",

@@ -71,6 +71,7 @@ def test_a_drawing_is_current(name):
     assert (PICTURES / f"{name}.svg").read_text() == DRAWINGS[name](), "run: make pictures"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(TERMINALS))
 def test_a_picture_of_a_terminal_is_current(name):
     """The commands print today what the pictures show."""

@@ -5,6 +5,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,15 @@ def may_import() -> dict[str, set[str]]:
 MAY_IMPORT = may_import()
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> set[str]:
     """Every `tandem.…` module a file imports, without the leading `tandem.`."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if (
             isinstance(node, ast.ImportFrom)
             and node.module
@@ -142,6 +148,43 @@ def test_no_modules_import_one_another():
     assert cycles(graph) == []
 
 
+def defined(tree: ast.Module) -> set[str]:
+    """The names that a module gives to others: those that it binds other than by an import, those
+    of `__all__`, and those that it imports as themselves (`import a as a`)."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.name for alias in node.names if alias.name == alias.asname}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.TypeAlias):
+            found.add(node.name.id)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            found |= set(ast.literal_eval(node.value))
+    return found
+
+
+def test_a_name_is_imported_from_where_it_is_defined():
+    """`model.mcore` stands for Megatron, whose names it imports for others."""
+    assert defined(ast.parse("import a, b as b\nfrom c import d\ne = 1\n__all__ = ['d']")) == {
+        *("__all__", "b", "d", "e")
+    }
+    trees = {module_name(path): parsed(path) for path in SOURCE.rglob("*.py")}
+    names = {module: defined(tree) for module, tree in trees.items()}
+    for importer, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tandem"):
+                module = node.module.removeprefix("tandem").lstrip(".")
+                for alias in node.names:
+                    here = f"{module}.{alias.name}".lstrip(".")
+                    known = here in names or alias.name in names[module]
+                    assert module == "model.mcore" or known, (
+                        f"{importer} imports {here}, which is defined elsewhere"
+                    )
+
+
 def test_every_package_has_a_rule():
     packages = {
         path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"
@@ -159,9 +202,7 @@ def test_every_package_has_a_rule():
 def test_every_package_says_what_it_is():
     """docs/architecture.md is the overview, and leaves the details to the packages' docstrings."""
     silent = [
-        str(path)
-        for path in SOURCE.rglob("__init__.py")
-        if not ast.get_docstring(ast.parse(path.read_text()))
+        str(path) for path in SOURCE.rglob("__init__.py") if not ast.get_docstring(parsed(path))
     ]
     assert silent == []
     assert len((SOURCE.parents[1] / "docs" / "architecture.md").read_text().splitlines()) <= 200
@@ -183,13 +224,10 @@ def test_docstrings_begin_with_the_noun():
     assert not clause.match("Whether rows are read.")
     assert error.match("NotFound (field `run`) if there is none.")
     paths = list(SOURCE.rglob("*.py"))
-    texts = [(path, text) for path in paths for text in docstrings(ast.parse(path.read_text()))]
+    texts = [(path, text) for path in paths for text in docstrings(parsed(path))]
     assert [text for _, text in texts if clause.match(text)] == []
     errors = {
-        node.name
-        for path in paths
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef)
+        node.name for path in paths for node in parsed(path).body if isinstance(node, ast.ClassDef)
     }
     verbless = [
         (path.name, text) for path, text in texts if error.match(text) and text.split()[0] in errors
@@ -267,7 +305,7 @@ def test_a_name_stands_for_one_thing():
     places: dict[str, list[str]] = {}
     for path in SOURCE.rglob("*.py"):
         where = path.relative_to(SOURCE).as_posix()
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             is_command = where.startswith("cli/") and node.name in COMMANDS

@@ -17,6 +17,7 @@ from executor.kubernetes_stack import KubernetesStack
 from rank.jobs import make_model, make_run, submit_sft
 from runner.runner_stack import Stack
 
+pytestmark = pytest.mark.slow
 of_pods = pytest.mark.sample(1, of="jobs in pods")
 
 

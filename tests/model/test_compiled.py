@@ -161,6 +161,7 @@ def test_only_the_first_process_compiles_the_attention(where):
     assert outputs == [["1", "True"], ["0", "True"]]
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_written_again(compiles, files):
     made = Compiled(function)(*arguments())
     (file,) = files.iterdir()
@@ -171,6 +172,7 @@ def test_a_damaged_file_is_written_again(compiles, files):
     assert len(compiles) == 2
 
 
+@pytest.mark.slow
 def test_a_directory_that_cannot_be_written_is_no_error(files, monkeypatch):
     def fail(path, _content):
         raise PermissionError(errno.EACCES, "read-only", str(path))
@@ -181,6 +183,7 @@ def test_a_directory_that_cannot_be_written_is_no_error(files, monkeypatch):
     torch.testing.assert_close(made, function(*arguments()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["cache", "tandem"])
 @pytest.mark.parametrize("change", ["writable", "foreign", "link"])
 def test_nothing_is_loaded_from_a_directory_of_others(

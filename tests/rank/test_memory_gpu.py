@@ -30,7 +30,10 @@ from tandem.spool import Spool
 from tandem.system.gpus import Devices
 from waiting import until
 
-DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.slow),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
 EPOCHS = 4  # of one row each, so there are 4 equal optimizer steps
 MODELS = {
     "cpu": {"hidden_size": 64, "layers": 2},

@@ -11,6 +11,9 @@ from listening import LOOPBACK, listening
 from runner.runner_stack import Stack
 from waiting import alive
 
+# Each of its tests waits for an agent and two ranks that import torch.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory):
@@ -58,7 +61,7 @@ def test_agent_and_ranks_listen_on_loopback_only(stack):
         # Not rank 0, which was ended by SIGTERM.
         ({"do": "raise", "rank": 1}, "rank 1 ended with exit code 1"),
         # An exit with 0 in the middle of a job.
-        pytest.param({"do": "leave"}, "", marks=pytest.mark.slow),
+        ({"do": "leave"}, ""),
     ],
 )
 def test_after_a_failure_the_next_attempt_has_new_ranks(stack, order, told):
@@ -95,7 +98,6 @@ def test_a_process_that_a_rank_started_is_killed_and_the_ranks_stay(stack):
     assert ranks(stack) == before
 
 
-@pytest.mark.slow
 def test_ranks_that_died_between_jobs_are_replaced(stack):
     before = ranks(stack)
     victim = next(process for process in stack.children() if process.parent != stack.runner.pid)

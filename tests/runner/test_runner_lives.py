@@ -75,7 +75,7 @@ def test_sigterm_puts_the_job_back_without_using_up_an_attempt(stack):
     assert "attempt 2 (1 of 1 that count)" in stack.job_log(job_id)
 
 
-@pytest.mark.parametrize("launch", ["fork", "resident"])
+@pytest.mark.parametrize("launch", ["fork", pytest.param("resident", marks=pytest.mark.slow)])
 def test_sigterm_to_all_processes_uses_up_no_attempt_either(make, launch):
     """As systemd's KillMode=control-group and batch systems stop a unit: the ranks are gone before
     the runner looks."""
@@ -96,7 +96,8 @@ def test_supervisord_gives_the_runner_enough_time_to_stop():
 
 
 @pytest.mark.parametrize(
-    "launch", ["fork", "resident", pytest.param("torchrun", marks=pytest.mark.slow)]
+    "launch",
+    ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resident", "torchrun"))],
 )
 def test_kill_9_of_the_runner_takes_the_ranks_with_it(make, launch):
     stack = make(launch)

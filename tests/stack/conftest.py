@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 
 import pytest
+import tiny_model
 
 from local_stack import LocalStack
 
@@ -9,4 +10,15 @@ from local_stack import LocalStack
 def resident_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     """A stack whose ranks stay between jobs, for every file of the group that uses it."""
     with LocalStack(tmp_path_factory.mktemp("resident"), TANDEM_LAUNCH="resident") as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def loops_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    """A stack for clients that loop: `tandem rl`, and then Tinker's package. Its model is large
+    enough to learn the examples."""
+    root = tmp_path_factory.mktemp("loops") / "spool"
+    tiny_model.write_tiny_qwen3(root / "models" / "tiny")
+    variables = {"TANDEM_KEEP_SERVED": "3", "TANDEM_SESSION_IDLE_SECONDS": "2"}
+    with LocalStack(root, **variables) as stack:
         yield stack

@@ -30,12 +30,9 @@ EXAMPLES = Path(tiny_model.__file__).parent
 SFT_STEPS = 1
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    root = tmp_path_factory.mktemp("rl") / "spool"
-    tiny_model.write_tiny_qwen3(root / "models" / "tiny")
-    with LocalStack(root, TANDEM_KEEP_SERVED="3") as running:
-        yield running
+@pytest.fixture
+def stack(loops_stack: LocalStack) -> LocalStack:
+    return loops_stack
 
 
 def teach(
