@@ -113,6 +113,7 @@ NEEDS: dict[str, dict[str, Any]] = {
         for name in (
             "hosts",
             "parallelJobs",
+            "settings.lingerSeconds",
             "runner.serviceAccountName",
             "runner.admissionPolicy",
             "runner.resources.requests.cpu",

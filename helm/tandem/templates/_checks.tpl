@@ -130,6 +130,9 @@ this one added; then refuses what can't be. */}}
 {{- if gt (int $t.parallelJobs) 1 -}}
 {{- fail (printf "trainer.parallelJobs=%d needs trainer.executor=kubernetes: with executor=local all jobs take turns on the trainer's GPUs" (int $t.parallelJobs)) -}}
 {{- end -}}
+{{- if $t.settings.lingerSeconds -}}
+{{- fail "trainer.settings.lingerSeconds needs trainer.executor=kubernetes: with executor=local the trainer's pod stays anyway" -}}
+{{- end -}}
 {{- else -}}
 {{- if eq $v.gpuMode "shared" -}}
 {{- fail "trainer.executor=kubernetes and gpuMode=shared: a Job's pods have GPUs of their own, on any node; set gpuMode=dedicated" -}}

@@ -68,7 +68,7 @@ class LocalExecutor:
         self._gpus.wait_until_free()
 
     def rest(self) -> None:
-        """What stays here stays until the runner ends."""
+        """The fork server stays until the runner ends."""
 
     def adopts(self, _attempt: Attempt) -> bool:
         """Its ranks ended with their runner."""
