@@ -121,6 +121,16 @@ NEEDS: dict[str, dict[str, Any]] = {
             "runner.resources.limits.memory",
         )
     },
+    **{
+        f"trainer.warmup.{name}": {"trainer": {"executor": "kubernetes"}}
+        for name in (
+            "enabled",
+            "nodeSelector",
+            "resources.requests.cpu",
+            "resources.requests.memory",
+            "resources.limits.memory",
+        )
+    },
     "monitoring.rules.kubernetes": {"monitoring": {"rules": {"enabled": True}}},
 }
 """Values without which a value is refused or has no effect."""
