@@ -160,8 +160,8 @@ def rank_agent(
     host was refused; 75 stopped; 76 another agent has this host, or the attempt was ended; 77 the
     volume is unusable.
     """
-    given = {"--job": job, "--attempt": attempt, "--host": host, "--hosts": hosts}
-    given |= {"--linger": linger, "--pods": pods}
+    given: dict[str, object] = {"--job": job, "--attempt": attempt, "--host": host}
+    given |= {"--hosts": hosts, "--linger": linger, "--pods": pods}
     arguments = [f"{name}={value}" for name, value in given.items() if value is not None]
     module = [sys.executable, "-m", "tandem.trainer.agent"]
     os.execv(sys.executable, [*module, *arguments, *(["--follow"] if follow else [])])
