@@ -368,6 +368,7 @@ def stayed(cluster, monkeypatch) -> SimpleNamespace:
     """The `cluster`, and a Job whose pods have stayed after the first attempt of its job."""
     monkeypatch.setenv("TANDEM_LINGER_SECONDS", "300")
     cluster.runner.executor = cluster.runner.make()
+    cluster.runner.executor.prepare()
     execution = cluster.runner.begin()
     until(execution, Waiting, "has not arrived")
     for host in range(2):
@@ -397,6 +398,7 @@ def next_attempt(cluster: SimpleNamespace, **limits: float) -> None:
 @scripted
 def test_pods_that_stayed_and_do_not_take_the_attempt_do_not_count(stayed, monkeypatch):
     monkeypatch.setattr(kubernetes, "TAKE_SECONDS", 0.5)
+    stayed.runner.executor.wait_until_free()  # spares it, too
     execution = stayed.runner.begin()
     assert f"goes to Job {stayed.name}" in stayed.runner.told[-1]
     assert execution._meeting.order().pods == f"ns/{stayed.name}"
@@ -417,12 +419,19 @@ def test_a_new_runner_adopts_an_attempt_in_pods_that_stayed(stayed):
     second = stayed.runner.make()
     assert second.adopts(stayed.runner.files)
     second.prepare()
+    assert second._lingering.names == set(), "it has an attempt"
     again = stayed.runner.begin(second)
     until(again, Waiting, "has not arrived")
     assert jobs(stayed) == [stayed.name]
-    stayed.nodes.preempt(stayed.name)  # Kueue's own retry would only find a fenced attempt
-    assert "preempted" in str(until(again, Ended))
-    again.kill()
+    # Kueue would start pods that find their first attempt ended.
+    stayed.nodes.preempt(stayed.name)
+    end = time.monotonic() + 20
+    while stayed.nodes.pods():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    third = stayed.runner.begin(stayed.runner.make())
+    assert "preempted" in str(until(third, Ended))
+    third.kill()
     gone(stayed)
 
 
@@ -450,6 +459,18 @@ def test_pods_that_can_not_serve_the_attempt_go_before_its_own_are_made(stayed, 
     assert goes_on == [execution.make["metadata"]["name"]]
     assert goes_on != [stayed.name]
     execution.kill()
+    gone(stayed)
+
+
+@scripted
+def test_a_job_whose_deletion_is_lost_does_not_pass_for_one_that_stays(stayed):
+    execution = stayed.runner.begin()
+    until(execution, Waiting, "has not arrived")
+    stayed.api.fail("DELETE", "jobs", 503)
+    execution.kill()
+    assert jobs(stayed) == [stayed.name]
+    next_attempt(stayed)
+    stayed.runner.executor.wait_until_free()
     gone(stayed)
 
 
