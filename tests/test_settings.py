@@ -103,6 +103,11 @@ MERGED = {"TANDEM_WEIGHTS": "merged"}
         (HOSTS | {"TANDEM_TOPOLOGY": "auto"}, "needs given sizes"),
         ({"TANDEM_PARALLEL_JOBS": "2"}, "=local: runs one job at a time; unset TANDEM_PARALLEL_"),
         (HOSTS | {"TANDEM_PARALLEL_JOBS": "2"}, "=hosts: runs one job at a time"),
+        ({"TANDEM_LINGER_SECONDS": "9"}, "=local: has no pods that could stay; unset TANDEM_LIN"),
+        (
+            HOSTS | {"TANDEM_EXECUTOR": "slurm", "TANDEM_LINGER_SECONDS": "9"},
+            "=slurm: has no pods that could stay",
+        ),
         (HOSTS | {"TANDEM_ORPHAN_SECONDS": "5"}, "ORPHAN_SECONDS=5 is below the heartbeat"),
         ({"TANDEM_REPLICA": "Pod_1"}, "TANDEM_REPLICA|pattern"),
         ({"TANDEM_KEEP_EVERY": "5"}, "TANDEM_KEEP_CHECKPOINTS"),

@@ -92,6 +92,7 @@ SPECIAL: dict[str, Schema] = {
     "trainer.settings.sessionIdleSeconds": optional({"type": "number", "minimum": 0}),
     "trainer.settings.startSeconds": optional(_POSITIVE),
     "trainer.settings.orphanSeconds": optional(_POSITIVE),
+    "trainer.settings.lingerSeconds": optional({"type": "number", "minimum": 0}),
     "inference.settings.maxModelLen": optional({"type": "integer", "minimum": 66}),
     "inference.settings.maxLoras": optional(COUNT),
     "inference.settings.gpuMemoryUtilization": optional(_POSITIVE | {"exclusiveMaximum": 1}),

@@ -79,6 +79,7 @@ class Settings(BaseSettings):
     trainer_ranks: int = Field(default=1, ge=1)
     executor: Literal["local", "hosts", "kubernetes", "slurm"] = "local"
     parallel_jobs: int = Field(default=1, ge=1)
+    linger_seconds: float = Field(default=0.0, ge=0)
     job_template: Path | None = None
     slurm_args: str = ""
     trainer_hosts: int = Field(default=1, ge=1)
@@ -209,12 +210,8 @@ class Settings(BaseSettings):
             ]
             if ranks % math.prod(getattr(self, name) for name in names):
                 raise ValueError(f"{of} is not a multiple of {' times '.join(given)}")
-        chosen = {
-            *model,
-            "sequence_parallel",
-            "expert_tensor_parallel",
-            "expert_parallel",
-        } & self.model_fields_set
+        chosen = {*model, "sequence_parallel", "expert_tensor_parallel", "expert_parallel"}
+        chosen &= self.model_fields_set
         if self.topology == "auto" and chosen:
             wrong = ", ".join(f"TANDEM_{name.upper()}" for name in sorted(chosen))
             raise ValueError(
@@ -243,6 +240,10 @@ class Settings(BaseSettings):
                 "Slurm chooses the GPUs; unset TANDEM_TRAINER_DEVICES",
             ),
             (self.orphan_seconds <= self.heartbeat_seconds, f"{orphan} is below the heartbeat"),
+            (
+                self.linger_seconds and self.executor != "kubernetes",
+                "has no pods that could stay; unset TANDEM_LINGER_SECONDS",
+            ),
         ):
             if wrong:
                 raise ValueError(f"TANDEM_EXECUTOR={self.executor}: {problem}")

@@ -16,13 +16,13 @@ import pytest
 
 from executor.nodes import Nodes
 from executor.releases import install, release
-from helm.kubernetes_api import ApiServer
+from helm.kubernetes_api import ApiServer, Object
 from spool.spool_tools import spool_with_run, start
 from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.spool.attempt import Attempt
-from tandem.spool.schema import JobError
-from tandem.trainer.agent.hosts import Meeting
+from tandem.spool.schema import JobError, JobResult
+from tandem.trainer.agent.hosts import DONE, HostEnd, Meeting
 from tandem.trainer.executor import Ended, Order, Running, Waiting, agents, job_state, kubernetes
 from tandem.trainer.executor.job_state import index_of
 from tandem.trainer.executor.kubernetes import KubernetesExecution, KubernetesExecutor
@@ -361,6 +361,129 @@ def test_a_job_of_an_old_release_goes_on_as_it_is(cluster):
     assert image_of(cluster) == made
     again.kill()
     gone(cluster)
+
+
+@pytest.fixture
+def stayed(cluster, monkeypatch) -> SimpleNamespace:
+    """The `cluster`, and a Job whose pods have stayed after the first attempt of its job."""
+    monkeypatch.setenv("TANDEM_LINGER_SECONDS", "300")
+    cluster.runner.executor = cluster.runner.make()
+    cluster.runner.executor.prepare()
+    execution = cluster.runner.begin()
+    until(execution, Waiting, "has not arrived")
+    for host in range(2):
+        execution._meeting.write(host, HostEnd(status=DONE, lingers=300.0))
+    assert until(execution, Ended) == Ended()
+    execution.kill()
+    (cluster.name,) = jobs(cluster)
+    next_attempt(cluster)
+    return cluster
+
+
+def is_going(obj: Object) -> bool:
+    return "deletionTimestamp" in obj["metadata"]
+
+
+def next_attempt(cluster: SimpleNamespace, **limits: float) -> None:
+    error = JobError(type="preempted", message="for the test", retriable=True)
+    spool, job = cluster.runner.spool, cluster.runner.job
+    if limits:
+        spool.queue.finish(job, JobResult(state="cancelled", finished=0.0))
+        cluster.runner.job = start(spool, "k", **limits)
+    else:
+        spool.queue.requeue(job, error)
+        cluster.runner.job = spool.queue.claim("test")
+
+
+@scripted
+def test_pods_that_stayed_and_do_not_take_the_attempt_do_not_count(stayed, monkeypatch):
+    monkeypatch.setattr(kubernetes, "TAKE_SECONDS", 0.5)
+    stayed.runner.executor.wait_until_free()  # spares it, too
+    execution = stayed.runner.begin()
+    assert f"goes to Job {stayed.name}" in stayed.runner.told[-1]
+    assert execution._meeting.order().pods == f"ns/{stayed.name}"
+    stayed.runner.executor.wait_until_free()  # spares it
+    ended = until(execution, Ended)
+    assert "preempted" in str(ended)
+    assert "had stayed, but did not take the attempt" in str(ended)
+    execution.kill()
+    gone(stayed)
+    next_attempt(stayed)
+    until(stayed.runner.begin(), Waiting, "has not arrived")
+    assert jobs(stayed) != [stayed.name]
+
+
+@scripted
+def test_a_new_runner_adopts_an_attempt_in_pods_that_stayed(stayed):
+    stayed.runner.begin()
+    second = stayed.runner.make()
+    assert second.adopts(stayed.runner.files)
+    second.prepare()
+    assert second._lingering.names == set(), "it has an attempt"
+    again = stayed.runner.begin(second)
+    until(again, Waiting, "has not arrived")
+    assert jobs(stayed) == [stayed.name]
+    # Kueue would start pods that find their first attempt ended.
+    stayed.nodes.preempt(stayed.name)
+    end = time.monotonic() + 20
+    while stayed.nodes.pods():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    third = stayed.runner.begin(stayed.runner.make())
+    assert "preempted" in str(until(third, Ended))
+    third.kill()
+    gone(stayed)
+
+
+@scripted
+@pytest.mark.parametrize("why", ["longer", "another template", "another linger", "off"])
+def test_pods_that_can_not_serve_the_attempt_go_before_its_own_are_made(stayed, why, monkeypatch):
+    path = Path(stayed.runner.variables["TANDEM_JOB_TEMPLATE"])
+    executor = stayed.runner.executor
+    if why == "longer":  # than the pods may live
+        next_attempt(stayed, deadline_seconds=36_000)
+    else:
+        if why == "another template":
+            made = json.loads(path.read_text())
+            made["spec"]["template"]["spec"]["containers"][0]["image"] = "tandem-trainer:newer"
+            path.write_text(json.dumps(made))
+        seconds = {"another linger": "200", "off": "0"}.get(why, "300")
+        monkeypatch.setenv("TANDEM_LINGER_SECONDS", seconds)
+        executor = stayed.runner.make()
+        executor.prepare()
+    execution = stayed.runner.begin(executor)
+    assert execution._meeting.order().pods == ""
+    until(execution, Waiting, "has not arrived")
+    made = stayed.api.objects("Job")
+    goes_on = [job["metadata"]["name"] for job in made if not is_going(job)]
+    assert goes_on == [execution.make["metadata"]["name"]]
+    assert goes_on != [stayed.name]
+    execution.kill()
+    gone(stayed)
+
+
+@scripted
+def test_a_job_whose_deletion_is_lost_does_not_pass_for_one_that_stays(stayed):
+    execution = stayed.runner.begin()
+    until(execution, Waiting, "has not arrived")
+    stayed.api.fail("DELETE", "jobs", 503)
+    execution.kill()
+    assert jobs(stayed) == [stayed.name]
+    next_attempt(stayed)
+    stayed.runner.executor.wait_until_free()
+    gone(stayed)
+
+
+@scripted
+def test_two_attempts_at_once_take_two_jobs(stayed):
+    lingering = stayed.runner.executor._lingering
+    lingering.add("b", "left", 300.0)
+    assert [lingering.take("left"), lingering.take("left")] == ["b", stayed.name]
+    assert lingering.take("left") is None
+    assert lingering.names == {"b", stayed.name}, "spared until their orders are written"
+    lingering.add("b", "left", 0.0)
+    assert lingering.take_late() == "b"
+    assert lingering.take_late() is None
 
 
 def image_of(cluster: SimpleNamespace) -> str:

@@ -14,7 +14,8 @@ from helm.charts import NEWEST, OLDEST, Object
 from spool.spool_tools import spool_with_run, start
 from tandem.errors import InvalidInput
 from tandem.spool.schema import Job
-from tandem.trainer.executor.manifest import JobTemplate, is_of
+from tandem.trainer.agent.hosts import TAKE_SECONDS
+from tandem.trainer.executor.manifest import LINGERS, JobTemplate, is_of
 
 START_SECONDS = 1800.0
 
@@ -25,11 +26,13 @@ def job(tmp_path_factory) -> Job:
     return start(spool, "A.job_with-an-id." + "x" * 45 + "_", deadline_seconds=100.0)
 
 
-def template(path: Path, hosts: int = 2, change: Callable[[Object], object] = id) -> JobTemplate:
+def template(
+    path: Path, hosts: int = 2, change: Callable[[Object], object] = id, linger: float = 0.0
+) -> JobTemplate:
     made = copy.deepcopy(template_of(release(hosts)))
     change(made)
     path.write_text(json.dumps(made))
-    return JobTemplate(path, hosts, START_SECONDS)
+    return JobTemplate(path, hosts, START_SECONDS, linger)
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
@@ -74,6 +77,27 @@ def test_each_attempt_has_a_name_of_its_own(tmp_path, job):
     assert is_of(filled, job)
     assert not is_of(filled, second)
     assert not is_of(filled, again)
+
+
+def test_pods_that_may_stay_differ_in_their_agents_words_and_their_life_alone(tmp_path, job):
+    plain = template(tmp_path / "plain.json").fill(job, None)
+    staying = template(tmp_path / "job.json", linger=30.0)
+    made = staying.fill(job, None)
+    assert schemas.validate(made, NEWEST) == []
+    pod, own = made["spec"]["template"], plain["spec"]["template"]
+    words = pod["spec"]["containers"][0]["args"]
+    name = made["metadata"]["name"]
+    assert words[-4:] == ["--linger", "30", "--pods", f"{made['metadata']['namespace']}/{name}"]
+    del words[-4:]
+    # The last attempt begins at the latest after the agent's START_SECONDS and its stay.
+    life = own["spec"]["activeDeadlineSeconds"] + START_SECONDS + 30 + TAKE_SECONDS
+    assert pod["spec"].pop("activeDeadlineSeconds") == life
+    del own["spec"]["activeDeadlineSeconds"]
+    for of in (made["metadata"], pod["metadata"]):
+        assert of["annotations"].pop(LINGERS) == staying.lingers
+    assert made == plain
+    other = template(tmp_path / "job.json", change=lambda t: t["spec"].update(x=1), linger=30.0)
+    assert other.lingers != staying.lingers
 
 
 def without(*path: str) -> Callable[[Object], object]:

@@ -41,7 +41,7 @@ KINDS = {
         "Service",
         "ServiceAccount",
     ),
-    "apps/v1": ("Deployment", "StatefulSet"),
+    "apps/v1": ("DaemonSet", "Deployment", "StatefulSet"),
     "authorization.k8s.io/v1": ("SelfSubjectAccessReview",),
     "batch/v1": ("Job",),
     "networking.k8s.io/v1": ("Ingress", "NetworkPolicy"),

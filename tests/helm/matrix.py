@@ -113,11 +113,22 @@ NEEDS: dict[str, dict[str, Any]] = {
         for name in (
             "hosts",
             "parallelJobs",
+            "settings.lingerSeconds",
             "runner.serviceAccountName",
             "runner.admissionPolicy",
             "runner.resources.requests.cpu",
             "runner.resources.requests.memory",
             "runner.resources.limits.memory",
+        )
+    },
+    **{
+        f"trainer.warmup.{name}": {"trainer": {"executor": "kubernetes"}}
+        for name in (
+            "enabled",
+            "nodeSelector",
+            "resources.requests.cpu",
+            "resources.requests.memory",
+            "resources.limits.memory",
         )
     },
     "monitoring.rules.kubernetes": {"monitoring": {"rules": {"enabled": True}}},

@@ -16,7 +16,8 @@ def pod_template(obj: Object) -> Object | None:
     """The `metadata` and `spec` of the pod that an object is or makes; None for other objects."""
     if obj["kind"] == "Pod":
         return {"metadata": obj["metadata"], "spec": obj["spec"]}
-    return obj["spec"]["template"] if obj["kind"] in ("Deployment", "StatefulSet", "Job") else None
+    workloads = ("Deployment", "StatefulSet", "DaemonSet", "Job")
+    return obj["spec"]["template"] if obj["kind"] in workloads else None
 
 
 def containers(template: Object) -> list[Object]:

@@ -116,6 +116,8 @@ OF_A_POD = {
     "TANDEM_TRAINER_HOSTS",
     "TANDEM_START_SECONDS",
     "TANDEM_ORPHAN_SECONDS",
+    # There is nothing that it could keep.
+    "TANDEM_LINGER_SECONDS",
     # Of the runner alone. Under compose it is in the trainer's image, which has the role, and one
     # thread per core that the container has.
     "TANDEM_JOB_TEMPLATE",

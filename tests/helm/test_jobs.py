@@ -178,6 +178,25 @@ def test_runner_and_hosts_have_the_same_settings_and_threads():
     assert environment(container)["OMP_NUM_THREADS"] == "7"
 
 
+def test_nodes_are_kept_warm_by_restricted_pods_without_a_gpu():
+    place = {"nodeSelector": {"pool": "a"}, "warmup": {"enabled": True}}
+    rendered = of(merged(SETS["jobs"], {"trainer": place, "models": {"existingClaim": "m"}}))
+    template = rendered.one("DaemonSet")["spec"]["template"]
+    assert breaches(template) == []
+    spec, of_jobs = template["spec"], job(rendered)["spec"]["template"]["spec"]
+    assert spec["nodeSelector"] == {"pool": "a", "nvidia.com/gpu.present": "true"}
+    assert spec["tolerations"] == of_jobs["tolerations"]
+    (container,) = spec["containers"]
+    assert container["image"] == of_jobs["containers"][0]["image"]
+    # Its charge is the page cache: a limit would drop what it reads.
+    assert container["resources"] == {"requests": {"cpu": "50m", "memory": "128Mi"}}
+    mounts = {mount["mountPath"]: mount.get("readOnly") for mount in container["volumeMounts"]}
+    assert mounts == {"/data": True, "/cache": True, "/models": True, "/tmp": None}
+    agent = environment(of_jobs["containers"][0])
+    assert environment(container)["TANDEM_BASE_MODEL"] == agent["TANDEM_BASE_MODEL"]
+    assert not of(SETS["jobs"]).all("DaemonSet")
+
+
 @pytest.mark.parametrize("name", ["jobs", "everything"])
 def test_whom_jobs_and_runner_reach(name):
     rendered = of(SETS[name])

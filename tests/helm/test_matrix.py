@@ -33,6 +33,7 @@ MORE: dict[str, dict[str, Any]] = {
     "paused": matrix.roles(replicas=0),
     "CPU ranks": {"device": "cpu", "trainer": {"cpuRanks": 2, "settings": {"tensorParallel": 2}}},
     "jobs": JOBS,
+    "jobs, warm nodes": merged(JOBS, {"trainer": {"warmup": {"enabled": True}}}),
     "jobs, one node": merged(ONE_NODE, {"trainer": {"executor": "kubernetes"}}),
     "everything, jobs": merged(
         EVERYTHING, merged(JOBS, {"trainer": {"runner": {"admissionPolicy": True}}})

@@ -78,6 +78,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     # Jobs.
     (at("trainer.parallelJobs", 2), r"parallelJobs=2 needs trainer\.executor=kubernetes"),
+    (at("trainer.warmup.enabled", True), r"warmup\.enabled needs trainer\.executor=kubernetes"),
+    (
+        merged(
+            ONE_NODE,
+            {"trainer": {"executor": "kubernetes", "warmup": {"enabled": True}}},
+        ),
+        r"warmup\.enabled and accessMode ReadWriteOnce",
+    ),
+    (at("trainer.settings.lingerSeconds", 9), r"lingerSeconds needs trainer\.executor=kubernetes"),
     (at("trainer.hosts", 2), r"trainer\.hosts=2 needs trainer\.executor=kubernetes"),
     (
         merged(SHARED, at("trainer.executor", "kubernetes")),

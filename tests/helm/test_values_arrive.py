@@ -75,8 +75,10 @@ NOT_VERBATIM = {
 }
 _LOAD_BALANCER = {"service": {"type": "LoadBalancer"}}
 OF_SEVERAL = {path for path in NEEDS if path.startswith("inference.")}
+WARM = {"enabled": True}
 OF_JOBS = {path for path in NEEDS if path.startswith("trainer.")} - {
-    "trainer.runner.admissionPolicy"
+    "trainer.runner.admissionPolicy",
+    "trainer.warmup.enabled",
 }
 ON = {
     "controller": _LOAD_BALANCER,
@@ -129,7 +131,7 @@ def test_every_value_arrives():
         (charts.NEWEST, plain | OVERRIDING | DIGESTS, ON),
         (charts.NEWEST, {"shared.deviceClassName"}, {"gpuMode": "shared"}),
         (charts.NEWEST, OF_SEVERAL, {"inference": {"replicas": 2}}),
-        (charts.NEWEST, OF_JOBS, {"trainer": {"executor": "kubernetes"}}),
+        (charts.NEWEST, OF_JOBS, {"trainer": {"executor": "kubernetes", "warmup": WARM}}),
     ):
         given = BASE
         for path in keys:

@@ -209,6 +209,8 @@ class Scripted:
 
     def wait_until_free(self) -> None: ...
 
+    def rest(self) -> None: ...
+
     def adopts(self, attempt: Attempt, /) -> bool:
         return self._adopting and bool(self._of(attempt))
 

@@ -69,6 +69,8 @@ class Cluster:
 
     def wait_until_free(self) -> None: ...
 
+    def rest(self) -> None: ...
+
     def adopts(self, attempt: Attempt, /) -> bool:
         return str(attempt) in self.attempts
 

@@ -130,12 +130,21 @@ this one added; then refuses what can't be. */}}
 {{- if gt (int $t.parallelJobs) 1 -}}
 {{- fail (printf "trainer.parallelJobs=%d needs trainer.executor=kubernetes: with executor=local all jobs take turns on the trainer's GPUs" (int $t.parallelJobs)) -}}
 {{- end -}}
+{{- if $t.warmup.enabled -}}
+{{- fail "trainer.warmup.enabled needs trainer.executor=kubernetes: with executor=local the trainer's pod stays on its node" -}}
+{{- end -}}
+{{- if $t.settings.lingerSeconds -}}
+{{- fail "trainer.settings.lingerSeconds needs trainer.executor=kubernetes: with executor=local the trainer's pod stays anyway" -}}
+{{- end -}}
 {{- else -}}
 {{- if eq $v.gpuMode "shared" -}}
 {{- fail "trainer.executor=kubernetes and gpuMode=shared: a Job's pods have GPUs of their own, on any node; set gpuMode=dedicated" -}}
 {{- end -}}
 {{- if and (gt (int $t.hosts) 1) (include "tandem.oneNode" .) -}}
 {{- fail (printf "trainer.hosts=%d and accessMode ReadWriteOnce: that volume holds all pods on one node; use ReadWriteMany for data and cache, or trainer.hosts=1 with more trainer.gpus" (int $t.hosts)) -}}
+{{- end -}}
+{{- if and $t.warmup.enabled (include "tandem.oneNode" .) -}}
+{{- fail "trainer.warmup.enabled and accessMode ReadWriteOnce: the DaemonSet's pods mount that volume on every node; use ReadWriteMany for data and cache" -}}
 {{- end -}}
 {{- if or (has (default "" $t.settings.launch) (list "resident" "torchrun")) (eq (toString $t.settings.exitAfterJob) "false") -}}
 {{- fail "trainer.executor=kubernetes starts ranks by fork and ends their pods with the job: leave trainer.settings.launch and exitAfterJob out" -}}

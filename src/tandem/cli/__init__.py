@@ -146,6 +146,13 @@ def rank_agent(
     follow: Annotated[
         bool, typer.Option("--follow", help="serve all attempts, one after the other")
     ] = False,
+    linger: Annotated[
+        float | None,
+        typer.Option(help="seconds to stay after an attempt for the next one of --pods"),
+    ] = None,
+    pods: Annotated[
+        str | None, typer.Option(help="the Kubernetes Job of this pod, NAMESPACE/NAME")
+    ] = None,
 ) -> None:
     """Run one host's part of an attempt: start its ranks, watch them, measure what they leave.
 
@@ -153,7 +160,8 @@ def rank_agent(
     host was refused; 75 stopped; 76 another agent has this host, or the attempt was ended; 77 the
     volume is unusable.
     """
-    given = {"--job": job, "--attempt": attempt, "--host": host, "--hosts": hosts}
+    given: dict[str, object] = {"--job": job, "--attempt": attempt, "--host": host}
+    given |= {"--hosts": hosts, "--linger": linger, "--pods": pods}
     arguments = [f"{name}={value}" for name, value in given.items() if value is not None]
     module = [sys.executable, "-m", "tandem.trainer.agent"]
     os.execv(sys.executable, [*module, *arguments, *(["--follow"] if follow else [])])

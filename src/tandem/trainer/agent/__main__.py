@@ -11,6 +11,7 @@ from tandem.spool import Spool
 from tandem.system import logs
 from tandem.trainer.agent.agent import HostAgent, log
 from tandem.trainer.agent.hosts import FAILED, STOPPED, UNUSABLE
+from tandem.trainer.agent.lingering import serve_and_linger
 from tandem.trainer.stop import Stop
 
 INDEX_VARIABLES = ("JOB_COMPLETION_INDEX", "SLURM_PROCID", "TANDEM_HOST_INDEX")
@@ -38,6 +39,8 @@ def main() -> int:
     parser.add_argument("--host", type=int)
     parser.add_argument("--hosts", type=int)
     parser.add_argument("--follow", action="store_true")
+    parser.add_argument("--linger", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--pods", default="", metavar="NAMESPACE/JOB")
     given = parser.parse_args()
     logs.configure()
     stop = Stop()
@@ -47,11 +50,14 @@ def main() -> int:
     try:
         if given.follow == (given.job is not None and given.attempt is not None):
             raise InvalidInput("give --job and --attempt, or --follow alone", field="--follow")
+        if given.linger and not given.pods:
+            raise InvalidInput("give the Kubernetes Job, too: --pods", field="--linger")
         settings = load_settings()
         agent = HostAgent(settings, Spool(settings.root), host_index(given.host), stop)
         if given.follow:
             return agent.follow()
-        return agent.serve(given.job, given.attempt, given.hosts)
+        agent.pods, agent.linger_seconds = given.pods, given.linger
+        return serve_and_linger(agent, given.job, given.attempt, given.hosts)
     except SpoolUnusable as error:
         log.error("the volume is unusable", error=error)
         return UNUSABLE

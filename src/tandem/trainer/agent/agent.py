@@ -74,6 +74,11 @@ class HostAgent:
         self._lost: tuple[str, ...] = ()  # of what they were sent
         self._launcher: Launcher | None = None
         self._made_for: tuple[object, ...] = ()
+        self._begin = time.monotonic()
+        self.pods, self.linger_seconds = "", 0.0
+        """The Kubernetes Job, as in `AgentOrder`, and how long its pods stay without an attempt."""
+        self.lingers = 0.0
+        """As in the last attempt's `HostEnd`."""
 
     def serve(self, job: str, number: int, hosts: int | None = None) -> int:
         """Run this host's part of an attempt; returns the agent's exit status. `hosts`: how many
@@ -103,7 +108,7 @@ class HostAgent:
     def _attend(self, meeting: Meeting, order: AgentOrder, watch: AttemptWatch) -> Leave:
         settings = self._settings_of(order)
         handle: Handle | None = None
-        self._others, self._lost = [], ()
+        self._others, self._lost, self.lingers = [], (), 0.0
         try:
             address, interface = self._address(order)
             self._launcher_for(settings, order, interface).prepare()
@@ -292,9 +297,15 @@ class HostAgent:
     def _clear(self, settings: Settings, handle: Handle | None, leave: Leave) -> HostEnd:
         """End what is left of the ranks; how they ended, and what is left on the devices."""
         left = [] if handle is None else handle.kill_all(KILL_SECONDS)
-        begin, used = time.monotonic(), dict[str, int | None]()
+        begin, used, free = time.monotonic(), dict[str, int | None](), False
         with suppress(TandemError):
-            used = Devices(settings, "trainer").wait_free(RELEASE_SECONDS, {})
+            devices = Devices(settings, "trainer")
+            used = devices.wait_free(RELEASE_SECONDS, {})
+            free = not devices.over(used, {})
+        clean = leave.status == DONE and free and not left
+        # The next attempt has its whole time before the pod's own deadline.
+        if clean and time.monotonic() - self._begin < self.settings.start_seconds:
+            self.lingers = self.linger_seconds
         return HostEnd(
             status=leave.status,
             error=leave.error,
@@ -302,6 +313,7 @@ class HostAgent:
             devices=used,
             seconds=time.monotonic() - begin,
             network=self._lost,
+            lingers=self.lingers,
         )
 
     def follow(self) -> int:
@@ -311,7 +323,7 @@ class HostAgent:
         problem = ""
         while not self.stop.requested:
             try:
-                if (found := self._next()) is not None:
+                if (found := self.next_attempt()) is not None:
                     if self.serve(*found) == UNUSABLE:
                         return UNUSABLE
                     self.prepare()
@@ -325,13 +337,15 @@ class HostAgent:
             time.sleep(FOLLOW_SECONDS)
         return DONE
 
-    def _next(self) -> tuple[str, int] | None:
-        """An attempt that has no agent for this host yet."""
+    def next_attempt(self) -> tuple[str, int] | None:
+        """An attempt that is for this agent and has none for this host yet."""
         for key in self.spool.jobs.index.running():
             _, job = self.spool.jobs.get(key.id)
             meeting = Meeting(Attempt(self.spool, key.id, job.attempt))
             order = meeting.order()
-            if order is None or self.host >= order.hosts or meeting.has_ticket(self.host):
+            if order is None or order.pods != self.pods or self.host >= order.hosts:
+                continue
+            if meeting.has_ticket(self.host):
                 continue
             return key.id, job.attempt
         return None

@@ -30,6 +30,11 @@ the runner asked; its ticket is taken, or the attempt was ended, or its runner i
 is unusable."""
 
 
+TAKE_SECONDS = 60.0
+"""How much later than the runner an agent that lingers may see the runner's order. A network file
+system may show a new file so late."""
+
+
 class AgentOrder(Record):
     """The runner's order to the agents of one attempt."""
 
@@ -38,6 +43,9 @@ class AgentOrder(Record):
     settings: RankSettings
     entry: str = DEFAULT_ENTRY
     orphan_seconds: float = 900.0
+    pods: str = Field(default="", exclude_if=lambda pods: not pods)
+    """The Kubernetes Job, as <namespace>/<name>, whose pods have stayed from an earlier attempt and
+    serve this one. Empty: agents that are started for this attempt serve it."""
 
     @classmethod
     def of(cls, settings: Settings, entry: str) -> Self:
@@ -87,6 +95,8 @@ class HostEnd(Record):
     devices: dict[str, int | None] = Field(default_factory=dict)  # bytes in use, by UUID
     seconds: float = 0.0  # until the devices were free
     network: tuple[str, ...] = ()  # what the network lost when the ranks had to end
+    lingers: float = Field(default=0.0, exclude_if=lambda seconds: not seconds)
+    """Seconds that the agent stays for another attempt."""
 
 
 class Meeting:

@@ -11,8 +11,9 @@ job left. `shared_gpus.py` asks the publisher for vLLM's GPUs and gives them bac
 that host's ranks. Runner and agents meet by records in the attempt's `hosts/`. The ranks outlive
 their runner, and the next runner adopts the attempt. `hosts.py` has no engine. `kubernetes.py`
 makes a Kubernetes Job per attempt: `manifest.py` fills the chart's template, `cluster.py` calls the
-API server, `job_state.py` reads its answers. `slurm.py` makes a Slurm job per attempt: `batch.py`
-writes its submission, `slurm_state.py` reads its states.
+API server, `job_state.py` reads its answers. `lingering.py` knows the Jobs whose pods stay for
+another attempt. `slurm.py` makes a Slurm job per attempt: `batch.py` writes its submission,
+`slurm_state.py` reads its states.
 """
 
 from collections.abc import Callable
@@ -89,6 +90,10 @@ class Executor(Protocol):
 
     def wait_until_free(self) -> None:
         """Waits until an attempt can start, or the runner has to stop."""
+
+    def rest(self) -> None:
+        """Ends what has stayed long enough. The runner calls it all the time, and it returns
+        soon."""
 
     def adopts(self, attempt: Attempt, /) -> bool:
         """Whether the attempt, which an earlier runner started, may go on: `start` then finds

@@ -268,6 +268,9 @@ class AgentsExecutor:
     def wait_until_free(self) -> None:
         """Each agent waits for its own devices."""
 
+    def rest(self) -> None:
+        """Nothing stays between attempts, unless a subclass says so."""
+
     def adopts(self, attempt: Attempt, /) -> bool:
         order = Meeting(attempt).order()
         return order is not None and order.settings == self._plan.settings

@@ -159,6 +159,23 @@ def _why_failed(pods: Sequence[Object]) -> Ended | None:
     return stopped
 
 
+def all_run(seen: Seen, hosts: int) -> bool:
+    """Whether the Job goes on and each of its pods runs, so that agents can wait in them."""
+    job = seen.job
+    if job is None or job["metadata"].get("deletionTimestamp") or job["spec"].get("suspend"):
+        return False
+    if _true_conditions(job).keys() & {"Complete", "Failed", "FailureTarget"}:
+        return False
+    running = [
+        pod
+        for pod in seen.pods
+        if any("running" in state for state in _states(pod))
+        and _disruption(pod) is None
+        and not pod["metadata"].get("deletionTimestamp")
+    ]
+    return len(running) == len(seen.pods) == hosts
+
+
 def lacks(pod: Object) -> str:
     """The thing that a pod still needs to run, in words."""
     status = pod.get("status", {})

@@ -6,6 +6,7 @@ is, so that a runner that comes back finds it, and never makes a second one.
 """
 
 import time
+from contextlib import suppress
 from functools import partial
 
 from tandem.config import Settings
@@ -14,12 +15,13 @@ from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import JobError
 from tandem.system.logs import Log
-from tandem.trainer.agent.hosts import AgentOrder, Meeting
+from tandem.trainer.agent.hosts import DONE, TAKE_SECONDS, AgentOrder, Meeting
 from tandem.trainer.executor import Ended, Order, Running, Waiting
 from tandem.trainer.executor.agents import EngineExecution, EngineExecutor
 from tandem.trainer.executor.cluster import Cluster, ClusterAway, ClusterRefused
-from tandem.trainer.executor.job_state import JobStates, Seen, index_of, lacks
-from tandem.trainer.executor.manifest import JobTemplate, Object, is_of
+from tandem.trainer.executor.job_state import JobStates, Seen, all_run, index_of, lacks
+from tandem.trainer.executor.lingering import LingeringJobs
+from tandem.trainer.executor.manifest import LINGERS, RUN, JobTemplate, Object, is_of
 from tandem.trainer.stop import Stop
 
 log = Log("runner")
@@ -48,9 +50,14 @@ class KubernetesExecutor(EngineExecutor):
         a right, or the template is not the chart's."""
         super().__init__(settings, entry, stop, spool)
         self._template = JobTemplate(
-            settings.job_template, settings.trainer_hosts, settings.start_seconds
+            settings.job_template,
+            settings.trainer_hosts,
+            settings.start_seconds,
+            settings.linger_seconds,
         )
         self._cluster = Cluster(self._template.namespace)
+        self._lingering = LingeringJobs()
+        self._swept = False
         self._owner: str | None = None
         self.devices = f"Jobs of {self.devices} in namespace {self._cluster.namespace}"
         stop.retry("ask the API server for the runner's rights", self._check, until="it answers")
@@ -78,20 +85,72 @@ class KubernetesExecutor(EngineExecutor):
     def _sweep(self) -> None:
         names = set()
         for key in self._spool.jobs.index.running():
-            names.add(self._template.name(self._spool.jobs.get(key.id)[1]))
+            job = self._spool.jobs.get(key.id)[1]
+            names |= {
+                self._template.name(job),
+                self._taken(Attempt(self._spool, key.id, job.attempt)),
+            }
+        names |= self._lingering.names  # read last: an attempt's Job is here before its job ends
         for made in self.ask(lambda: self._cluster.jobs(self._template.labels)):
-            name = made["metadata"]["name"]
-            if name not in names and not made["metadata"].get("deletionTimestamp"):
-                log.warning("deleting a Job that no running job has", job=name)
-                self.ask(partial(self._cluster.delete, name))
+            metadata = made["metadata"]
+            name, about = metadata["name"], metadata.get("annotations") or {}
+            if name in names or metadata.get("deletionTimestamp"):
+                continue
+            if about.get(LINGERS) == self._template.lingers and not self._swept:
+                log.info("found a Job whose pods may have stayed", job=name)
+                self._lingering.add(name, about.get(RUN, ""), self._settings.linger_seconds)
+                continue
+            log.warning("deleting a Job that no running job has", job=name)
+            self.ask(partial(self._cluster.delete, name))
+        self._swept = True
+
+    def rest(self) -> None:
+        while (name := self._lingering.take_late()) is not None:
+            log.info("deleting a Job whose pods stayed and got no attempt", job=name)
+            self.delete(name)
+
+    def delete(self, name: str) -> None:
+        """Never raises."""
+        try:
+            self.ask(lambda: self._cluster.delete(name))
+        except (ClusterAway, ClusterRefused) as error:
+            # `wait_until_free` deletes it before the next attempt.
+            log.warning("can't delete the Job now", job=name, error=error)
+        self._lingering.forget(name)
+
+    def lingers(self, name: str, run: str, seconds: float) -> None:
+        """The Job's pods stay for another attempt."""
+        log.info("the pods stay for another attempt", job=name, seconds=seconds)
+        self._lingering.add(name, run, seconds)
 
     def adopts(self, attempt: Attempt, /) -> bool:
         """Raises ClusterAway as long as nobody knows."""
         if not super().adopts(attempt):
             return False
         job = self._spool.jobs.get(attempt.job)[1]
-        made = self.ask(lambda: self._cluster.job(self._template.name(job)))
-        return made is not None and is_of(made, job) and "deletionTimestamp" not in made["metadata"]
+        taken = self._taken(attempt)
+        made = self.ask(lambda: self._cluster.job(taken or self._template.name(job)))
+        if made is None or "deletionTimestamp" in made["metadata"]:
+            return False
+        return bool(taken) or is_of(made, job)
+
+    @staticmethod
+    def _taken(attempt: Attempt) -> str:
+        """The name of the Job whose pods had stayed and were given the attempt."""
+        order = Meeting(attempt).order()
+        return "" if order is None else order.pods.rpartition("/")[2]
+
+    def _take(self, made: Object, run: str) -> str:
+        """A Job whose pods have stayed and can serve the attempt, for which `made` would be
+        created. Those that can't would only keep their GPUs from it, and are deleted."""
+        while (name := self._lingering.take(run)) is not None:
+            with suppress(ClusterAway, ClusterRefused):
+                seen = Seen(self.ask(partial(self._cluster.job, name)))
+                seen.pods = self.ask(partial(self._cluster.pods, name))
+                if all_run(seen, self._settings.trainer_hosts) and _life(seen.job) >= _life(made):
+                    return name
+            self.delete(name)
+        return ""
 
     def _served(self, attempt: Attempt) -> bool:
         """Whether a pod has begun the attempt, under an earlier runner."""
@@ -103,13 +162,25 @@ class KubernetesExecutor(EngineExecutor):
         )
 
     def start(self, order: Order) -> "KubernetesExecution":
+        made = self._template.fill(order.job, self._owner)
+        plan = self._stop.retry("look for the order", lambda: self._order(order, made))
+        plan = plan or self._plan
         execution = KubernetesExecution(
-            order, self._settings, self._plan, self._stop, self, self._cluster
+            order, self._settings, plan, self._stop, self, self._cluster
         )
-        execution.make = self._template.fill(order.job, self._owner)
-        execution.states = JobStates(self._template.grace_seconds, self._served(order.files))
+        execution.make = made
+        ran = bool(plan.pods) or self._served(order.files)
+        execution.states = JobStates(self._template.grace_seconds, ran)
         execution.start()
         return execution
+
+    def _order(self, order: Order, made: Object) -> AgentOrder:
+        """The order of an earlier runner, or a new one."""
+        if (known := Meeting(order.files).order()) is not None:
+            return known
+        name = self._take(made, order.job.spec.run)
+        pods = self._template.pods(name) if name else ""
+        return self._plan.model_copy(update={"pods": pods})
 
 
 class KubernetesExecution(EngineExecution):
@@ -129,15 +200,21 @@ class KubernetesExecution(EngineExecution):
     ) -> None:
         super().__init__(order, settings, plan, stop)
         self._executor, self._cluster = executor, cluster
-        self._made = False
+        self._made = bool(plan.pods)
+        self._given = 0.0
         self._engine: Waiting | Running | Ended = Waiting("the API server")
         self._seen = Seen(job={})
         self._next_ask = 0.0
 
     @property
     def _name(self) -> str:
-        name: str = self.make["metadata"]["name"]
+        name: str = self._plan.pods.rpartition("/")[2] or self.make["metadata"]["name"]
         return name
+
+    def _start_engine(self) -> None:
+        self._given = time.monotonic()
+        if self._made:
+            self._order.say(f"goes to Job {self._name}, whose pods stayed after their last attempt")
 
     def _ask_engine(self) -> Waiting | Running | Ended:
         now = time.monotonic()
@@ -183,7 +260,12 @@ class KubernetesExecution(EngineExecution):
 
     def _read(self, now: float) -> Waiting | Running | Ended:
         self._look_at_job()
-        return self.states.read(self._seen, now)
+        state = self.states.read(self._seen, now)
+        late = now - self._given > TAKE_SECONDS and len(self._beats) < self._plan.hosts
+        if self._plan.pods and (state == Ended(DONE) or (late and not isinstance(state, Ended))):
+            message = f"the pods of Job {self._name} had stayed, but did not take the attempt"
+            return Ended(1, JobError(type="preempted", message=message, retriable=True))
+        return state
 
     def _look_at_job(self) -> None:
         cluster, ask = self._cluster, self._executor.ask
@@ -224,15 +306,18 @@ class KubernetesExecution(EngineExecution):
         return ended
 
     def _stop_engine(self) -> None:
-        self._delete()
+        self._executor.delete(self._name)
 
     def _kill_engine(self) -> None:
         """Its pods may stay for long on a node that is lost. The fence keeps them from the run."""
-        self._delete()
+        lingers = min((end.lingers for end in self._ends.values()), default=0.0)
+        if lingers and len(self._ends) == self._plan.hosts:
+            self._executor.lingers(self._name, self._order.job.spec.run, lingers)
+        else:
+            self._executor.delete(self._name)
 
-    def _delete(self) -> None:
-        try:
-            self._executor.ask(lambda: self._cluster.delete(self._name))
-        except (ClusterAway, ClusterRefused) as error:
-            # `wait_until_free` deletes it before the next attempt.
-            log.warning("can't delete the Job now", job=self._name, error=error)
+
+def _life(job: Object | None) -> int:
+    """How many seconds a Job's pods may live."""
+    seconds: int = (job or {})["spec"]["template"]["spec"]["activeDeadlineSeconds"]
+    return seconds

@@ -67,6 +67,9 @@ class LocalExecutor:
     def wait_until_free(self) -> None:
         self._gpus.wait_until_free()
 
+    def rest(self) -> None:
+        """The fork server stays until the runner ends."""
+
     def adopts(self, _attempt: Attempt) -> bool:
         """Its ranks ended with their runner."""
         return False

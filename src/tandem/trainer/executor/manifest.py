@@ -12,6 +12,7 @@ from typing import Any
 
 from tandem.errors import InvalidInput
 from tandem.spool.schema import Job
+from tandem.trainer.agent.hosts import TAKE_SECONDS
 
 Object = dict[str, Any]
 
@@ -19,16 +20,21 @@ CONTAINER = "trainer"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 SELECTED_BY = tuple(f"app.kubernetes.io/{name}" for name in ("name", "instance", "component"))
 """The labels that all Jobs of a release have, and no other objects."""
-JOB, ATTEMPT = "tandem/job", "tandem/attempt"
+JOB, ATTEMPT, RUN = "tandem/job", "tandem/attempt", "tandem/run"
+LINGERS = "tandem/lingers"
+"""Annotation of a Job whose pods may stay: the digest of its template."""
 _MOST_SECONDS = 2**31 - 1
 
 
 class JobTemplate:
     """The template of each attempt's Job. Raises InvalidInput if the chart has not made the
-    template. `start_seconds`: how long the pods of an attempt may take until all of them run."""
+    template. `start_seconds`: how long the pods of an attempt may take until all of them run.
+    `linger_seconds`: how long they may stay after it."""
 
-    def __init__(self, path: Path | None, hosts: int, start_seconds: float) -> None:
-        self._start_seconds = start_seconds
+    def __init__(
+        self, path: Path | None, hosts: int, start_seconds: float, linger_seconds: float = 0.0
+    ) -> None:
+        self._start_seconds, self.linger_seconds = start_seconds, linger_seconds
         if path is None:
             raise self._wrong("not set: the chart's trainer.executor=kubernetes sets it")
         try:
@@ -85,6 +91,17 @@ class JobTemplate:
         prefix: str = self._job["metadata"]["name"]
         return f"{prefix}-{_digest(job)}"
 
+    def pods(self, name: str) -> str:
+        """The Job `name`, as `AgentOrder.pods` has it."""
+        return f"{self.namespace or ''}/{name}"
+
+    @property
+    def lingers(self) -> str:
+        """The annotation LINGERS of this template's Jobs: a Job of another template serves no
+        attempt of this one."""
+        text = json.dumps([self._job, self.linger_seconds], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
     def fill(self, job: Job, owner_uid: str | None) -> Object:
         """The Kubernetes Job of the job's current attempt."""
         made = copy.deepcopy(self._job)
@@ -94,9 +111,11 @@ class JobTemplate:
         about = {
             JOB: job.spec.id,
             ATTEMPT: str(job.attempt),
-            "tandem/run": job.spec.run,
+            RUN: job.spec.run,
             "tandem/key": job.key.name,
         }
+        if self.linger_seconds:
+            about[LINGERS] = self.lingers
         for of in (metadata, pod["metadata"]):
             of["annotations"] = of.get("annotations", {}) | about
         if owner_uid is None:
@@ -105,10 +124,15 @@ class JobTemplate:
             metadata["ownerReferences"][0]["uid"] = owner_uid
         # The kubelet itself ends the pod after this time, even if nobody reaches its node any more.
         seconds = self._start_seconds + job.spec.deadline_seconds + self.grace_seconds
+        if self.linger_seconds:  # the last attempt may begin so late
+            seconds += self._start_seconds + self.linger_seconds + TAKE_SECONDS
         pod["spec"]["activeDeadlineSeconds"] = int(min(seconds, _MOST_SECONDS))
         (container,) = (c for c in pod["spec"]["containers"] if c["name"] == CONTAINER)
         agent = ("--job", job.spec.id, "--attempt", str(job.attempt))
         container["args"] = [*container["args"], *agent, "--hosts", str(spec["completions"])]
+        if self.linger_seconds:
+            stays = ("--linger", f"{self.linger_seconds:g}", "--pods", self.pods(metadata["name"]))
+            container["args"] += stays
         return made
 
 

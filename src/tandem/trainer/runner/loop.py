@@ -102,6 +102,7 @@ class Runner:
                 while not self.stop.requested:
                     liveness.beat("runner")
                     self._note(running.ended())
+                    self._executor.rest()
                     if (claimed := self._claim(running)) is not None:
                         running.start(job_run(claimed))
                     elif not self.stop.requested:

@@ -1,0 +1,49 @@
+"""An agent that stays in its pod after an attempt and serves the attempts that the runner gives to
+the pod's Kubernetes Job. Meanwhile its GPUs are free: no rank is left, and the fork server has no
+CUDA context."""
+
+import time
+from contextlib import suppress
+
+from tandem.errors import TandemError
+from tandem.system import liveness
+from tandem.trainer.agent.agent import FOLLOW_SECONDS, HostAgent, LeavingError, log
+from tandem.trainer.agent.hosts import DONE, STOPPED, TAKE_SECONDS
+from tandem.trainer.agent.watch import Leave
+
+
+def serve_and_linger(agent: HostAgent, job: str, number: int, hosts: int | None) -> int:
+    """Serves the attempt, and those that the runner gives to `agent.pods`; returns the agent's exit
+    status. Raises as `HostAgent.serve`."""
+    status = agent.serve(job, number, hosts)
+    while status == DONE and agent.lingers:
+        log.info("lingers for another attempt", seconds=agent.lingers)
+        try:
+            with suppress(TandemError, OSError):  # the next attempt says what is wrong
+                agent.prepare()
+            job, number = _next_attempt(agent)
+        except LeavingError as leaving:
+            log.info("leaves", why=leaving.leave.why)
+            return leaving.leave.status
+        status = agent.serve(job, number, hosts)
+    return status
+
+
+def _next_attempt(agent: HostAgent) -> tuple[str, int]:
+    """Waits for an order. Raises LeavingError if none comes in time, or on SIGTERM. The runner ends
+    the Job sooner; the agent's own bound is for a runner that is gone."""
+    end = time.monotonic() + agent.lingers + TAKE_SECONDS
+
+    def turn() -> None:
+        if agent.stop.requested:  # a status of 0 would count as done if Kueue admits the Job again
+            raise LeavingError(Leave(STOPPED, "it was asked to stop (SIGTERM)"))
+        if time.monotonic() > end:
+            raise LeavingError(Leave(DONE, "no attempt came"))
+
+    while True:
+        turn()
+        with suppress(TandemError, OSError):  # the volume may come back
+            found = liveness.in_thread(agent.next_attempt, turn, FOLLOW_SECONDS)
+            if found is not None:
+                return found
+        time.sleep(FOLLOW_SECONDS)

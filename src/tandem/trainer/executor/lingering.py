@@ -1,0 +1,50 @@
+"""The Kubernetes Jobs whose pods stay after an attempt and wait for another one."""
+
+import time
+from dataclasses import dataclass, field
+from threading import Lock
+
+
+@dataclass
+class LingeringJobs:
+    """Threads of attempts share it. A Job is known here from its end of an attempt until it is
+    deleted, so that nobody takes it for a Job that no attempt has."""
+
+    _until: dict[str, tuple[float, str]] = field(default_factory=dict)  # and the last attempt's run
+    _taken: set[str] = field(default_factory=set)
+    _lock: Lock = field(default_factory=Lock)
+
+    def add(self, name: str, run: str, seconds: float) -> None:
+        """The Job's pods wait from now on."""
+        with self._lock:
+            self._taken.discard(name)
+            self._until[name] = time.monotonic() + seconds, run
+
+    def take(self, run: str) -> str | None:
+        """A Job that waits, for an attempt or for its end; one of the same run if there is one,
+        whose model its nodes have read."""
+        with self._lock:
+            return self._take(sorted(self._until, key=lambda name: self._until[name][1] != run))
+
+    def take_late(self) -> str | None:
+        """A Job that has waited long enough."""
+        now = time.monotonic()
+        with self._lock:
+            return self._take([name for name, (until, _) in self._until.items() if until <= now])
+
+    def _take(self, names: list[str]) -> str | None:
+        for name in names:
+            del self._until[name]
+            self._taken.add(name)
+            return name
+        return None
+
+    def forget(self, name: str) -> None:
+        """The Job was deleted, or somebody deletes it if that failed."""
+        with self._lock:
+            self._taken.discard(name)
+
+    @property
+    def names(self) -> set[str]:
+        with self._lock:
+            return self._until.keys() | self._taken
