@@ -1,6 +1,7 @@
 """The whole stack with a tiny model of each newer family. What is trained is verified and served,
 and answers as it was taught; with `--all-cases` also as `tandem export` merges it, on a stack of
-its own. tests/model/test_vision_wrappers.py compares merged models with their adapters."""
+its own, and, of families that Tandem merges into vLLM's weights, by `TANDEM_WEIGHTS=merged`.
+tests/model/test_vision_wrappers.py compares merged models with their adapters."""
 
 import subprocess
 import sys
@@ -70,6 +71,29 @@ FAMILIES = {
     "olmo3": Family("olmo3", {"head_dim": 32}, LORA_TARGETS),
     "seed_oss": Family("seed_oss", {"head_dim": 32}, LORA_TARGETS),
 }
+# tests/cli/test_families.py has the families for which merged weights are refused.
+MERGED = {
+    "gemma3_text": {"head_dim": 32, "tie_word_embeddings": True},
+    "gemma4_text": GEMMA | {"attention_k_eq_v": False},
+    "ministral3": {"head_dim": 32},
+    "olmo3": {"head_dim": 32},
+    "seed_oss": {"head_dim": 32},
+    "smollm3": {"head_dim": 32},
+}
+
+
+def write_model(root: Path, model_type: str, shape: dict[str, Any]) -> None:
+    model = root / "models" / "tiny"
+    tiny_model.write_tokenizer(model)
+    write_random_model(
+        model,
+        family=model_type,
+        spread=1.0,
+        vocab_size=320,
+        hidden_size=64,
+        max_position_embeddings=4096,
+        **shape,
+    )
 
 
 def answer(stack: LocalStack, model: str) -> str:
@@ -88,7 +112,7 @@ def answer(stack: LocalStack, model: str) -> str:
     return str(response.json()["choices"][0]["message"]["content"])
 
 
-def teach(stack: LocalStack, step: int, family: Family) -> None:
+def teach(stack: LocalStack, step: int, error: float) -> None:
     """The run's next step is trained, accepted by the verification, and served."""
     job = train(stack.client, RUN, 20, learning_rate=1e-2)
     succeeded(stack.client, job, timeout=300)
@@ -96,7 +120,7 @@ def teach(stack: LocalStack, step: int, family: Family) -> None:
     assert served.refused_step is None
     assert served.mean_abs_logprob_error is not None
     print(f"step {step}: {served.mean_abs_logprob_error} nats")
-    assert served.mean_abs_logprob_error < family.error
+    assert served.mean_abs_logprob_error < error
 
 
 def export(stack: LocalStack, step: int, directory: Path) -> None:
@@ -111,17 +135,7 @@ def export(stack: LocalStack, step: int, directory: Path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_trained_is_served(name: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     family, first, second = FAMILIES[name], tmp_path / "first", tmp_path / "second"
-    model = first / "models" / "tiny"
-    tiny_model.write_tokenizer(model)
-    write_random_model(
-        model,
-        family=family.model_type,
-        spread=1.0,
-        vocab_size=320,
-        hidden_size=64,
-        max_position_embeddings=4096,
-        **family.shape,
-    )
+    write_model(first, family.model_type, family.shape)
     # Delta nets keep a state beside the cache, for as many requests as vLLM takes at once.
     variables = {"TANDEM_VLLM_ARGS": "", **family.variables}
     with LocalStack(first, **variables) as stack:
@@ -131,7 +145,7 @@ def test_what_is_trained_is_served(name: str, tmp_path: Path, pytestconfig: pyte
         stack.client.wait_served(RUN, 0, timeout=240)
         before = answer(stack, f"{RUN}@0")
         for step in (1, 2):
-            teach(stack, step, family)
+            teach(stack, step, family.error)
         taught = answer(stack, f"{RUN}@2")
         assert taught in ("yes", "no"), before
         assert answer(stack, f"{RUN}@0") == before
@@ -143,4 +157,18 @@ def test_what_is_trained_is_served(name: str, tmp_path: Path, pytestconfig: pyte
         stack.client.create_run(RUN, lora={"rank": 8})
         stack.client.wait_served(RUN, 0, timeout=240)
         assert answer(stack, f"{RUN}@0") == taught
-        teach(stack, 1, family)
+        teach(stack, 1, family.error)
+
+
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("model_type", MERGED)
+def test_merged_weights_are_served(model_type: str, tmp_path: Path) -> None:
+    """Only with `--all-cases`."""
+    write_model(tmp_path, model_type, MERGED[model_type])
+    with LocalStack(tmp_path, TANDEM_WEIGHTS="merged") as stack:
+        stack.client.create_run(RUN, lora={"rank": 8})
+        stack.client.wait_served(RUN, 0, timeout=240)
+        before = answer(stack, f"{RUN}@0")
+        for step in (1, 2):
+            teach(stack, step, 1e-3)
+        assert answer(stack, RUN) in ("yes", "no"), before

@@ -11,7 +11,7 @@ from rich.markup import escape
 from tandem.cli.common import Json, Targets, data_extra, show, table
 from tandem.errors import InvalidInput, from_validation_error
 from tandem.families.adapter import default_targets
-from tandem.families.registry import read_arch
+from tandem.families.registry import merged_problem, read_arch
 from tandem.planning.memory import GIB, Memory, Workload
 from tandem.planning.plan import ROW, Candidate, describe, servers_to_keep_busy
 from tandem.planning.plan import plan as make_plan
@@ -81,6 +81,10 @@ def plan(
     if full and (target or rank is not None):
         raise InvalidInput(
             "--full trains all weights; leave --rank and --target out", field="--full"
+        )
+    if full and (problem := merged_problem(arch)):
+        raise InvalidInput(
+            f"{problem}, and runs of all weights are served so; leave --full out", field="--full"
         )
     slots = sequence_length or min(ROW, arch.max_positions)
     if slots > arch.max_positions:

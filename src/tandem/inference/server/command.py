@@ -17,7 +17,7 @@ from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.families.adapter import all_targets
 from tandem.families.arch import EXPERT_TARGETS, Arch
-from tandem.families.registry import read_arch
+from tandem.families.registry import merged_problem, read_arch
 from tandem.inference.server.family_arguments import family_arguments
 from tandem.spool.schema import DELTA_NET_TARGETS, LATENT_TARGETS, LORA_TARGETS, LoraTarget
 from tandem.system.api_keys import digests
@@ -57,6 +57,8 @@ def server_command(
     check_merged_arguments(settings)
     device = serving_device(settings)
     model = settings.model_path()
+    if settings.weights == "merged" and (problem := merged_problem(read_arch(model))):
+        raise InvalidInput(f"{problem}; set TANDEM_WEIGHTS=adapter", field="TANDEM_WEIGHTS")
     if settings.expert_lora and device == "cpu" and settings.weights == "adapter":
         message = (
             "vLLM has LoRA on experts only on CUDA: set TANDEM_WEIGHTS=merged or"
