@@ -16,6 +16,7 @@ from spool.spool_tools import run_spec, write_adapter
 from spool.volume_tools import mounted
 from tandem.cli.checks import CHECKS, Command, selected
 from tandem.spool import Spool
+from tiny import LATENT, SHAPE
 
 
 @pytest.fixture
@@ -288,6 +289,32 @@ def test_what_is_refused_with_its_name(preflight, variables, name, found):
     status, failed = preflight(**variables)
     assert status == 1
     assert found in failed[name]
+
+
+@pytest.mark.parametrize(
+    ("family", "variables", "name", "found"),
+    [
+        ("glm4_moe_lite", {}, "vLLM", "18 here; vLLM serves glm4_moe_lite on the CPU where it is"),
+        ("qwen3_5_text", {}, "vLLM", "set TANDEM_DTYPE=bfloat16"),
+        ("qwen3_5_text", {"TANDEM_WEIGHTS": "merged"}, "merged weights", "fp32 weights"),
+        ("qwen3_5_text", {"TANDEM_DTYPE": "bfloat16"}, None, None),
+    ],
+)
+def test_a_base_model_that_vllm_does_not_serve_here_is_refused(
+    preflight, tmp_path, family, variables, name, found
+):
+    (tmp_path / "other").mkdir()
+    of_family = LATENT if family == "glm4_moe_lite" else {}
+    config = {**SHAPE, **of_family, "model_type": family}
+    (tmp_path / "other/config.json").write_text(json.dumps(config))
+    (tmp_path / "other/model.safetensors").touch()
+    on_the_cpu = {"DEVICE": "cpu", "TRAINER_DEVICES": "", "INFERENCE_DEVICES": ""}
+    on_the_cpu["BASE_MODEL"] = str(tmp_path / "other")
+    given = {f"TANDEM_{name}": value for name, value in on_the_cpu.items()}
+    status, failed = preflight(**given, **variables)
+    assert status == (0 if name is None else 1), failed
+    if name is not None:
+        assert found in failed[f"base model: {name}"]
 
 
 @pytest.mark.parametrize("has_spool", [True, False])

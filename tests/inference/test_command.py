@@ -138,6 +138,9 @@ def test_latent_attention_on_the_cpu(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"is 18 here; .* where it is 576"):
         command(**model)
     assert "--compilation-config" not in command(device="cuda", **model).argv
+    with pytest.raises(InvalidInput, match="glm4_moe_lite, which has fp32 weights") as caught:
+        command(device="cuda", weights="merged", **model)
+    assert caught.value.field == "TANDEM_WEIGHTS"
     config |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     without = json.loads(option(command(**model).argv, "--compilation-config"))

@@ -103,6 +103,7 @@ def never_clipped(self, _norm, rate):
     STEP(self, 0.0, rate)
 
 
+HEAD_ROWS = DecoderLayer._head_rows
 ROTATION, ATTEND = policy_module.rotation, sublayers.attend
 VALUES_PARTS = head_rows.NormalisedValues._parts
 VALUES_BACKWARD, GO_BACK = head_rows.NormalisedValues.backward, DecoderLayer.go_back
@@ -226,9 +227,24 @@ def keys_alone(self, gradient, rows, tree):
 
 
 def of_other_keys(self, rows):
-    """K is not V: values are made of the next slot's keys."""
     queries, keys, values = VALUES_PARTS(self, rows)
     return [queries, keys, values.roll(1, 0)]
+
+
+class ValuesOfNormalisedKeys(head_rows.NormalisedValues):
+    weight: torch.Tensor
+
+    def _parts(self, rows):
+        queries, keys, values = VALUES_PARTS(self, rows)
+        return [queries, keys, values * self.weight.to(rows.dtype)]
+
+
+def after_their_norm(self, heads, q_norm, k_norm):
+    made = HEAD_ROWS(self, heads, q_norm, k_norm)
+    if self._arch.keys_are_values:
+        made = ValuesOfNormalisedKeys(heads, keys_are_values=True)
+        made.weight = k_norm
+    return made
 
 
 def scaled_by_heads(query, key, value, tree, _scale, sinks=None):
@@ -452,8 +468,12 @@ BREAKS = {
         (head_rows.NormalisedValues, "backward", keys_alone),
         lambda c: of_gemma4(c) and c.config["attention_k_eq_v"] and c.lora is None,
     ),
-    "gemma4: values are normalised keys": Break(
+    "gemma4: values are the keys of another slot": Break(
         (head_rows.NormalisedValues, "_parts", of_other_keys),
+        lambda c: of_gemma4(c) and c.config["attention_k_eq_v"],
+    ),
+    "gemma4: values are the keys after their norm": Break(
+        (DecoderLayer, "_head_rows", after_their_norm),
         lambda c: of_gemma4(c) and c.config["attention_k_eq_v"],
     ),
     "gemma4: values have no norm": Break(

