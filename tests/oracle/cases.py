@@ -32,6 +32,8 @@ LATENTS = 5000
 LATENT_FAMILIES = ("glm4_moe_lite", "deepseek_v3")
 GEMMA4S = 6000
 """From this seed on the cases are of Gemma 4, every third one of its mixtures."""
+SEED_OSS = 7000
+"""From this seed on the cases are of Seed-OSS."""
 VOCABULARY = SHAPE["vocab_size"]
 
 
@@ -120,8 +122,10 @@ def draw(seed: int) -> Case:
     latents = LATENTS <= seed < GEMMA4S
     if latents:
         family, mixture = LATENT_FAMILIES[seed % 2], True
-    if seed >= GEMMA4S:
+    if GEMMA4S <= seed < SEED_OSS:
         family, mixture = "gemma4_text", seed % 3 == 0
+    if seed >= SEED_OSS:
+        family, mixture = "seed_oss", False
     gemma4 = family == "gemma4_text"
     delta_nets = family.startswith("qwen3_5")
     world = rng.choice((1, 2, 2, 4, 4, 8))
@@ -271,6 +275,8 @@ def _config(rng: random.Random, family: str) -> dict[str, Any]:
                     "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
                 },
             }
+        case "seed_oss":
+            config["attention_bias"] = rng.random() < 0.7
         case "smollm3":
             layers = range(config["num_hidden_layers"])
             config["no_rope_layers"] = [rng.randint(0, 1) for _ in layers]

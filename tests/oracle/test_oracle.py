@@ -24,6 +24,7 @@ from oracle.cases import (
     GEMMA4S,
     LATENT_FAMILIES,
     LATENTS,
+    SEED_OSS,
     SMALL,
     Case,
     draw,
@@ -39,6 +40,7 @@ SEEDS = [
     *range(SMALL, SMALL + 120),
     *range(LATENTS, LATENTS + 40),
     *range(GEMMA4S, GEMMA4S + 60),
+    *range(SEED_OSS, SEED_OSS + 20),
 ]
 GRADIENTS, WEIGHTS = 1e-5, 1e-3
 

@@ -15,7 +15,7 @@ import tiny_model
 
 from local_stack import LocalStack, succeeded, train
 from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS
-from tiny import GEMMA4_MOE, write_random_model
+from tiny import GEMMA4_MOE, MINISTRAL3, write_random_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RUN = "taught"
@@ -48,6 +48,7 @@ GEMMA = {
     "final_logit_softcapping": 30.0,
 }
 BFLOAT16 = {"TANDEM_DTYPE": "bfloat16"}
+OF_LATENTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
 OF_GEMMA = tuple(target for target in LORA_TARGETS if target != "k_proj")
 
 FAMILIES = {
@@ -61,21 +62,25 @@ FAMILIES = {
         error=0.1,
         variables=BFLOAT16,
     ),
-    "glm4_moe_lite": Family(
-        "glm4_moe_lite",
-        LATENTS,
-        ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
-    ),
+    "glm4_moe_lite": Family("glm4_moe_lite", LATENTS, OF_LATENTS),
+    "deepseek_v3": Family("deepseek_v3", LATENTS, OF_LATENTS),
     "gemma4": Family("gemma4", GEMMA, OF_GEMMA),
     "gemma4_moe": Family("gemma4", GEMMA | GEMMA4_MOE, OF_GEMMA[:3]),
+    "qwen3_vl_moe": Family("qwen3_vl_moe", {"head_dim": 32}, LORA_TARGETS[:4]),
     "olmo3": Family("olmo3", {"head_dim": 32}, LORA_TARGETS),
     "seed_oss": Family("seed_oss", {"head_dim": 32}, LORA_TARGETS),
+}
+# vLLM has a table of as many positions as `original_max_position_embeddings` times `factor`, and
+# computes NaN beyond it.
+LONG_YARN = MINISTRAL3["rope_parameters"] | {
+    "original_max_position_embeddings": 16,
+    "factor": 16.0,
 }
 # tests/cli/test_families.py has the families for which merged weights are refused.
 MERGED = {
     "gemma3_text": {"head_dim": 32, "tie_word_embeddings": True},
     "gemma4_text": GEMMA | {"attention_k_eq_v": False},
-    "ministral3": {"head_dim": 32},
+    "ministral3": {"head_dim": 32, "rope_parameters": LONG_YARN},
     "olmo3": {"head_dim": 32},
     "seed_oss": {"head_dim": 32},
     "smollm3": {"head_dim": 32},
