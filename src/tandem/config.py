@@ -50,7 +50,7 @@ class Settings(BaseSettings):
     free_gpu_bytes: int = Field(default=256 * 2**20, ge=2**20)
     """The default is less than a CUDA context takes and more than the driver's own bookkeeping."""
     log_dir: Path | None = None
-    """None: `logs` under the root; for a role `logs/<role>`."""
+    """None: `logs` under the root, or `logs/<role>` for one role."""
     log_format: Literal["text", "json"] = "text"
 
     # ---- secrets
@@ -146,7 +146,7 @@ class Settings(BaseSettings):
     @field_validator("inference_url")
     @classmethod
     def _is_url(cls, value: str | None) -> str | None:
-        with suppress(ValueError):  # of a port
+        with suppress(ValueError):  # the port may be invalid
             parts = urlsplit(value or "http://default")
             if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
                 return value
@@ -198,7 +198,7 @@ class Settings(BaseSettings):
         return self
 
     def _check_ranks(self) -> None:
-        """Checks the settings of ranks among one another. `planning.checks.check_sizes` compares
+        """Checks that the settings of ranks fit one another. `planning.checks.check_sizes` compares
         them with the model."""
         ranks, of = self.trainer_ranks, f"TANDEM_TRAINER_RANKS={self.trainer_ranks}"
         model = ("tensor_parallel", "context_parallel", "pipeline_parallel")
@@ -344,7 +344,7 @@ class Settings(BaseSettings):
         return next(iter(self.api_keys), None)
 
     def secret(self, name: Literal["api_key", "admin_token"]) -> str | None:
-        """The secret's value, from its variable or the file that `<NAME>_FILE` names; None if
+        """The secret's value, from its variable or from the file that `<NAME>_FILE` names; None if
         neither is set. Raises InvalidInput if the file can't be read, or a header can't carry the
         value."""
         value: SecretStr | None = getattr(self, name)
@@ -368,7 +368,7 @@ class Settings(BaseSettings):
                 raise InvalidInput(
                     f"{path} is not text; write the secret in base64 or hex", field=field
                 ) from error
-        # Each key may stand on a line of its own.
+        # Each key may be on its own line.
         parts = text.split() if name == "api_key" else [text]
         if not all(part.isascii() and part.isprintable() for part in parts):
             raise InvalidInput(

@@ -149,11 +149,12 @@ class Api(Requests):
         while True:
             status = await self.get_run(run)
             served = status.served
-            # After a rollback the record names a discarded step until the publisher has followed.
+            # After a rollback, the record of the served step names a discarded step until the
+            # publisher has loaded another one.
             if served is not None and served.step >= step and status.served_in_chain:
                 return served
-            # The record has only the newest refused step. Steps between it and the served one were
-            # refused too.
+            # The record has only the newest refused step. All steps between the served step and the
+            # refused step were refused too.
             if (no := status.refused_step()) and step <= no.step <= status.newest_step:
                 reason = f"the publisher refused {run}@{no.step}: {no.reason}"
                 raise StepRefused(reason, served=served.step if served else None)

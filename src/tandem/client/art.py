@@ -237,8 +237,8 @@ class TandemBackend:
             await self._arrived(model, step)
 
     def _with_options(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The backend's options, joined with a call's own. If both have a value, the call's counts,
-        even if it is ART's default."""
+        """The backend's options, joined with a call's own. If both set an option, the value of the
+        call is used, even if it is ART's default."""
         merged = {
             name: {**dict(self._options.get(name, {})), **own} for name, own in settings.items()
         }

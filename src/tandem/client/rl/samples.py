@@ -11,15 +11,15 @@ from tandem.client import Trajectory
 from tandem.spool.fs import write_atomic
 
 KEPT = 1000
-"""The number of rollouts that the file keeps. The file has up to twice as many before the older
+"""The number of rollouts that the file keeps. The file grows to twice this number before its older
 half is removed."""
 # The most messages of a rollout, and the most characters of each.
 _MESSAGES, _CHARACTERS = 12, 2000
 
 
 def sample(trajectory: Trajectory, **more: Any) -> dict[str, Any]:
-    """The trajectory's reward and texts, cut to a length that people read. `more`: where it comes
-    from."""
+    """The trajectory's reward and texts, cut to a length that people read. `more`: further keys of
+    the result, such as the task."""
     messages = trajectory.messages or []
     if len(messages) > _MESSAGES:
         left_out = f"... {len(messages) - _MESSAGES} messages ..."

@@ -94,7 +94,7 @@ class TensorBoard:
         )
 
     def rewind(self, step: int) -> None:
-        """Starts a session at `step`: SessionLog.START makes TensorBoard drop the steps from there
+        """Starts a session at `step`: SessionLog.START makes TensorBoard drop all steps from `step`
         on."""
         self._file.write(_record(0.0, step, _field(7, b"\x08\x01"), self.position))
 

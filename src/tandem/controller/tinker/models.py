@@ -1,4 +1,5 @@
-"""A session's models: each is a run, whose requests lie on the volume in the client's order."""
+"""A session's models. Each model is a run, whose requests are on the volume in the client's
+order."""
 
 import os
 from collections.abc import Sequence
@@ -29,8 +30,8 @@ _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 
 def base_name(deployment: Deployment, name: str, field: str = "base_model") -> str:
-    """The base model's name in the client's form, by which the client finds the tokenizer. Raises
-    InvalidInput if it is another model."""
+    """The base model's name in the form that the client sent, by which the client finds the
+    tokenizer. Raises InvalidInput if it is another model."""
     own = deployment.base_model
     # A directory often has the name that the model has on the hub.
     if deployment.is_base_model(name) or PurePosixPath(own).name == name.rpartition("/")[2]:
@@ -74,7 +75,7 @@ def make_model(
     spool.sessions.put_model(model.session, model.number, ClientModel(base_model=base_model))
     seed = int.from_bytes(os.urandom(4)) if seed is None else seed
     spec = run_spec(deployment, CreateRun(name=model.run, lora=lora, seed=seed))
-    with suppress(Conflict):  # the same request, sent twice, draws another seed
+    with suppress(Conflict):  # a repeated request draws another seed
         make_run(deployment, spec.model_copy(update={"session": model.session}))
 
 
@@ -93,7 +94,7 @@ def saved_step(deployment: Deployment, path: SavedPath, field: str) -> int:
 
 
 def trained_parts(spec: RunSpec) -> dict[str, Any]:
-    """The adapter, in Tinker's words."""
+    """The trained parts of the model, in Tinker's terms."""
     targets = set(spec.lora.targets) if spec.lora else set()
     return {
         "lora_rank": spec.lora.rank if spec.lora else None,
@@ -104,15 +105,16 @@ def trained_parts(spec: RunSpec) -> dict[str, Any]:
 
 
 class Numbers:
-    """The numbers of requests. A client counts a model's requests from 1. Creating a model from a
-    checkpoint is a request without a client's number, and comes first on the volume."""
+    """The numbers of requests. A client counts a model's requests from 1. Creation from a
+    checkpoint is a request without a client's number. It comes first on the volume, which shifts
+    all later numbers by 1."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
-        self._loaded: dict[str, int] = {}  # run -> 1 if it began with a load
+        self._loaded: dict[str, int] = {}  # run -> 1 if its first request loads a checkpoint
 
     def logged(self, run: str, seq: int) -> int:
-        """The number on the volume of the client's request `seq`."""
+        """The number that the client's request `seq` has on the volume."""
         if run not in self._loaded:
             try:
                 first = self._deployment.spool.requests.get(run, 1).request

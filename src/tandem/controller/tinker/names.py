@@ -11,7 +11,7 @@ from tandem.errors import InvalidInput, NotFound
 
 Group = Literal["weights", "sampler"]
 CREATED = "new"
-"""In place of a request's number: the model's creation."""
+"""Takes the place of a request's number for the creation of a model."""
 _NAME = r"([0-9a-z]{26}):(train|sample):([0-9]{1,9})"
 _is_name = re.compile(_NAME).fullmatch
 _is_request = re.compile(rf"{_NAME}:(new|[0-9]{{1,19}})").fullmatch
