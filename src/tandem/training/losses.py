@@ -155,9 +155,9 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
     - cispo: -sg(clip(r, lo, hi)) A lp
     - ppo:   -min(r A, clip(r, lo, hi) A); with dual clip and A < 0: -max(min(r A, clip(r, lo, hi)
              A), dual_clip A)
-    - gspo:  like ppo, with the sequence's ratio. Each token of a sequence gets the gradient r A / |y|.
-             With one sequence per trajectory and GSPO's default normalisation this is the paper's
-             objective.
+    - gspo:  like ppo, with the sequence's ratio. Each token of a sequence gets the gradient
+             r A / |y|. With one sequence per trajectory and GSPO's default normalisation this is
+             the paper's objective.
 
     - gspo_token: like ppo, with r_i = sg(s) exp(lp_i - sg(lp_i)); s is the exp of the mean of lp -
              old over those items of the sequence whose `old` is not NaN. Each token has its own
