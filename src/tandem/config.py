@@ -157,8 +157,8 @@ class Settings(BaseSettings):
         """Nothing else reads `exit_after_job` and `docker`, the ancestor's names for a launch.
 
         `exit_after_job`: false means resident ranks; true means ranks that exit.
-        `docker`: true means bare torchrun. torchrun starts resident ranks too.
-        A given `launch` overrides `docker`. It must not contradict `exit_after_job`.
+        `docker`: true means bare torchrun. torchrun starts resident ranks too. A given `launch`
+        overrides `docker`. A given `launch` must not contradict `exit_after_job`.
         """
         if "launch" not in self.model_fields_set:
             launch = "torchrun" if self.docker else self.launch

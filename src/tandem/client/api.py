@@ -314,7 +314,7 @@ class Api(Requests):
                             yield event
                         if not ended and time.monotonic() > until:
                             break  # keep-alives count too
-                # Its writer was killed.
+                # the writer of the events was killed
                 if not ended and (await self.get_job(job)).state in TERMINAL:
                     ended = True
                     for event in await self.job_events(job, after):

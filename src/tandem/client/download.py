@@ -1,5 +1,5 @@
 """Makes directories that appear only when they are complete, and unpacks a checkpoint's archive
-into one. It does no network I/O."""
+into one. This module does no network I/O."""
 
 import os
 import tarfile

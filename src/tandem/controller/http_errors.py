@@ -45,8 +45,8 @@ def response_of(error: TandemError, path: str) -> JSONResponse:
 
 
 def refuse(error: TandemError, path: str) -> JSONResponse:
-    """The response to a request whose body is not read. It closes the connection, which can't carry
-    another request."""
+    """The response to a request whose body is not read. The response closes the connection, which
+    can't carry another request."""
     response = response_of(error, path)
     response.headers["Connection"] = "close"
     return response

@@ -1,7 +1,7 @@
 """The layers that a request passes before its route: `CountRequests`, `Authentication`,
 `BodyLimit`, from the outside in.
 
-They are pure ASGI, so that streams stay streams.
+The layers are pure ASGI, so that streams stay streams.
 """
 
 import re

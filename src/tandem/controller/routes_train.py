@@ -108,8 +108,8 @@ async def render_data(request: Request, deployment: CurrentDeployment) -> list[R
 
 
 async def _with_body[T](deployment: Deployment, request: Request, work: Callable[[bytes], T]) -> T:
-    """The result of `work` on the body. It runs in a thread, because parsing and packing a large
-    batch would block all other requests."""
+    """The result of `work` on the body. `work` runs in a thread, because parsing and packing a
+    large batch would block all other requests."""
     if (
         request.headers.get("content-type", "").partition(";")[0].strip().lower()
         != "application/json"

@@ -1,5 +1,5 @@
-"""Requests and responses of the HTTP API, for controller and client. It needs pydantic only, not
-FastAPI, numpy or torch."""
+"""Requests and responses of the HTTP API, for controller and client. The module needs only
+pydantic, not FastAPI, numpy or torch."""
 
 from typing import Annotated, Any, Literal
 

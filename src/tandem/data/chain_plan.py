@@ -90,9 +90,9 @@ class DPOTraining(TrainingConfig):
 
 @dataclass(frozen=True)
 class Slice:
-    """A job of the chain: optimizer steps [first, last) of the whole training. They are a part of
-    one epoch, or several whole epochs. In each epoch the trainer visits the batches of these steps
-    in another order."""
+    """A job of the chain: optimizer steps [first, last) of the whole training. The steps are a part
+    of one epoch, or several whole epochs. In each epoch the trainer visits the batches of these
+    steps in another order."""
 
     number: int
     first: int

@@ -2,8 +2,8 @@
 tokens by the rules in docs/data.md.
 
 Many texts are tokenised at once, and each conversation only once. To find the token at which
-trained text begins, the text from the last special token up to that place is tokenised alone. This
-is exact, because tokenizers never merge across special tokens.
+trained text begins, the text from the last special token up to that place is tokenised alone. The
+result is exact, because tokenizers never merge across special tokens.
 """
 
 import re
@@ -42,7 +42,8 @@ def _has_marks(template: str) -> bool:
 
 @lru_cache(maxsize=2)
 def load_tokenizer(path: str) -> Any:
-    """transformers' tokenizer of a directory or hub name. It is read once and needs no torch."""
+    """transformers' tokenizer of a directory or hub name. The tokenizer is read once and needs no
+    torch."""
     try:
         with _one_at_a_time:
             # Imported here, because it takes seconds and RL doesn't need it.

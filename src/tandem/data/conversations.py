@@ -1,5 +1,5 @@
-"""Turns conversations of files into lists of OpenAI's messages. It reads sharegpt's format,
-ms-swift's, Anthropic's, and texts that contain calls and tools' answers. Imports no numpy and no
+"""Turns conversations of files into lists of OpenAI's messages. The formats are sharegpt's,
+ms-swift's and Anthropic's, and texts that contain calls and tools' answers. Imports no numpy and no
 torch.
 """
 
@@ -49,7 +49,7 @@ def chat(value: Any, field: str) -> Any:
         for one, calls_only in _messages(item, f"{field}.{i}"):
             before = messages[-1] if messages else None
             if calls_only and isinstance(before, dict) and before.get("role") == "assistant":
-                # Both belong to one turn: text before the calls, and parallel calls.
+                # Text before the calls, and parallel calls, belong to one turn.
                 calls = [*before.get("tool_calls", ()), *one["tool_calls"]]
                 messages[-1] = before | one | {"tool_calls": calls}
             else:

@@ -18,8 +18,8 @@ from tandem.errors import InvalidInput
 from tandem.spool.schema import PassRequest, RLLoss, SFTLoss
 
 SHORTEST_ROW, USUAL_ROW = 128, 4096
-"""Slots of a row. Both are powers of two, so that few lengths are compiled. An 8 B model computes
-rows of 2,048 slots a third slower than rows of 4,096."""
+"""Slots of a row. Both lengths are powers of two, so that few lengths are compiled. An 8 B model
+computes rows of 2,048 slots a third slower than rows of 4,096."""
 MOST_TOKENS = 2**20
 # Tandem's losses clamp the ratio at e^20, so a bound of this value has no effect.
 _NO_BOUND = 1e9

@@ -1,6 +1,6 @@
 """Turns texts into token ids by the model's own tokenizer. The package fastokens is many times
-faster. It is used only if it gives the same tokens for a sample of text. Texts that it can't encode
-are encoded by the model's tokenizer."""
+faster. fastokens is used only if it gives the same tokens for a sample of text. Texts that it can't
+encode are encoded by the model's tokenizer."""
 
 from itertools import pairwise
 from typing import Any

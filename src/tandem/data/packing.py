@@ -160,8 +160,8 @@ class PrefixTree:
         Returns the slots of each of `sequences`, int32, token by token.
 
         Depth-first order is lexicographic order: each sequence appends the tokens that it does not
-        share with the one before it. This ends the subtrees of the previous sequence's tokens that
-        the new sequence does not share.
+        share with the one before it. Each append ends the subtrees of the previous sequence's
+        tokens that the new sequence does not share.
         """
         subtree_end[: self.num_slots] = self.num_slots
         previous = path = np.empty(0, np.int32)

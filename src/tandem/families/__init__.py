@@ -8,7 +8,7 @@ what each family refuses, and how to add a family.
 
 LoRA on experts has PEFT's names and shapes: an A and a B for each projection of each expert, such
 as `model.layers.0.mlp.experts.17.gate_proj`. In memory, the A matrices of all experts of a layer
-are one parameter `[experts, …]`, and so are the B matrices. Its name has `*` in place of the
-expert's number. Files never contain the stacked form. Base weights are read from one tensor per
-expert, as in Qwen3's checkpoints.
+are one parameter `[experts, …]`, and so are the B matrices. The parameter's name has `*` in place
+of the expert's number. Files never contain the stacked form. Base weights are read from one tensor
+per expert, as in Qwen3's checkpoints.
 """

@@ -1,8 +1,8 @@
 """Collectors run in one thread each and keep their last results. A scrape only reads these results.
 
 A collector that fails or hangs (on a network volume, in a driver) shows in
-`tandem_collector_success`. It delays neither the scrape nor the other collectors. docs/metrics.md
-describes this for users.
+`tandem_collector_success`. Such a collector delays neither the scrape nor the other collectors.
+docs/metrics.md describes this for users.
 """
 
 import abc

@@ -2,10 +2,10 @@
 tandem.metrics.exporter`), and lists the address of each vLLM of the container.
 
 The exporter does not depend on the programs that it watches: it imports no torch, creates no CUDA
-context, and writes nothing but the write probe. TANDEM_ROLE selects what it collects: `trainer`,
-`inference`, or both if unset. It starts before the spool and the programs exist; until then
-`tandem_collector_success` is 0. Exits with 0 on SIGTERM, 2 for wrong settings, 1 if its address is
-taken.
+context, and writes nothing but the write probe. TANDEM_ROLE selects the metrics that it collects:
+those of `trainer`, of `inference`, or both if unset. The exporter starts before the spool and the
+programs exist; until then `tandem_collector_success` is 0. Exits with 0 on SIGTERM, 2 for wrong
+settings, 1 if its address is taken.
 """
 
 import json

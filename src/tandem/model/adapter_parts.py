@@ -45,9 +45,9 @@ class AdapterParts:
         a stage."""
 
     def whole(self, local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """PEFT key -> whole fp32 tensor on the CPU, on every rank, of all stages. It is joined from
-        every rank's `local`, which maps LoRA parameters to tensors. This is a collective of all
-        ranks that hold one copy of the model."""
+        """PEFT key -> whole fp32 tensor on the CPU, on every rank, of all stages. The whole tensor
+        is joined from every rank's `local`, which maps LoRA parameters to tensors. A collective
+        operation of all ranks that hold one copy of the model."""
         whole_tensors: dict[str, torch.Tensor] = {}
         for name, tensor in local.items():
             whole_tensors |= self.gather(name, tensor)
@@ -67,8 +67,8 @@ class AdapterParts:
 
     def gather(self, name: str, local: torch.Tensor) -> dict[str, torch.Tensor]:
         """PEFT key -> whole tensor on the CPU, joined from every rank's `local`, a tensor with the
-        shape of LoRA parameter `name` (a moment of Adam, for example). This is a collective of the
-        tensor-parallel ranks, in the same order on each rank.
+        shape of LoRA parameter `name` (a moment of Adam, for example). A collective operation of
+        the tensor-parallel ranks, in the same order on each rank.
         """
         tensor, sizes = self.tensors[name], self._topology.sizes
         group = self._topology.expert_group if tensor.stacked else self._topology.tensor

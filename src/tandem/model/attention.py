@@ -55,8 +55,8 @@ def tree_params(
     Args:
         subtree_end: int [S], on the host. A padding slot contains its own index + 1, so that it
             sees itself and no softmax is empty.
-        rotation: cosines and sines of the slots that the layers compute. These are the first slots
-            of the row; all other slots are padding.
+        rotation: cosines and sines of the slots that the layers compute. The layers' slots are the
+            first slots of the row; all other slots are padding.
         window: the number of tokens of its sequence that a token sees, itself included; None: all
             tokens before it.
         deal: the slots of the row that this rank computes; None: the first slots of the row.

@@ -2,9 +2,9 @@
 
 torch itself caches kernels in files, but each process must trace the function to learn which
 kernels it needs. A function compiled ahead of time (`aot_compile`) loads sooner. The files are
-pickles in TORCHINDUCTOR_CACHE_DIR, beside torch's own. They need the same trust: whoever can write
-to the directory can run code in the ranks. So a directory that another user made or can write to is
-refused.
+pickles in TORCHINDUCTOR_CACHE_DIR, beside torch's own. Such files need the same trust: whoever can
+write to the directory can run code in the ranks. So a directory that another user made or can write
+to is refused.
 """
 
 import contextlib

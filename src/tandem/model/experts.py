@@ -141,7 +141,7 @@ class ExpertLinear(Adapters):
             return
         grad_a = grouped_outer(grad_inner, x, ends).float()
         grad_b = grouped_outer(gradient, inner, ends).float()
-        # Only the gradient of the matrix that is whole on all ranks is summed. Its factor
-        # (grad_inner for gate and up, A x for down) is only this rank's summand.
+        # Only the gradient of the matrix that is whole on all ranks is summed. The factor of that
+        # gradient (grad_inner for gate and up, A x for down) is only this rank's summand.
         parallel.all_reduce(grad_a if self.column else grad_b, group=self.topology.expert_tensor)
         self._add_gradients(grad_a, grad_b)

@@ -47,8 +47,8 @@ def block_mask(
     each block, without an [S, S] tensor.
 
     A key block before the queries' own block is needed if any of its subtrees reaches the first
-    query. It needs no mask if all of its subtrees extend past the last query. The queries' own
-    block is always needed, with the mask. A window drops blocks that are entirely outside the
+    query. A key block needs no mask if all of its subtrees extend past the last query. The queries'
+    own block is always needed, with the mask. A window drops blocks that are entirely outside the
     window, by the smallest and largest depths of the two blocks.
 
     The mask is computed on the host, because on a GPU it would take about forty small kernels for

@@ -33,8 +33,8 @@ _LAG = 2e-3
 
 
 class LayerGraphs:
-    """Both graphs, captured when this object is made. They serve one row at a time: the backward
-    pass of a row must come before the forward pass of the next row."""
+    """Both graphs, captured when this object is made. The graphs serve one row at a time: the
+    backward pass of a row must come before the forward pass of the next row."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class LayerGraphs:
         all kernels are loaded.
 
         Args:
-            hidden: [S, 1, hidden], the row's input of `layers`. Its memory becomes the graphs'
-                input memory.
+            hidden: [S, 1, hidden], the row's input of `layers`. The memory of `hidden` becomes the
+                graphs' input memory.
             tree: the row's parameters. The memory of its tensors becomes graph memory too.
             adapter_fixed: the policy's context manager; each replayed forward pass casts the
                 adapters again.

@@ -12,8 +12,8 @@ to save for them. Across tensor-parallel ranks:
 - Row-parallel layers (o, down): A is cut along its inputs, B is replicated. The forward pass sums
   the output and A x.
 
-With sequence parallelism, a rank has only a part of the tokens outside of these layers. That
-concerns x of a column-parallel layer, and output and A x of a row-parallel layer.
+With sequence parallelism, a rank has only a part of the tokens outside of these layers. The tokens
+are divided in x of a column-parallel layer, and in output and A x of a row-parallel layer.
 
 - Column-parallel layers gather x in the forward pass. The backward pass sums the gradients of x and
   A x for the rank's own tokens, and sums A's gradient over the ranks.
@@ -187,8 +187,8 @@ class Adapters(nn.Module):
 
 
 class LoraLinear(Adapters):
-    """A linear layer: frozen with adapters, or trained itself. It is column parallel if its rows
-    are cut, row parallel if its columns are. Uninitialised."""
+    """A linear layer: frozen with adapters, or trained itself. The layer is column parallel if its
+    rows are cut, row parallel if its columns are cut. Uninitialised."""
 
     def __init__(
         self,

@@ -173,9 +173,9 @@ def reading_groups() -> ReadingGroups | None:
 
 def connect_gradients(*, experts: bool) -> None:
     """Make NCCL connect the groups over which gradients are summed, so that its memory is counted
-    from here on. NCCL can't allocate memory once torch's allocator has taken all of it. This is a
-    collective of all ranks. `experts`: whether the gradients of experts are summed over a different
-    group."""
+    from here on. NCCL can't allocate memory once torch's allocator has taken all of it. A
+    collective operation of all ranks. `experts`: whether the gradients of experts are summed over a
+    different group."""
     for group in (current().data, current().expert_data) if experts else (current().data,):
         all_reduce(torch.zeros(1, device=device.device()), group=group)
 
@@ -212,8 +212,8 @@ def scatter_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def gather_objects[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's `value`, in the order of ranks, exchanged as pickles through host memory. This
-    is a collective of the group (default: all ranks)."""
+    """Every rank's `value`, in the order of ranks, exchanged as pickles through host memory. A
+    collective operation of the group (default: all ranks)."""
     values = [value] * dist.get_world_size(group)
     if len(values) > 1:
         dist.all_gather_object(values, value, group=group)

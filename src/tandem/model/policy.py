@@ -191,7 +191,7 @@ class Policy(nn.Module):
         self.adapter.read(check_adapter(directory, self.arch, self.lora), self.lora_parameters())
 
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
-        """PEFT key -> whole fp32 tensor on the CPU, on every rank. This is a collective of all
+        """PEFT key -> whole fp32 tensor on the CPU, on every rank. A collective operation of all
         ranks."""
         return self.adapter.whole(
             {name: parameter.data for name, parameter in self.lora_parameters().items()}
@@ -260,7 +260,7 @@ class Policy(nn.Module):
     def rehearse(self, row: RowTensors) -> None:
         """Load and compile the kernels that a process's first `forward` would otherwise load. Runs
         a layer of each kind with arbitrary weights, because another thread may still be writing
-        them. This is a collective of the ranks that share layers.
+        them. A collective operation of the ranks that share layers.
         """
         decoder, row = self.gpt.decoder, self.lay_out(row)
         hidden = self.first_hidden(row) if self.stage.first else self.no_hidden(row)

@@ -28,9 +28,9 @@ def fit(policy: Policy, row: RowTensors) -> list[SaveLevel]:
     """Set every layer's `save_level` to the highest level that fits for rows as long as `row`.
     Returns the levels, by layer.
 
-    It measures one layer of each kind at each level on the device, which takes as long as a few
-    layers of a training step. On the CPU all layers save everything. This is a collective of all
-    ranks; the ranks of a pipeline stage choose the same levels.
+    The function measures one layer of each kind at each level on the device, which takes as long as
+    a few layers of a training step. On the CPU all layers save everything. A collective operation
+    of all ranks; the ranks of a pipeline stage choose the same levels.
     """
     layers = policy.gpt.decoder.layers
     levels = [SaveLevel.ALL] * len(layers)

@@ -89,7 +89,8 @@ class Memory:
     layers: int
     in_flight: int
     logits: int  # `logprobs.working_bytes`
-    # for the largest pass of a layer that keeps everything: memory besides what the layer keeps
+    # memory of the largest pass of a layer that keeps everything, besides the tensors that the
+    # layer keeps
     layer: int
     layer_recomputing: int  # the same for a layer that keeps only its input
     context: int  # memory of CUDA and NCCL, outside of torch's allocator

@@ -43,7 +43,7 @@ SHARES = {
 }
 """For each dimension: the speed measured with two ranks, divided by the speed that operations and
 bytes give. `context` was measured together with DP=2 (bench/results/topologies-4.json).
-`expert_tensor` was not measured. Its ranks exchange as much as `expert`'s, and its products are
+`expert_tensor` was not measured. ETP's ranks exchange as much as EP's, and ETP's products are
 smaller."""
 MIXTURES_SEQUENCE_SHARE = 0.60
 """With sequence parallelism, the products of a mixture's experts get half the rows."""

@@ -8,7 +8,7 @@ the files of one attempt, and `fence.py` ends an attempt for good. `replicas.py`
 that several inference servers have in common; `inference.py` records the state and the address of
 vLLM. `sessions.py` stores the sessions, whose clients train by single calls; `requests.py` stores
 these calls. `tunings.py` stores the files and jobs of OpenAI's API. `locks.py` has leases and the
-hold; `removal.py` removes what the settings don't keep. No other package builds a path on the
+hold; `removal.py` removes files that the settings don't keep. No other package builds a path on the
 volume.
 
     <root>/
@@ -96,8 +96,8 @@ the job's state, and removed after it. The next claim removes a name that is lef
 that has not changed is not listed again (`listing` in `paths.py`, `Index` in `jobs.py`). These
 lists are caches: a process may drop them at any time.
 
-Removal by rename (`removal.py`): the controller removes what the settings don't keep. A run, a
-checkpoint or an ended job is renamed to a temporary name, and then its files are removed.
+Removal by rename (`removal.py`): the controller removes files that the settings don't keep. A run,
+a checkpoint or an ended job is renamed to a temporary name, and then its files are removed.
 
 Damage stays local. The directory of a job whose `job.json` can't be read is moved to
 `jobs/damaged/`, and the job ends as `failed` with `job_damaged`. A file with keys that only a newer
@@ -108,17 +108,17 @@ one file after another and lets every program read it.
 
 Ids are ULIDs or the client's own. The same id with the same content is one job; with other content
 it is a conflict. A job for base step N starts from checkpoint N and makes checkpoint N + 1. If
-checkpoint N + 1 exists and this job made it, the job is done. A job with a result is decided. It
-has ended once its terminal event is written. If a process died between result and terminal event,
-the next process that finds the job completes the change.
+checkpoint N + 1 exists and this job made it, the job is done. A job with a result is decided. The
+job has ended once its terminal event is written. If a process died between result and terminal
+event, the next process that finds the job completes the change.
 
 The fence (`fence.py`): before an attempt ends without success, its staged directories lose their
 names. Then the attempt's directory is removed, repeatedly until the volume confirms that it is
 gone. A commit is a rename out of that directory, so either the commit or the fence succeeds, never
-both. That also holds for a rank that was frozen and thaws a day later, and for an NFS client that
-still has the names in its cache. After the fence, the checkpoint is looked for again: if it exists,
-the job succeeded. A rank whose attempt was ended can't append events (`Attempt.event`), and readers
-of events skip the events of ended attempts.
+both. The fence also holds for a rank that was frozen and thaws a day later, and for an NFS client
+that still has the names in its cache. After the fence, the checkpoint is looked for again: if it
+exists, the job succeeded. A rank whose attempt was ended can't append events (`Attempt.event`), and
+readers of events skip the events of ended attempts.
 
 Locks are fcntl locks on separate files (`locks.py`): `runs/<run>/lock`, `jobs/locks/`. The runner
 holds `jobs/runner.lock`, and a second runner is refused. The publisher holds

@@ -104,7 +104,7 @@ class Attempt:
     def remove_staged(self) -> None:
         """Remove the unfinished files of the ranks of an ended attempt.
 
-        They may fill the volume, and the record of the attempt's end must still fit. Finished files
-        are safe: a commit has renamed them.
+        Staged files may fill the volume, and the record of the attempt's end must still fit.
+        Finished files are safe: a commit has renamed them.
         """
         fence.take_staged(self.work)

@@ -289,8 +289,8 @@ class Checkpoints:
 
 
 class MergedFiles:
-    """Complete merged weights as Hugging Face models. Their `manifest.json` is the checkpoint's
-    manifest with the list of these files."""
+    """Complete merged weights as Hugging Face models. The `manifest.json` of merged weights is the
+    checkpoint's manifest with the list of these files."""
 
     def __init__(
         self, runs: Runs, served: ServedRecords, replicas: Callable[[str], Collection[int]]

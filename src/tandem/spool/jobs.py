@@ -1,9 +1,9 @@
 """Reads jobs; `tandem.spool.queue` changes them.
 
 A job is one directory (`tandem.spool.paths`), and `job.json` in it holds the state. A job with a
-result is decided, whichever directory it is in. It has ended once its terminal event is written.
-A job whose `job.json` is damaged fails, and its directory is moved to `jobs/damaged/`. A file with
-keys of a newer version stays, and its job waits for a program of that version.
+result is decided, whichever directory it is in. The job has ended once its terminal event is
+written. A job whose `job.json` is damaged fails, and its directory is moved to `jobs/damaged/`. A
+file with keys of a newer version stays, and its job waits for a program of that version.
 """
 
 import heapq
@@ -34,8 +34,8 @@ log = Log("spool")
 
 
 class Index:
-    """The list of jobs. It is computed from the names of their directories and, for live jobs that
-    do more than wait, also from their files. An unchanged directory is not listed again
+    """The list of jobs. The list is computed from the names of the jobs' directories and, for live
+    jobs that do more than wait, also from their files. An unchanged directory is not listed again
     (`listing`), so many jobs do not make an answer slower."""
 
     def __init__(
@@ -220,7 +220,8 @@ class Jobs:
             )
 
     def decided(self, run: str) -> set[JobKey]:
-        """The run's live jobs that already have a result. They will make no checkpoint."""
+        """The run's live jobs that already have a result. Such jobs will make no further
+        checkpoint."""
         keys = [key for key in self.index.active() if key.run == run]
         found = [(key, self.locate(key, sure=False)) for key in keys]
         return {key for key, located in found if located and located[1].result is not None}

@@ -2,8 +2,9 @@
 leases, and the hold of shared GPUs.
 
 Locks are fcntl record locks, which the kernel frees when their holder dies. A record lock belongs
-to the process. It doesn't exclude other threads of the process, and closing *any* descriptor of the
-file releases it. So each lock file also has a thread lock, and no other module opens lock files.
+to the process. A record lock doesn't exclude other threads of the process, and closing *any*
+descriptor of the file releases it. So each lock file also has a thread lock, and no other module
+opens lock files.
 """
 
 import errno
@@ -102,9 +103,9 @@ def _open_locked(path: Path, blocking: bool) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process holds a record lock on `path`. It does not take the lock, so no other
-    process has to wait. The holder must not call this function: it would return False, and closing
-    the descriptor would release the holder's lock.
+    """Whether another process holds a record lock on `path`. The function does not take the lock,
+    so no other process has to wait. The holder must not call this function: it would return False,
+    and closing the descriptor would release the holder's lock.
     """
     fd = descriptor(path, os.O_RDONLY)
     try:

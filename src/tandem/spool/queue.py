@@ -83,8 +83,8 @@ class Queue:
 
         Args:
             make: `make(id, base_step, directory)` writes the job's data into `directory` and
-                returns its specification. Its `base_step`, `created` and `data.path` are set here,
-                because another job may be queued while `make` runs.
+                returns its specification. The specification's `base_step`, `created` and
+                `data.path` are set here, because another job may be queued while `make` runs.
             job_id: the client's id, or None for a new one. Raises Conflict (field `id`) if the id
                 is known with another run or fingerprint.
             base_step: the step that the client expects to start from. Raises Conflict (field
@@ -99,7 +99,7 @@ class Queue:
             job_id = fs.new_ulid()
         elif (known := self._known(job_id, run, fingerprint)) is not None:
             return known, False
-        # This check only refuses early. `base_step` is certain only after the data has been
+        # The first check only refuses early. `base_step` is certain only after the data has been
         # written.
         expected = (
             self._checkpoints.newest(run) if base_step is None else self._check_base(run, base_step)

@@ -1,8 +1,8 @@
 """Removes runs, checkpoints, ended jobs and damaged jobs that nothing needs any more.
 
 Each is renamed to a temporary name first, so that no reader finds it incomplete. If the process
-dies, each is either complete or gone for every reader, and the next `sweep` removes the remaining
-files.
+dies, each run, checkpoint or job is either complete or gone for every reader, and the next `sweep`
+removes the remaining files.
 """
 
 import math

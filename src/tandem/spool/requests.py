@@ -9,10 +9,10 @@ compute the log's later requests again, to the same bits. Gradients that no opti
 applied are not stored. A checkpoint every ten minutes limits the work that is repeated. A request's
 arrays are removed once a checkpoint contains its effect.
 
-A request that can't be computed has an error as its result. Such a request has changed nothing,
-except that a failed step discards the gradients. A request that has been started five times without
-a result is given up. If the job fails or is cancelled, its waiting requests get the job's error as
-their result.
+A request that can't be computed has an error as its result. A request with an error has changed
+nothing, except that a failed step discards the gradients. A request that has been started five
+times without a result is given up. If the job fails or is cancelled, its waiting requests get the
+job's error as their result.
 """
 
 import re

@@ -203,8 +203,8 @@ class Runs:
                 same = os.path.samestat(held, path.stat())
             except FileNotFoundError:
                 same = False
-            # This is the lock of a run that has been removed. It does not block a new run with the
-            # same name.
+            # The lock belongs to a run that has been removed. The old lock does not block a new run
+            # with the same name.
             if not same:
                 raise NotFound(f"run {name!r} was deleted", field="run")
             yield

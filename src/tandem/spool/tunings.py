@@ -28,8 +28,8 @@ class Uploads:
 
     @contextmanager
     def receiving(self) -> Iterator[Path]:
-        """A new directory for a file that arrives. It is removed at the end of the block unless
-        `commit` moved it."""
+        """A new directory for a file that arrives. The directory is removed at the end of the block
+        unless `commit` moved it."""
         with fs.volume_errors(self.directory):
             fs.make_dir(self.directory)
         with fs.staging(self.directory) as staged:

@@ -1,9 +1,9 @@
 """The images' HEALTHCHECK: `python -m tandem.supervise.health [--started | --live]`. Prints one
 line; exits with 0 if all is well, else with 1.
 
-TANDEM_ROLE decides what is checked. `controller` must answer /readyz. `trainer` needs a running
-runner that holds the spool's lock. `inference` needs a running publisher, and a vLLM that is up,
-healthy and lists the base model. Without a role, all of this is checked.
+TANDEM_ROLE selects the checks. `controller` must answer /readyz. `trainer` needs a running runner
+that holds the spool's lock. `inference` needs a running publisher, and a vLLM that is up, healthy
+and lists the base model. Without a role, all of this is checked.
 
 `--started`, for a startup probe: a vLLM that waits for a trainer to give back shared GPUs
 counts as healthy.

@@ -217,7 +217,7 @@ priority = {programs.index(of[0])}
 
 
 class Console:
-    """Prints programs' logs. `logs`: the directory of the logs. They are followed from their
+    """Prints programs' logs. `logs`: the directory of the logs. The logs are followed from their
     current ends. `as_json`: every printed line is a JSON object with a key `program`."""
 
     def __init__(self, logs: Path, programs: Iterable[str], *, as_json: bool) -> None:

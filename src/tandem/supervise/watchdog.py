@@ -1,4 +1,4 @@
-"""Kills a vLLM that makes no progress. Its `/health` answers 200 even while its engine hangs, so
+"""Kills a vLLM that makes no progress. vLLM's `/health` answers 200 even while its engine hangs, so
 its token counts are watched."""
 
 import math

@@ -37,8 +37,8 @@ def current_role() -> Role:
 
 def runtime_dir(root: Path, role: Role) -> Path:
     """This user's directory for the sockets, locks and configuration of `role` on the spool `root`,
-    with mode 0700. It is on this machine's disk, because a socket can't be on a network volume.
-    Raises SpoolUnusable if another user owns it.
+    with mode 0700. The directory is on this machine's disk, because a socket can't be on a network
+    volume. Raises SpoolUnusable if another user owns it.
     """
     key = hashlib.sha256(f"{root.absolute()} {role}".encode()).hexdigest()[:12]
     return _own_directory(key, os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir())
@@ -106,8 +106,8 @@ def _of_this_user(directory: Path, forbidden: int) -> Path:
 def compiler_caches(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment variables for the directories in which torch and Triton keep compiled code.
     torch and Triton load this code, and unpickle some of it, without checking who wrote it. So each
-    directory belongs to this user alone. It is below the directory that `environ` names, or below
-    TMPDIR. Raises SpoolUnusable if another user owns the directory."""
+    directory belongs to this user alone. Each directory is below the directory that `environ`
+    names, or below TMPDIR. Raises SpoolUnusable if another user owns the directory."""
     own = f"tandem-{os.getuid()}-compiled"
     inductor = Path(environ.get(INDUCTOR_VARIABLE) or tempfile.gettempdir()) / own
     triton = Path(environ[TRITON_VARIABLE]) / own if environ.get(TRITON_VARIABLE) else None
@@ -147,8 +147,8 @@ def installed_version(package: str) -> str:
 
 def omp_waiting(environ: Mapping[str, str]) -> dict[str, str]:
     """The variable that makes OpenMP's threads (libgomp's, in torch and vLLM) wait for each other
-    briefly and then sleep; empty if `environ` already sets it. By default they spin 300,000 times,
-    which made them 40 times slower when another process used one of two cores."""
+    briefly and then sleep; empty if `environ` already sets it. By default, OpenMP's threads spin
+    300,000 times, which made them 40 times slower when another process used one of two cores."""
     return (
         {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys() else {"GOMP_SPINCOUNT": "1000"}
     )

@@ -1,5 +1,5 @@
-"""The GPUs that the trainer or vLLM uses, and whether they are free. They are examined from outside
-of the processes that use them.
+"""The GPUs that the trainer or vLLM uses, and whether they are free. The GPUs are examined from
+outside of the processes that use them.
 
 On a machine without GPUs there are no devices, and "free" means that all of Tandem's processes have
 ended.

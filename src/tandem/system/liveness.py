@@ -15,7 +15,8 @@ from pathlib import Path
 
 VARIABLE = "TANDEM_ALIVE_DIR"
 NAME_VARIABLE = "TANDEM_ALIVE_NAME"
-"""The variable with the name of a program of which several run, such as `publisher-1`."""
+"""The variable with the name of this instance, for programs that run several times, such as
+`publisher-1`."""
 LONGEST_SECONDS = {
     "up": 60.0,  # this loop waits for nothing
     # Ending ranks takes half a minute; removing a job's data from a slow volume takes longer.
@@ -29,7 +30,7 @@ LONGEST_SECONDS = {
 
 
 def program_kind(program: str) -> str:
-    """The kind of a program of which several run: `vllm` for `vllm-1`."""
+    """The kind of a program that runs several times: `vllm` for `vllm-1`."""
     return program.partition("-")[0]
 
 

@@ -74,7 +74,7 @@ def interface_addresses() -> list[tuple[str, str]]:
 
 
 def host_address(chosen: str | None) -> tuple[str, str]:
-    """The address by which other hosts reach this host, and the address's interface. It is
+    """The address by which other hosts reach this host, and the address's interface. The address is
     `chosen`; else the address of the interface that leads to other networks; else the first address
     that is not loopback. No name is looked up. Raises InvalidInput if `chosen` is not an address of
     this host, or the host has none."""

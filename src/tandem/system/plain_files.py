@@ -86,7 +86,8 @@ def copy_plain(source: Path, target: Path, *, most: int | None = None) -> None:
 
 def _is_at(fd: int, path: Path) -> bool:
     """The name differs from `path` if a directory of the path is a link, or if the file was
-    renamed. It is another path if a directory of the path is a link, or if the file was renamed."""
+    renamed. The name is another path if a directory of the path is a link, or if the file was
+    renamed."""
     try:
         return Path(f"/proc/self/fd/{fd}").readlink() == path
     except OSError:  # not Linux, so there is no /proc

@@ -1,7 +1,7 @@
 """Process trees on Linux.
 
 torchrun starts every rank in its own session, so a signal to a process group does not reach the
-ranks. These means do reach them:
+ranks. Ranks are reached by other means:
 
 - `die_with_parent` (PR_SET_PDEATHSIG) in every process of the chain, so that `kill -9` of one
   process ends its descendants;

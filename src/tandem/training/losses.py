@@ -209,7 +209,7 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
 def importance_weights(items: Items, loss: RLLoss) -> Tensor | None:
     """`c`, the factor of each item's policy term, [items], without gradient; None: all 1.
 
-    c = exp(old - sampler) corrects for tokens that another engine drew. It is the value of the
+    c = exp(old - sampler) corrects for tokens that another engine drew. The factor is that of the
     token or, with `tis_level="sequence"`, the product over the token's sequence. c is 0 outside
     [tis_mask_low, tis_mask_high], and at most tis_cap. With `off_policy_threshold`, c is 0 where A
     < 0 and the sequence's mean of sampler - lp is larger than the threshold.
@@ -275,7 +275,8 @@ def kl_penalty(items: Items, loss: RLLoss, estimate: Tensor) -> Tensor:
 
 def with_kl_in_advantages(items: Items, loss: RLLoss) -> Items:
     """`items` with the advantages A_i + kl_coef * (mean_kl - (old - ref)). The sampled log-ratio
-    acts as a reward. Its mean over the job's items is subtracted, so that it shifts no average."""
+    acts as a reward. The mean of the log-ratio over the job's items is subtracted, so that it
+    shifts no average."""
     assert items.old_logprobs is not None
     assert items.reference_logprobs is not None
     assert items.advantages is not None

@@ -93,7 +93,7 @@ class AdapterOptimizer:
     def gradient_norm(self) -> float:
         """L2 norm of the whole gradient. A parameter that several ranks hold counts once.
 
-        This is a collective; all ranks get the same value. The result is NaN or infinite if any
+        A collective operation; all ranks get the same value. The result is NaN or infinite if any
         gradient is.
         """
         topology = self._topology
@@ -170,8 +170,8 @@ class AdapterOptimizer:
 
 
 def norm_over_ranks(squares: list[Tensor]) -> float:
-    """The square root of the sum of all ranks' `squares`, float64 scalars. This is a collective of
-    all ranks."""
+    """The square root of the sum of all ranks' `squares`, float64 scalars. A collective operation
+    of all ranks."""
     square = torch.stack(squares).sum().cpu() if squares else torch.zeros((), dtype=torch.float64)
     parallel.all_reduce(square)
     return float(square.sqrt())

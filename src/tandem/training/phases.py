@@ -43,9 +43,9 @@ _PAIR_MEANS = {
 
 class MemoryWatch:
     """One rank's memory: the values at the end of each phase, and the peaks within each phase and
-    the attempt. No other code may reset the allocator's peaks. It reports nothing before the device
-    has started. The allocator's counts start at 0 in each attempt, even in a rank that stays over
-    several jobs."""
+    the attempt. No other code may reset the allocator's peaks. The watch reports nothing before the
+    device has started. The allocator's counts start at 0 in each attempt, even in a rank that stays
+    over several jobs."""
 
     def __init__(self) -> None:
         stats = memory.stats() if device.started() else {}
@@ -152,7 +152,7 @@ class Phases:
         return seconds, sizes
 
     def gather_memory(self) -> dict[str, dict[str, Any]]:
-        """Each rank's `RankMemory` so far, as JSON objects by rank. This is a collective of all
+        """Each rank's `RankMemory` so far, as JSON objects by rank. A collective operation of all
         ranks."""
         reports = parallel.gather_objects(self.watch.report().model_dump())
         return {str(rank): report for rank, report in enumerate(reports)}

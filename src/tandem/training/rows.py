@@ -1,6 +1,6 @@
 """Computes the losses of a batch's rows, and adds up their gradients.
 
-It does not deal with optimizer steps: both a job's steps and a session's requests use it.
+The module does not deal with optimizer steps: both a job's steps and a session's requests use it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +50,7 @@ class Fit:
         self._slots = 0
 
     def to(self, row: PackedRow) -> None:
-        """Choose for rows of this length, unless that has already been done. This is a collective
+        """Choose for rows of this length, unless that has already been done. A collective operation
         of all ranks."""
         if self._on and len(row.tokens) > self._slots:
             self._slots = len(row.tokens)

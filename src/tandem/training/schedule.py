@@ -45,7 +45,7 @@ class RowSchedule:
         return list(self.held_out[dp_rank :: self.data_parallel])
 
     def rank_rows(self, epochs: int, dp_rank: int) -> list[int]:
-        """The rows of the first of `epochs` passes that this rank counts. Over all ranks together,
+        """The rows that this rank counts in the first of `epochs` passes. Over all ranks together,
         each row counts once."""
         first = range(len(self.steps) // epochs)
         return [row for step in first for row, counts in self.micro_steps(step, dp_rank) if counts]

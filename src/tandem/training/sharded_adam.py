@@ -132,7 +132,7 @@ class ShardedAdam:
                 part.copy_(parallel.scatter_sum(whole, shard.group))
 
     def gradient_norm(self) -> float:
-        """L2 norm of the whole gradient. This is a collective; all ranks get the same value. The
+        """L2 norm of the whole gradient. A collective operation; all ranks get the same value. The
         result is NaN or infinite if any gradient is."""
         squares = [
             torch.linalg.vector_norm(self._gradient(part), dtype=torch.float64).square()
@@ -161,7 +161,7 @@ class ShardedAdam:
     @torch.no_grad()
     def whole(self, name: str) -> dict[str, Tensor]:
         """All values of one of `tensors`, gathered into the gradients' memory, with the shapes of
-        this rank's weights. This is a collective."""
+        this rank's weights. A collective operation of all ranks."""
         memory = self._like_weights(self.tensors[name].dtype)
         for shard in self._shards:
             memory[shard.memory] = self.tensors[name][shard.state]

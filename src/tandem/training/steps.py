@@ -1,5 +1,5 @@
-"""The step loop, which is the same for RL and SFT except for the loss. It deals with no files,
-processes or offloading.
+"""The step loop, which is the same for RL and SFT except for the loss. The loop deals with no
+files, processes or offloading.
 
 In an optimizer step each rank runs its micro steps, one row each. Gradients are then summed over
 data-parallel ranks, checked, clipped and applied. Losses are divided by the denominator of all

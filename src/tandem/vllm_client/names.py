@@ -1,5 +1,5 @@
-"""Names that Tandem and its vLLM server agree on. It imports only the standard library, because
-vLLM's own process imports it."""
+"""Names that Tandem and its vLLM server agree on. The module imports only the standard library,
+because vLLM's own process imports it."""
 
 from typing import Literal
 
@@ -11,8 +11,8 @@ SESSION_HEADER = "x-session-id"
 """The request header with a rollout's name. All turns of the rollout go to one inference server,
 and the rollout door continues their tokens."""
 GROUP_HEADER = "x-tandem-group"
-"""The request header with the name of a group of rollouts that share a prompt. They start on the
-same inference server, whose cache has the prompt."""
+"""The request header with the name of a group of rollouts that share a prompt. The rollouts of a
+group start on the same inference server, whose cache has the prompt."""
 
 BASE_MODEL_NAME = "base"
 """The name under which vLLM serves the base model without an adapter. A checkpoint can't have this

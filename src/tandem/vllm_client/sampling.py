@@ -1,6 +1,6 @@
 """Checks of vLLM's sampling options, so that vLLM draws from the distribution that the trainer
-computes. It imports only the standard library and `tandem.errors`, because vLLM's own process
-imports it."""
+computes. The module imports only the standard library and `tandem.errors`, because vLLM's own
+process imports it."""
 
 from collections.abc import Mapping
 from typing import Any

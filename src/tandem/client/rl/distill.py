@@ -107,8 +107,9 @@ class Teacher:
 
 
 def reverse_kl(sampled: Sequence[float], teacher: Sequence[float]) -> list[float]:
-    """log p(token) - log q(token) of each sampled token, nats. Their mean over the policy p is
-    KL(p || q), and the mean of their product with the score, grad log p, is its gradient."""
+    """log p(token) - log q(token) of each sampled token, nats. The mean of these differences over
+    the policy p is KL(p || q), and the mean of their product with the score, grad log p, is the
+    KL's gradient."""
     return [ours - theirs for ours, theirs in zip(sampled, teacher, strict=True)]
 
 

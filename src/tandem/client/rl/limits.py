@@ -14,8 +14,8 @@ from tandem.errors import NothingToLearn, TandemError
 # The loop ends after this many groups with equal rewards in a row, in units of `groups_per_step`:
 # they show that there is nothing left to learn.
 _UNINFORMATIVE = 16
-# The loop ends after the controller has refused this many batches with differing rewards. It
-# refuses them because their trajectories are too long.
+# The loop ends after the controller has refused this many batches with differing rewards. The
+# controller refuses such batches because their trajectories are too long.
 _REFUSED = 3
 
 
@@ -38,7 +38,8 @@ class Limits:
         self._succeeded, self._paused_until = -inf, 0.0
 
     def failed(self, use: str, last_error: str) -> None:
-        """Count a group of the environment `use`; TandemError after too many for too long."""
+        """Count a group of the environment `use`; raises TandemError after too many failed groups
+        for too long."""
         self._failing += 1
         if self._failing < max(3, self._size):
             return
@@ -64,7 +65,7 @@ class Limits:
         return time.monotonic() < self._paused_until
 
     def sampled(self, group: RolloutGroup, base: int) -> None:
-        """Count a group that was rolled out; NothingToLearn after too many groups with equal
+        """Count a group that was rolled out; raises NothingToLearn after too many groups with equal
         rewards."""
         self._failing, self._succeeded, self._paused_until = 0, time.monotonic(), 0.0
         self._backoff.reset()

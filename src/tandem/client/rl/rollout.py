@@ -183,8 +183,8 @@ def _failure(error: BaseException) -> Exception:
 
 
 def _trajectory(made: Any, rollout: Callable[..., Any]) -> Trajectory:
-    """The rollout's value as a trajectory; InvalidInput, with the user's line, if it is not a
-    trajectory."""
+    """The rollout's value as a trajectory. Raises InvalidInput, with the user's line, if it is not
+    a trajectory."""
     if isinstance(made, Trajectory | dict):
         try:
             return Trajectory.model_validate(made)
@@ -226,8 +226,8 @@ def described(error: Exception) -> str:
 
 
 def kind_of(error: Exception) -> str:
-    """The name under which an error is counted: its type and line. Its text is left out because it
-    may differ each time."""
+    """The name under which an error is counted: its type and line. The text of the error is left
+    out because it may differ each time."""
     return f"{type(error).__name__}{_at(error) or f': {error}'[:80]}"
 
 

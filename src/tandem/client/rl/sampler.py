@@ -17,7 +17,7 @@ for which groups may fail."""
 
 
 class DiscardedError(Exception):
-    """Raised by a rollout that can't be scored. Its text is the reason."""
+    """Raised by a rollout that can't be scored. The text of the error is the reason."""
 
 
 class Sampler:

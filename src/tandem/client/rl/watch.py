@@ -26,7 +26,7 @@ _SIGNAL = signal.SIGURG  # a signal that nothing else uses and that is ignored b
 
 
 class LeftBehindError(BaseException):
-    """Raised inside a coroutine that blocks the event loop beyond its limit. It is not an
+    """Raised inside a coroutine that blocks the event loop beyond its limit. The class is not an
     Exception, so that no `except Exception` in the user's loop catches it."""
 
 

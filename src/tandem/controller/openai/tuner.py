@@ -1,5 +1,5 @@
-"""The thread that advances fine-tunings. It validates their files, creates their runs, submits the
-jobs of their chains (each while the job before it trains), and ends them.
+"""The thread that advances fine-tunings. The thread validates their files, creates their runs,
+submits the jobs of their chains (each while the job before it trains), and ends them.
 
 All of its state is on the volume: each round compares the record with the run and its jobs, and
 takes the next step. If a controller dies between any two calls, the next controller continues at
@@ -49,8 +49,8 @@ _LONGEST_PAUSE = 10.0
 _CHUNK, _CHUNK_BYTES = 256, 4 * 2**20
 """The most examples that are rendered together, and the approximate bytes of their lines."""
 _REST = 4.0
-"""The pause after a round over all fine-tunings, as a multiple of the round's duration. It keeps
-the volume and the interpreter mostly free, however many fine-tunings there are."""
+"""The pause after a round over all fine-tunings, as a multiple of the round's duration. The pause
+keeps the volume and the interpreter mostly free, however many fine-tunings there are."""
 
 log = Log("controller")
 
@@ -70,7 +70,7 @@ class Tuner:
         # Open files of the fine-tunings that train. After a restart they are opened again.
         self._chains: dict[str, ChainPlan] = {}
         # Finished plans that could not be written to the record yet, because the volume refused the
-        # write. They are kept because measuring again takes minutes.
+        # write. Plans are kept because measuring again takes minutes.
         self._plans: dict[str, TuningPlan] = {}
         # the last problem of each fine-tuning, so that each problem is logged once
         self._said = dict[str, str]()
@@ -364,7 +364,7 @@ def cancel_jobs(spool: Spool, tuning: Tuning, *, states: Collection[str] = PENDI
 
 
 def _bad_file(tuning: Tuning, error: InvalidInput) -> _Failed:
-    """The failure for an error in a file. Its parameter names the file."""
+    """The failure for an error in a file. The failure's parameter names the file."""
     of_validation = tuning.validation_file is not None and tuning.validation_file in str(error)
     param = "validation_file" if of_validation else "training_file"
     return _Failed(f"invalid_{param}", in_lines(error), param)

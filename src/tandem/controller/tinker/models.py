@@ -106,8 +106,8 @@ def trained_parts(spec: RunSpec) -> dict[str, Any]:
 
 class Numbers:
     """The numbers of requests. A client counts a model's requests from 1. Creation from a
-    checkpoint is a request without a client's number. It comes first on the volume, which shifts
-    all later numbers by 1."""
+    checkpoint is a request without a client's number. The request comes first on the volume, which
+    shifts all later numbers by 1."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment

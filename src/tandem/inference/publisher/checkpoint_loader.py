@@ -24,8 +24,8 @@ FileStats = tuple[tuple[str, int, int, int], ...]
 TRIES = 3
 """How many times vLLM may answer 500 before the checkpoint counts as refused."""
 TRY_AGAIN_SECONDS = 30.0
-"""The pause before a checkpoint is tried again that was refused because vLLM answered 500. It
-doubles each time."""
+"""The pause before a checkpoint is tried again that was refused because vLLM answered 500. The
+pause doubles each time."""
 LONGEST_PAUSE_SECONDS = 3600.0
 VISIBLE_SECONDS = 60.0
 """Seconds after a checkpoint was made during which a missing file may still become visible on this

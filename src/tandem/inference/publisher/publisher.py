@@ -2,8 +2,9 @@
 old ones. Runs that were trained or sampled last come first, so that after a restart they don't wait
 for unused runs.
 
-The publisher compares the spool with vLLM's list of models and does what is missing. Its own memory
-only saves work, so the publisher and vLLM may die and start again at any time.
+The publisher compares the spool with vLLM's list of models, and does the missing loads and unloads.
+The publisher's own memory only saves work, so the publisher and vLLM may die and start again at any
+time.
 """
 
 import time

@@ -1,11 +1,11 @@
 """The publisher's records for one of several vLLM servers, and its permission for that vLLM to
 answer.
 
-A replica is *ready* when it serves every announced step. Its vLLM answers requests only while the
-replica is ready (`inference.server.readiness`). No step is announced before every ready replica has
-verified it. It becomes ready, or stops being ready, under the same lock under which steps are
-announced. So no client asks a ready replica for a step that it lacks, and with merged weights no
-client gets an answer from an older step.
+A replica is *ready* when it serves every announced step. The replica's vLLM answers requests only
+while the replica is ready (`inference.server.readiness`). No step is announced before every ready
+replica has verified it. A replica becomes ready, or stops being ready, under the same lock under
+which steps are announced. So no client asks a ready replica for a step that it lacks, and with
+merged weights no client gets an answer from an older step.
 
 The permission ends by itself before the other replicas consider this one dead. So if a publisher
 stops, or loses the volume, its vLLM stops answering.

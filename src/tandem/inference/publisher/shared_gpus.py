@@ -3,18 +3,18 @@ GPUs, and is awake otherwise.
 
 The publisher alone puts vLLM to sleep and wakes it. The runner asks for the GPUs by a hold with the
 phase `sleeping`, and gives them back by removing the hold, which works even on a full volume. The
-publisher answers in a record (`SharedVllm`). It looks for a hold only between its own turns. So
-vLLM never falls asleep while something is loaded into it, which matters because an adapter that is
-loaded into a sleeping vLLM ends the engine.
+publisher answers in a record (`SharedVllm`). The publisher looks for a hold only between its own
+turns. So vLLM never falls asleep while something is loaded into it, which matters because an
+adapter that is loaded into a sleeping vLLM ends the engine.
 
 A hold is live while its runner holds the runner lock and has renewed the hold within
 `TANDEM_LEASE_SECONDS` (`spool/locks.py`). A runner that starts again has another name. Under a live
 hold no program wakes vLLM, starts it or loads an adapter. The publisher wakes a vLLM that sleeps
-without a live hold. It waits until the memory in use is back at the hold's floor, or until the
-hold's deadline has passed. If vLLM is awake, a lost hold is removed at once, because the memory in
-use is vLLM's. A publisher that starts again finds the hold and its predecessor's answer, and
-continues. A vLLM that still sleeps `TANDEM_VLLM_STALL_SECONDS` after the last hold can't be woken,
-so `tandem up` restarts it.
+without a live hold. Before that, the publisher waits until the memory in use is back at the hold's
+floor, or until the hold's deadline has passed. If vLLM is awake, a lost hold is removed
+immediately, because the memory in use is vLLM's. A publisher that starts again finds the hold and
+its predecessor's answer, and continues. A vLLM that still sleeps `TANDEM_VLLM_STALL_SECONDS` after
+the last hold can't be woken, so `tandem up` restarts it.
 """
 
 import time
@@ -45,8 +45,8 @@ class LentGpus:
         self._trouble = ""
 
     def turn(self) -> str:
-        """Do what the hold asks for, or wake vLLM if no hold is live, and record vLLM's state.
-        Returns "" if vLLM is awake and stays awake until the next call, else the reason why not.
+        """Act on the hold, or wake vLLM if no hold is live, and record vLLM's state. Returns "" if
+        vLLM is awake and stays awake until the next call, else the reason why not.
 
         Raises the errors of VllmClient if vLLM can't be woken.
         """
@@ -112,9 +112,9 @@ class LentGpus:
     def _ensure_awake(self, hold: Hold | None) -> str:
         """Clear a stale hold and wake vLLM. Returns the reason if that is not possible yet.
 
-        It waits, over several calls, until the memory of the lost trainer is back at the hold's
-        floor, or until the hold's deadline has passed. Then it wakes vLLM. If vLLM is already
-        awake, it does not wait, because the memory in use is vLLM's own.
+        The method waits, over several calls, until the memory of the lost trainer is back at the
+        hold's floor, or until the hold's deadline has passed. Then it wakes vLLM. If vLLM is
+        already awake, it does not wait, because the memory in use is vLLM's own.
         """
         if hold is not None:
             # A hold without a floor was written before any rank had started.

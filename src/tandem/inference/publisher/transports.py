@@ -202,8 +202,8 @@ class LoraTransport:
             self._loaded[name] = path
 
     def _flush_prefix_cache(self, name: str, path: Path) -> None:
-        """Drop the cached blocks of another adapter with this name. They outlive that adapter if
-        vLLM keys blocks by the name."""
+        """Drop the cached blocks of another adapter with this name. The blocks outlive that adapter
+        if vLLM keys blocks by the name."""
         is_new = self._loaded is not None and self._loaded.get(name, str(path)) == str(path)
         if is_new or self._client.prefix_cache_keyed_by_path():
             return

@@ -65,7 +65,7 @@ class WrongWeights(Exception):
 class Tolerance:
     """The rule for the largest error at which a step is served, in nats.
 
-    It estimates rounding from vLLM's error of the base model on the same tokens, and from the
+    The rule estimates rounding from vLLM's error of the base model on the same tokens, and from the
     distance by which the checkpoint moved them. `bench/verification.py` measures the rule, and
     docs/performance.md has its table.
     """
@@ -101,10 +101,10 @@ def movement(
 
     The position is the least-squares coefficient a of `served - reference = a (checkpoint -
     reference)`. Rounding may route a few tokens of a mixture to other experts, in vLLM or in the
-    trainer, before or after the step. Such tokens move by any amount. To limit their influence on
-    a, both sides of each token's equation are divided by |checkpoint - reference|, or by the third
-    quartile of |checkpoint - reference| if that is larger. Then the left side is clipped to within
-    1 of the middle of the line.
+    trainer, before or after the step. Tokens with other experts move by any amount. To limit their
+    influence on a, both sides of each token's equation are divided by |checkpoint - reference|, or
+    by the third quartile of |checkpoint - reference| if that is larger. Then the left side is
+    clipped to within 1 of the middle of the line.
     """
     direction = [c - r for c, r in zip(checkpoint, reference, strict=True)]
     moved = [abs(d) for d in direction if d]
@@ -170,9 +170,9 @@ def verify(
             )
     base_error = 0.0
     if beside:
-        # These values can't serve as the reference, because `served` also contains vLLM's rounding
-        # of the base model. After a step as small as rounding, right weights would seem nearer to
-        # vLLM's base model than to the trainer's step.
+        # The served log-probs of the base model can't serve as the reference, because `served` also
+        # contains vLLM's rounding of the base model. After a step as small as rounding, right
+        # weights would seem nearer to vLLM's base model than to the trainer's step.
         served_base = list(chain.from_iterable(client.prompt_logprobs(beside, *prompts)))
         base_error = _closest_mean(served_base, base)
     allowed = tolerance.allowed(base_error, _closest_mean(expected, base))

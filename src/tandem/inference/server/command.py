@@ -202,8 +202,8 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         # offset"). So prefills are not split.
         argv.append("--no-enable-chunked-prefill")
         if settings.inference_tensor_parallel == 1:
-            # The worker runs in the engine's process. That saves a process which imports torch and
-            # vLLM: a third of the start.
+            # The worker runs in the engine's process. A process is saved which would import torch
+            # and vLLM: a third of the start.
             argv += ["--distributed-executor-backend", "uni"]
         return argv
     argv += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
@@ -306,7 +306,8 @@ def _environment(
             # runs in its own process.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     env = {**defaults, **environ}
-    # These options open the admin routes. The guard requires the admin token on these routes.
+    # The next two variables open the admin routes. The guard requires the admin token on these
+    # routes.
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if settings.weights == "merged":
         options = {
@@ -314,7 +315,7 @@ def _environment(
             "second_copy": ordered_copy(settings),
         }
         env[MERGED_VARIABLE] = json.dumps(options)
-    # The same order as NVML's, by which Tandem finds and measures the devices.
+    # The order of the GPUs is NVML's, by which Tandem finds and measures the devices.
     env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if settings.inference_devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(settings.inference_devices)

@@ -129,9 +129,9 @@ def continue_sampled_tokens(
 
 
 def leave_texts_of_tokens_out(unneeded: Callable[[], bool]) -> None:
-    """Leaves out the texts of tokens from a request's log-probs if `unneeded` returns True. It is
-    called in the request's context when the engine gets the request. Decoding tokens one at a time
-    takes a third of the API server's time for an answer."""
+    """Leaves out the texts of tokens from a request's log-probs if `unneeded` returns True.
+    `unneeded` is called in the request's context when the engine gets the request. Decoding tokens
+    one at a time takes a third of the API server's time for an answer."""
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
     original = LogprobsProcessor.from_new_request

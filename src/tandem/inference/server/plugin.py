@@ -1,9 +1,9 @@
 """A vLLM plugin (entry point `vllm.general_plugins`). vLLM calls `register` in every process that
 it starts.
 
-It limits the headers and waits of HTTP requests, makes the API server collect garbage less often,
-and installs the code for merged weights (`worker/`). With functions of `patches.py`, it also works
-around five faults of vLLM 0.32:
+The plugin limits the headers and waits of HTTP requests, makes the API server collect garbage less
+often, and installs the code for merged weights (`worker/`). With functions of `patches.py`, it also
+works around five faults of vLLM 0.32:
 
 - `kill -9` of the API server leaves the engine process behind for ever, with all of the GPU's
   memory. (The orphan can't be found by its environment, because it overwrites its environment.)

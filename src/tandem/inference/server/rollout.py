@@ -1,9 +1,9 @@
 """The rollout door: `/rollout/v1/...` is vLLM's `/v1/...` for clients that are not made for
 training, and `/rollout/inference/v1/generate` is its route from token ids to token ids.
 
-It is ASGI middleware inside the guard, which checks the API key. The door asks vLLM for token ids
-and log-probs, and puts the prompt's token ids and the model's name into each choice (in a stream,
-into its first chunk). So a choice alone holds everything that `turn_from_openai` needs.
+The door is ASGI middleware inside the guard, which checks the API key. The door asks vLLM for token
+ids and log-probs, and puts the prompt's token ids and the model's name into each choice (in a
+stream, into its first chunk). So a choice alone holds everything that `turn_from_openai` needs.
 
 With the header X-Session-ID each turn continues the sampled tokens of the turn before
 (`continuation.py`), and the server keeps the turns: `POST /rollout/sessions/{id}/finish` makes a
@@ -256,7 +256,7 @@ def _complete(answer: Options) -> Options:
             "prompt_token_ids"
         )
         choice["model"] = answer.get("model")
-        # Up to 0.32, vLLM's /inference/v1/generate names tokens by numbers; `renderers` knows the
+        # Up to 0.32, vLLM's /inference/v1/generate names tokens by numbers; `renderers` expects the
         # older names.
         content = (choice.get("logprobs") or {}).get("content") or ()
         for entry, token in zip(content, choice.get("token_ids") or (), strict=False):

@@ -31,7 +31,7 @@ _KILL_SECONDS = 10.0
 _POLL_SECONDS = 0.5
 _MARKER = "TANDEM_VLLM_OF"
 """The environment variable that marks the processes of a vLLM, so that a later start finds them.
-Its value names the spool and the port."""
+The variable's value names the spool and the port."""
 
 
 class CannotStartNow(TandemError):
@@ -78,7 +78,7 @@ def check_plugin() -> None:
 
 
 def _withdraw_records(settings: Settings) -> None:
-    """Remove the records that vLLM serves a step, because the vLLM that starts now serves none. The
+    """Remove the records of served steps, because the vLLM that starts now serves none. The
     publisher does this too, but it may have died with the earlier vLLM."""
     try:
         spool = Spool(settings.root)  # a full volume can still delete files

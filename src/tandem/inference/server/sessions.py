@@ -200,8 +200,8 @@ class RolloutSession:
         return turn, conversation.ends[at + 1]
 
     def expected(self, conversation: SentMessages) -> SampledTurn | None:
-        """If `find` returns None: the turn that the client has probably edited. It followed the
-        same messages, or has the same answer after other messages."""
+        """If `find` returns None: the turn that the client has probably edited. That turn followed
+        the same messages, or has the same answer after other messages."""
         if (at := conversation.last_answer) is None:
             return None
         asked, given = conversation.digests[at], conversation.messages[at]

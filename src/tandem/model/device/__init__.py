@@ -81,12 +81,13 @@ def _create_context(gpu: int) -> None:
 
 
 def runtime() -> ctypes.CDLL:
-    """CUDA's runtime library, the copy that torch has loaded. Its calls release the GIL."""
+    """CUDA's runtime library, the copy that torch has loaded. Calls of the library release the
+    GIL."""
     return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
 
 
 def is_cuda() -> bool:
-    """Whether `activate` chose a GPU. It does not wait for the GPU to start."""
+    """Whether `activate` chose a GPU. The function does not wait for the GPU to start."""
     if _kind is None:
         raise RuntimeError(
             "this process has no device yet: call tandem.model.device.activate first"

@@ -52,6 +52,6 @@ class GatedMlp(MlpSublayer):
         return (gradient.float() * output).sum(-1, keepdim=True) * gates * (1 - gates)
 
     def _gates(self, normalised: torch.Tensor) -> torch.Tensor:
-        """The gates, fp32 [S, 1]. Their logits are computed in the activations' dtype, as in
+        """The gates, fp32 [S, 1]. The gates' logits are computed in the activations' dtype, as in
         transformers."""
         return linear(normalised, self._gate_weight).float().sigmoid()

@@ -81,7 +81,7 @@ class Sublayer:
     def _input_gradient(
         self, grad_normalised: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor
     ) -> torch.Tensor:
-        """`gradient`: the gradient of the sublayer's output. It is also the gradient of the input
+        """`gradient`: the gradient of the sublayer's output. The gradient is also that of the input
         on the residual connection."""
         if self._norm is None:
             return grad_normalised + gradient

@@ -1,5 +1,5 @@
-"""Transfers bytes from ranks of the trainer to vLLM's workers. It uses its own process group in
-addition to each process's default group: NCCL between GPUs, Gloo between CPUs.
+"""Transfers bytes from ranks of the trainer to vLLM's workers. The channel uses its own process
+group in addition to each process's default group: NCCL between GPUs, Gloo between CPUs.
 
 The senders are the first ranks of the group, and they take turns. There is only one group, because
 NCCL takes 0.8 s to connect one. A file on the volume is the group's meeting point. No function here
@@ -35,9 +35,9 @@ class Pending(Protocol):
 
 
 def make_meeting(path: Path) -> FileStore:
-    """The store of a new meeting. It is a file on the volume, so no port is opened for it. Only the
-    owner and the group of the file can join, and NCCL's sockets admit only processes that know the
-    id in the file. Raises OSError if the file exists or can't be made."""
+    """The store of a new meeting. The meeting is a file on the volume, so no port is opened for it.
+    Only the owner and the group of the file can join, and NCCL's sockets admit only processes that
+    know the id in the file. Raises OSError if the file exists or can't be made."""
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR, 0o660))
     return join_meeting(path)
 

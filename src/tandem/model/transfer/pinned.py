@@ -10,7 +10,8 @@ import torch
 def pinned_memory(size: int) -> torch.Tensor:
     """A block of pinned memory, uint8 [size]; call `release_pinned` before it is freed.
 
-    It uses huge pages if the kernel has any, because small pages take longer to pin and to read.
+    The block uses huge pages if the kernel has any, because small pages take longer to pin and to
+    read.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # the kernel has no huge pages

@@ -109,7 +109,7 @@ class BaseWeights:
         return share
 
     def connect(self) -> None:
-        """Open the other ranks' memory, if the driver allows it. This is a collective of each of
+        """Open the other ranks' memory, if the driver allows it. A collective operation of each of
         the groups; shares may still be read during it."""
         if self._groups is None:
             return
@@ -136,8 +136,8 @@ class BaseWeights:
 
     def exchange(self) -> dict[str, torch.Tensor]:
         """Get the other ranks' shares, after this rank has read its own. Returns the parameters
-        that this rank must still read: none or, if GPUs can't share memory, all other shares. This
-        is a collective of all ranks. Call it once for each `connect`.
+        that this rank must still read: none or, if GPUs can't share memory, all other shares. A
+        collective operation of all ranks. Call it once for each `connect`.
 
         Each rank copies by itself, because connecting NCCL takes longer than reading 8 GB.
         """

@@ -36,10 +36,10 @@ def load_weights(
     """Fill `parameters()`, all or some of the model's parameters, from the directory's safetensors
     files.
 
-    `parameters()`: Megatron name -> this rank's tensor, of any dtype and on any device. It is
-    called after the files' headers have been checked, so its memory may be allocated during the
-    check. Only the rows that contain this rank's part are read, and only this rank's part is copied
-    to the device.
+    `parameters()`: Megatron name -> this rank's tensor, of any dtype and on any device. The
+    function is called after the files' headers have been checked, so memory may be allocated during
+    the check. Only the rows that contain this rank's part are read, and only this rank's part is
+    copied to the device.
 
     Raises:
         InvalidInput: a tensor is missing, is quantised, or has another shape than config.json says;
@@ -114,8 +114,8 @@ def part_view(part: Part, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _piece(source: StoredTensor, box: tuple[slice, ...], target: torch.Tensor) -> Piece:
-    """The piece that reads a box of a stored tensor. Its rows fill `target`, block by block or row
-    by row."""
+    """The piece that reads a box of a stored tensor. The rows of the box fill `target`, block by
+    block or row by row."""
     rows, *columns = box
     width = math.prod(source.shape[1:])
     unit = (rows.stop - rows.start) * width // len(target)

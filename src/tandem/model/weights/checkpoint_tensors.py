@@ -1,4 +1,5 @@
-"""Reads a checkpoint's tensors. They must be exactly the expected tensors, complete and finite."""
+"""Reads a checkpoint's tensors. The tensors in the file must be exactly the expected tensors,
+complete and finite."""
 
 import math
 from collections.abc import Iterable, Mapping

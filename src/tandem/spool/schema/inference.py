@@ -25,7 +25,7 @@ class SharedVllm(Record):
     state: Literal["awake", "asleep", "gone"]
     why: str = ""  # reason why vLLM is not awake
     looked: float
-    """The time at which the publisher last looked for a hold, before it asked vLLM. It is in
+    """The time at which the publisher last looked for a hold, before it asked vLLM. The time is in
     seconds of the machine's monotonic clock, which is the same for the runner on this machine."""
     beat: float  # time of this record, by the same clock
     answer: HoldAnswer | None = None  # answer to the hold of that time

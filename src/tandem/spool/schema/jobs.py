@@ -60,8 +60,8 @@ class DPOJob(_BatchJob):
 
 
 class SessionJob(_JobSpec):
-    """A job that computes the requests of a session's run as they arrive. It makes any number of
-    checkpoints, and ends when no request has arrived for a while."""
+    """A job that computes the requests of a session's run as they arrive. The job makes any number
+    of checkpoints, and ends when no request has arrived for a while."""
 
     kind: Literal["session"] = "session"
     deadline_seconds: float = Field(default=86400.0, gt=0)  # the ranks leave before that
@@ -243,7 +243,8 @@ HoldPhase = Literal["sleeping", "training", "releasing"]
 
 class Hold(Record):
     """`jobs/hold.json`: a runner holds the GPUs that it shares with vLLM. In the phase `sleeping`,
-    the runner asks the publisher for the GPUs. It gives the GPUs back by removing the record."""
+    the runner asks the publisher for the GPUs. The runner gives the GPUs back by removing the
+    record."""
 
     schema_version: Literal[1] = 1
     runner: str

@@ -141,8 +141,8 @@ class Probe(Record):
     """The trainer's log-probs of fixed token sequences. The publisher compares vLLM's log-probs
     with them.
 
-    The trainer computes all three kinds of log-probs. Their differences cancel rounding that vLLM
-    doesn't share.
+    The trainer computes all three kinds of log-probs. Differences between these log-probs cancel
+    rounding that vLLM doesn't share.
 
     Attributes:
         tokens: the sequences.

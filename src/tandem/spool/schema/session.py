@@ -57,8 +57,8 @@ class ClientSampler(Record):
 
 
 class PassRequest(Record):
-    """A forward pass over packed rows, optionally with a backward pass. Its gradients are added to
-    the gradients since the last optimizer step. The loss is a sum over all items."""
+    """A forward pass over packed rows, optionally with a backward pass. The pass's gradients are
+    added to the gradients since the last optimizer step. The loss is a sum over all items."""
 
     kind: Literal["forward", "forward_backward"]
     # The order of the types matters: the JSON of an SFT loss would also be valid as an RL loss.
@@ -71,7 +71,7 @@ class PassRequest(Record):
 
 
 class StepRequest(Record):
-    """An optimizer step of Adam with decoupled weight decay. It sets the gradients to zero
+    """An optimizer step of Adam with decoupled weight decay. The step sets the gradients to zero
     afterwards."""
 
     kind: Literal["optim_step"] = "optim_step"
@@ -103,8 +103,8 @@ class LoadRequest(Record):
 
 
 class VoidRequest(Record):
-    """Takes the place of a request that never arrived, so that later requests are computed. Its
-    result is an error with this reason."""
+    """Takes the place of a request that never arrived, so that later requests are computed. The
+    result of a void request is an error with this reason."""
 
     kind: Literal["void"] = "void"
     reason: str
@@ -135,9 +135,9 @@ class RequestError(Record):
 
 class RequestResult(Record):
     """The result of a request: `runs/<run>/requests/<seq>/result.json`. The log-probs of a pass are
-    in a file beside it. A request that ended with an error changed nothing, except that a failed
-    optimizer step discards the gradients. The names of metrics that are sums over a pass end in
-    `:sum`."""
+    in another file in the same directory. A request that ended with an error changed nothing,
+    except that a failed optimizer step discards the gradients. The names of metrics that are sums
+    over a pass end in `:sum`."""
 
     error: RequestError | None = None
     metrics: dict[str, float] = Field(default_factory=dict)

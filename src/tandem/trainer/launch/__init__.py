@@ -8,14 +8,15 @@ has threads when it forks, and does not notice a rank that leaves by `exit(0)`.
 `torchrun`: torch's own launcher, a new process tree per job, with a port that the kernel chooses
 (`torchrun.py`). No process stays between jobs.
 
-`resident`: ranks under torchrun stay alive and receive their jobs over a socket. They keep CUDA's
-context, NCCL's buffers, and the model without its device memory. Between jobs, a rank releases the
-memory of parameters, gradients and optimizer state (`model/device/offload.py`). It drops the frozen
-base weights and reads them again from the page cache, which is as fast as copying them from pinned
-memory. It keeps the adapter and Adam's state in pinned buffers, and uses them if the next job
-starts from the checkpoint that they equal. Even in that case it verifies the checkpoint's hashes.
-Memory that a living process can't release is measured and reported in the job's event `released`.
-Resident ranks end after every job that does not succeed.
+`resident`: ranks under torchrun stay alive and receive their jobs over a socket. Resident ranks
+keep CUDA's context, NCCL's buffers, and the model without its device memory. Between jobs, a rank
+releases the memory of parameters, gradients and optimizer state (`model/device/offload.py`). A
+resident rank drops the frozen base weights and reads them again from the page cache, which is as
+fast as copying them from pinned memory. A resident rank keeps the adapter and Adam's state in
+pinned buffers, and uses them if the next job starts from the checkpoint that they equal. Even in
+that case it verifies the checkpoint's hashes. Memory that a living process can't release is
+measured and reported in the job's event `released`. Resident ranks end after every job that does
+not succeed.
 
 `launcher.py` chooses the way according to TANDEM_LAUNCH. On one host, the ranks' store listens on
 loopback, and every process of the chain dies with its parent. `bootstrap.py`, the first code of a
@@ -48,7 +49,7 @@ from tandem.system.processes import die_with_parent
 from tandem.topology.sizes import Sizes
 
 DEFAULT_ENTRY = "tandem.trainer.rank.entry"
-"""The module whose `main(attempt: Attempt, settings: RankSettings)` runs a rank. Its
+"""The module whose `main(attempt: Attempt, settings: RankSettings)` runs a rank. The module's
 `preload(device: str)` imports all modules that a rank needs; `device` is the setting."""
 
 LAUNCHER_LOG, EXITS = "launcher.log", "exits.json"
@@ -67,8 +68,8 @@ fixed in torch; TORCH_ELASTIC_SHUTDOWN_TIMEOUT does not change them."""
 class RankSettings(Record):
     """The deployment's settings that ranks use. Ranks read no other settings.
 
-    They are on the ranks' command lines, which every user of the host can read, so none of them is
-    a secret.
+    The settings are on the ranks' command lines, which every user of the host can read, so none of
+    them is a secret.
     """
 
     sizes: Sizes = Sizes()

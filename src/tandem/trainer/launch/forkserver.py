@@ -1,5 +1,5 @@
-"""The process from which ranks are forked, and the runner's side of it (`ForkServer`). It imports
-all modules that a rank needs, once, and runs no job itself.
+"""The process from which ranks are forked, and the runner's side of it (`ForkServer`). The fork
+server imports all modules that a rank needs, once, and runs no job itself.
 
     python -m tandem.trainer.launch.forkserver <socket's descriptor> <entry module> <setting of
     the device>

@@ -35,7 +35,7 @@ Handle = Torchrun | ForkServer
 
 class Launcher:
     """Starts the ranks of jobs. The fork server and resident ranks are started before the first
-    job. They stay between jobs, until they end or their code changes."""
+    job. The processes stay between jobs, until they end or their code changes."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ def rank_environment(
     )
     # torch's default directory is below TMPDIR, and a rank's TMPDIR is removed.
     environment |= compiler_caches(os.environ)
-    # The same order as NVML's, by which the runner finds and measures the devices.
+    # The order of the GPUs is NVML's, by which the runner finds and measures the devices.
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if settings.trainer_devices:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.trainer_devices)

@@ -110,7 +110,7 @@ def config_file(spool: Spool, run: str, step: int) -> bytes:
 @torch.no_grad()
 def gather_contents(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
     """Adapter and Adam's state, gathered on the CPU from all ranks that hold one copy of the model.
-    This is a collective of all ranks."""
+    A collective operation of all ranks."""
     tensors = {"step": torch.tensor(optimizer.steps, dtype=torch.int64)}
     for moment, shards in optimizer.moments().items():
         tensors |= {f"{key}.{moment}": whole for key, whole in policy.adapter.whole(shards).items()}
@@ -142,8 +142,8 @@ def write_adapter(saved: Contents[Tensor], config: bytes, directory: Path) -> di
 
 
 def _parts(tensors: dict[str, Tensor]) -> list[memoryview]:
-    """The same bytes as those of `safetensors.torch.save`, without its copy of the tensors, which
-    would take as long as writing.
+    """The bytes of `safetensors.torch.save`, without its copy of the tensors, which would take as
+    long as writing.
 
     `tensors` are contiguous and on the CPU.
     """

@@ -99,8 +99,8 @@ def write_model(
     *,
     beat: Callable[[], None],
 ) -> None:
-    """Write a checkpoint's files into the new `directory`; each rank writes its share. This is a
-    collective of all ranks. Raises SpoolUnusable if the volume refuses the files.
+    """Write a checkpoint's files into the new `directory`; each rank writes its share. A collective
+    operation of all ranks. Raises SpoolUnusable if the volume refuses the files.
 
     `beat` is called regularly while it writes.
 

@@ -76,7 +76,7 @@ class ModelLoader:
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(4)
-        # It has a single thread, because ranks that share layers must run the rehearsal's
+        # The pool has a single thread, because ranks that share layers must run the rehearsal's
         # collectives in the same order. The thread ends with the loading, because each thread keeps
         # a cuBLAS handle.
         self._warm_up_thread = ThreadPoolExecutor(1)
@@ -238,8 +238,8 @@ def _connect() -> None:
 
 @torch.no_grad()
 def _load_softmax_kernels(vocabulary: int) -> None:
-    """Load the kernels that compute log-probs from logits. It contains no collective, so it may run
-    in parallel with any other work."""
+    """Load the kernels that compute log-probs from logits. The function contains no collective, so
+    it may run in parallel with any other work."""
     hidden = torch.zeros(16, 16, dtype=device.default_dtype(), device=device.device())
     item_logprobs(
         hidden,
@@ -261,8 +261,8 @@ def reference_policy(
     beat: Callable[[], None],
     reference: int | Literal["base"],
 ) -> Iterator[None]:
-    """Within the block, the policy computes the reference policy. Its trained tensors are kept in
-    host memory and restored afterwards, bit for bit.
+    """Within the block, the policy computes the reference policy. The policy's trained tensors are
+    kept in host memory and restored afterwards, bit for bit.
 
     Raises InvalidInput (field: `field`) if the reference's checkpoint does not exist, and
     CheckpointDamaged if it is damaged.

@@ -157,7 +157,7 @@ class Publication:
 
     def _watched[T](self, action: Callable[[Callable[[], None]], T]) -> T:
         """The result of `action`, which runs in a thread. Raises TimeoutError if `action` does not
-        call the function that it is given for a while. This limit is needed because connecting NCCL
+        call the function that it is given for a while. The limit is needed because connecting NCCL
         has no time limit of its own."""
         last = time.monotonic()
 

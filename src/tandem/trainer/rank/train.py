@@ -119,8 +119,8 @@ def _session(session: Session, state: RankState, start: _Start) -> None:
 def _first_pass(
     session: Session, assignment: Assignment, arch: Arch
 ) -> Callable[[Policy], None] | None:
-    """A function that rehearses the first waiting pass; None if no pass waits. This is a collective
-    of all ranks."""
+    """A function that rehearses the first waiting pass; None if no pass waits. A collective
+    operation of all ranks."""
     spool, run = session.attempt.spool, assignment.run.name
     seq = None
     if session.rank == 0:

@@ -47,7 +47,7 @@ class LeftError(Exception):
 
 @dataclass
 class JobRun:
-    """One attempt at a claimed job. Its terminal event is written after the events of its
+    """One attempt at a claimed job. The attempt's terminal event is written after the events of its
     executor."""
 
     settings: Settings
@@ -173,8 +173,8 @@ class JobRun:
         if isinstance(result, JobError):
             return self.spool.queue.requeue(self.job, result, counts=self._counts(result))
         if result.state == "succeeded":
-            # After the commit of the checkpoint, nobody needs the packed data. It is removed before
-            # the job's end becomes visible.
+            # After the commit of the checkpoint, nobody needs the packed data. The data is removed
+            # before the job's end becomes visible.
             fs.remove_tree(self.spool.paths.data_dir(self.job.spec.id))
         return self.spool.queue.finish(self.job, result)
 
@@ -203,7 +203,7 @@ class JobRun:
         return error
 
     def _watch(self, execution: Execution) -> JobError:
-        """Watch an attempt until its processes have ended. That is at the latest `deadline_seconds`
+        """Watch an attempt until its processes have ended. The latest end is `deadline_seconds`
         after the start of its ranks or `stall_seconds` after their last progress, plus
         TERMINATE_SECONDS and the executor's limit.
 
@@ -290,8 +290,8 @@ class JobRun:
         _or_none(lambda: write(self.job, self.runner, phase, self._wait.since))
 
     def _memory(self) -> dict[str, object]:
-        """The ranks' memory as fields of the event `released`. It is read from heartbeats, which
-        also exist for a rank that died or ran out of memory."""
+        """The ranks' memory as fields of the event `released`. Memory is read from heartbeats,
+        which also exist for a rank that died or ran out of memory."""
         beats = _or_none(self._files.beats) or {}
         before: dict[str, int] = {}
         for beat in beats.values():

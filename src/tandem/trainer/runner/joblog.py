@@ -21,7 +21,7 @@ _PIECE_BYTES = 4096
 
 class JobStdout:
     """Writes a job's lines to `descriptor` without waiting for a slow reader: lines that the
-    descriptor does not accept are dropped and counted. It uses no thread, because the runner
+    descriptor does not accept are dropped and counted. The class uses no thread, because the runner
     forks."""
 
     def __init__(self, job: str, descriptor: int = 1) -> None:

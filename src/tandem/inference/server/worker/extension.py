@@ -31,9 +31,9 @@ class MergedWorker:
     tandem_weights: MergedWeights | LandingWeights
 
     def tandem_call(self, method: str, *args: Any) -> dict[str, Any]:
-        """Calls a method of the weights. An error is returned as an answer: vLLM's executor stops
-        at the first worker that raises and takes the answers of the other workers for answers to
-        the next call."""
+        """Calls the method `method` of the weights object. An error is returned as an answer:
+        vLLM's executor stops at the first worker that raises and takes the answers of the other
+        workers for answers to the next call."""
         try:
             return {"result": getattr(self.tandem_weights, method)(*args)}
         except Exception as error:
@@ -69,9 +69,9 @@ def attach(worker: Any) -> None:
         "Merged weights: the second copy is on the %s (%s)", weights.place, options["second_copy"]
     )
     if on_gpu:
-        # vLLM 0.26 adds up the memory that it knows of, so the copy's memory must be added here.
-        # vLLM 0.32 measures the memory in use. Neither version accounts for the memory that a swap
-        # needs.
+        # vLLM 0.26 adds up the memory that it has registered, so the copy's memory must be added
+        # here. vLLM 0.32 measures the memory in use. Neither version accounts for the memory that a
+        # swap needs.
         runner.model_memory_usage += weights.device_bytes
         worker.requested_memory -= weights.spare_bytes
 

@@ -1,6 +1,6 @@
 """Finds the place of each Hugging Face tensor in the parameters of vLLM's model on this worker.
 
-vLLM fuses q, k and v, gate and up, and all experts of a layer into one parameter each. It cuts
+vLLM fuses q, k and v, gate and up, and all experts of a layer into one parameter each. vLLM cuts
 parameters over its tensor-parallel workers.
 """
 
