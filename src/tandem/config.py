@@ -199,7 +199,7 @@ class Settings(BaseSettings):
 
     def _check_ranks(self) -> None:
         """Checks that the settings of ranks fit one another. `planning.checks.check_sizes` compares
-        them with the model."""
+        the sizes with the model."""
         ranks, of = self.trainer_ranks, f"TANDEM_TRAINER_RANKS={self.trainer_ranks}"
         model = ("tensor_parallel", "context_parallel", "pipeline_parallel")
         for names in (model, ("pipeline_parallel", "expert_tensor_parallel", "expert_parallel")):

@@ -100,7 +100,7 @@ class HubUnreachable(TandemError, code="hub_unreachable", http_status=503, retri
 
 
 class JobFailed(TandemError, code="job_failed"):
-    """A job ended `failed` or `cancelled`. Clients that wait for a job raise it.
+    """A job ended `failed` or `cancelled`. Clients that wait for a job raise this error.
 
     `reason` is the type of the job's error (`rank_crashed`, `deadline`, `cancelled`, ...). The
     message ends with the last lines of the job's log, if there are any.
@@ -116,12 +116,12 @@ class JobFailed(TandemError, code="job_failed"):
 
 class NotServed(TandemError, code="not_served"):
     """The publisher refused a checkpoint (StepRefused), or did not serve it in the given time.
-    Clients that wait for a step raise it."""
+    Clients that wait for a step raise this error."""
 
 
 class StepRefused(NotServed, code="step_refused"):
-    """The publisher refused a checkpoint. Clients that wait for the step raise it. The checkpoint
-    may be served
+    """The publisher refused a checkpoint. Clients that wait for the step raise this error. The
+    checkpoint may be served
     later: after a restart of vLLM all refused checkpoints are tried again.
 
     `served`: the run's step that vLLM serves, if it serves one.
@@ -135,7 +135,7 @@ class StepRefused(NotServed, code="step_refused"):
 
 
 class Unreachable(TandemError, code="unreachable", http_status=503, retriable=True):
-    """The controller did not answer, even after several tries. Clients raise it."""
+    """The controller did not answer, even after several tries. Clients raise this error."""
 
 
 def from_validation_error(error: "ValidationError") -> InvalidInput:

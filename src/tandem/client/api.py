@@ -388,7 +388,7 @@ class Api(Requests):
                         with archive.open("wb") as file:
                             async for chunk in chunks:
                                 file.write(chunk)
-                                if file.tell() > most:  # further than earlier attempts
+                                if file.tell() > most:  # this attempt got further than earlier ones
                                     most = file.tell()
                                     backoff.reset()
                     return await self._http.offload(lambda: unpack(archive, target))

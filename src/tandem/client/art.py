@@ -128,7 +128,7 @@ class TandemBackend:
             status = await self._tandem.create_run(
                 _run(model), base_model=model.base_model, lora=lora
             )
-        except Conflict:  # it has another shape, for example because it is a fork
+        except Conflict:  # the run has another shape, for example because the run is a fork
             status = await self._tandem.get_run(_run(model))
             asked = LoraShape.model_validate(given).model_dump(include=set(given))
             raise_if_other(status, {"lora": asked}, "peft_args")

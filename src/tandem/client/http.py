@@ -251,7 +251,7 @@ def _event(line: bytes) -> Event | None:
 
 def parsed[T](kind: TypeAdapter[T], content: bytes) -> T:
     """An answer of the controller as a model. A newer controller may send unknown fields. Raises
-    TandemError if it does not fit."""
+    TandemError if the answer does not fit the model."""
     try:
         return kind.validate_json(content, extra="ignore")
     except ValidationError as error:

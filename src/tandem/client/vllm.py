@@ -55,7 +55,7 @@ class HttpAnswer:
         return self.content.decode(errors="replace")
 
     def json(self) -> Any:
-        """The content as JSON. Raises ValueError if it is not JSON."""
+        """The content as JSON. Raises ValueError if the content is not JSON."""
         return from_json(self.content)
 
 

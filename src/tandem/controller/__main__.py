@@ -21,8 +21,8 @@ from tandem.system.http_limits import BoundedHttp
 from tandem.system.logs import configure
 from tandem.system.open_files import allow_many_open_files
 
-# Seconds that running requests get to end when the process is stopped. The spool loses nothing if
-# they do not end.
+# Seconds that running requests get to end when the process is stopped. If a request does not end in
+# time, the spool loses nothing.
 GRACE_SECONDS = 10
 # Seconds between two attempts to make a spool on a full volume.
 FULL_SECONDS = 1.0

@@ -7,9 +7,9 @@ make objects are counted first.
 
 from typing import IO
 
-# Bytes of memory of an object, of an array, of any other value, and of a key with the error message
-# that it may cause. `tests/controller/test_body_memory.py` compares these numbers with a
-# controller's memory.
+# Bytes of memory that one object, one array and one other value take. The last number is for a key,
+# including the error message that the key may cause. `tests/controller/test_body_memory.py`
+# compares these numbers with a controller's memory.
 _WEIGHTS = {b"{": 576, b"[": 192, b",": 64, b":": 640}
 _CHUNK_BYTES = 2**20
 

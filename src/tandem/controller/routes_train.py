@@ -142,7 +142,7 @@ async def received(request: Request, directory: Path) -> AsyncIterator[SpooledTe
     """The request's whole body: in memory up to MEMORY_BYTES, else in an unnamed file in
     `directory`.
 
-    Raises SpoolUnusable if the volume can't take it.
+    Raises SpoolUnusable if the volume can't take the body.
     """
     with SpooledTemporaryFile(MEMORY_BYTES, dir=str(directory), prefix=fs.TEMPORARY) as body:
         with fs.volume_errors(directory):
@@ -153,7 +153,7 @@ async def received(request: Request, directory: Path) -> AsyncIterator[SpooledTe
 
 
 def queue_job(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]:
-    """Queue the job that the JSON `body` asks for. Returns the job, and whether it is new.
+    """Queue the job that the JSON `body` asks for. Returns the job, and whether the job is new.
 
     Raises InvalidInput with the wrong field, NotFound for an unknown run, and Conflict for `id` or
     `base_step`. A refused request leaves nothing on the spool.

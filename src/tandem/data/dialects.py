@@ -1,7 +1,7 @@
 """Converts other spellings of a message, a call or a tool to OpenAI's form. Imports no numpy and no
 torch.
 
-Other wrong values stay unchanged: `tandem.data.examples` refuses them.
+Other wrong values stay unchanged: `tandem.data.examples` refuses such values.
 """
 
 import json

@@ -205,7 +205,8 @@ def _control_tokens(tokenizer: Any, item: Item) -> dict[str, int]:
 
 
 def _left_out(tokenizer: Any, item: Item) -> list[str]:
-    """`Rendering.left_out`. Such fields are no error, because vLLM's prompts lack them too."""
+    """`Rendering.left_out`. A field that is left out is no error, because vLLM's prompts lack it
+    too."""
     if isinstance(item, PreferencePair):
         trained = (
             []

@@ -125,8 +125,8 @@ class ModelConfig:
 
     @classmethod
     def of(cls, model: str) -> Self:
-        """The config of `model`, a directory or a hub name. Raises InvalidInput if it can't be
-        read."""
+        """The config of `model`, a directory or a hub name. Raises InvalidInput if the config can't
+        be read."""
         path = model_directory(model, ("config.json", "hf_quant_config.json")) / "config.json"
         try:
             values = json.loads(read_plain(path, most=JSON_BYTES, links="any"))
@@ -154,8 +154,8 @@ class ModelConfig:
     def positive(
         self, key: str, kind: type[int] | type[float], default: float | None = None
     ) -> Any:
-        """The value of `given`, which must be a positive number. Raises InvalidInput if it is
-        not."""
+        """The value of `given`, which must be a positive number. Raises InvalidInput if the number
+        is not positive."""
         value = self.given(key, default)
         if (
             isinstance(value, bool)

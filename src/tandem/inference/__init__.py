@@ -27,5 +27,5 @@ shows this on the CPU (0.32); on CUDA no test shows it yet. Tandem's plugin keep
 from its Triton kernels, which vLLM would use for any mixture once LoRA is on. Adapters on experts
 need CUDA and `TANDEM_EXPERT_LORA=1` (`test_experts_on_a_gpu.py`). vLLM on the CPU loads such an
 adapter without an error and ignores the experts' part. So without the setting a controller refuses
-adapters on experts. The verification would refuse them too.
+adapters on experts. The verification would refuse such adapters too.
 """

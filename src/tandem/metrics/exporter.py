@@ -90,8 +90,8 @@ class MetricsServer(ThreadingTCPServer):
 
     `targets`: vLLM's name -> its port; if there is only one vLLM, its name is empty.
 
-    The class is not an HTTPServer, because that one looks up the host's name at its start, which
-    may take seconds.
+    The class is not an HTTPServer, because an HTTPServer looks up the host's name when it starts,
+    which may take seconds.
     """
 
     daemon_threads = True

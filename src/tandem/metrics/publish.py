@@ -97,7 +97,7 @@ class PublishCollector(SpoolCollector):
         # step may be served.
         first = record.step if before is None or before.step > record.step else before.step + 1
         for step in [step for step in spool.checkpoints.steps(run) if first <= step < record.step]:
-            with suppress(NotFound):  # it was removed in between
+            with suppress(NotFound):  # the record was removed in between
                 job = spool.checkpoints.manifest(run, step).job
                 events = [] if job is None else spool.events.read(job)
                 if event := next((event for event in events if event.type == "served"), None):

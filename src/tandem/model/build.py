@@ -43,9 +43,9 @@ def build_policy(
     """Build this rank's part of the policy, on this process's device. The base weights are
     uninitialised and the adapter is zero; `load_weights` and `Policy.load_adapter` fill them.
 
-    Call it after `device.activate` and `parallel.init_parallel`. The device may still be starting:
-    the model is built in untouched host memory, which takes no physical memory, and moves to the
-    device at the end.
+    Call the function after `device.activate` and `parallel.init_parallel`. The device may still be
+    starting: the model is built in untouched host memory, which takes no physical memory, and moves
+    to the device at the end.
 
     Args:
         lora: None if all weights are trained (`Policy.train_base`).

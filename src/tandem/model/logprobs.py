@@ -34,7 +34,7 @@ def item_logprobs(
         weight: [vocabulary of this rank, hidden]; logits are `hidden @ weight.T` in hidden's dtype.
         vocab_start: the first token id of this rank's part.
         group: the tensor-parallel ranks, which all call this function with the same hidden states
-            and targets. None: this rank has the whole vocabulary.
+            and targets. None if this rank has the whole vocabulary.
         softcap: see `Arch.softcap`.
     """
     if not len(targets):

@@ -168,9 +168,9 @@ class Policy(nn.Module):
     def offload(self) -> int:
         """Release the device memory of all parameters. Returns the number of bytes released.
 
-        Trained tensors go to host memory. Frozen base weights are dropped, because the files have
-        them. Nothing may be computed until `restore`, and until the dropped base weights are read
-        again.
+        Trained tensors go to host memory. Frozen base weights are dropped, because they can be read
+        from files again. Nothing may be computed until `restore`, and until the dropped base
+        weights are read again.
         """
         self.stage.finish()
         for layer in self._linear_layers():

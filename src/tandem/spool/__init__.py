@@ -103,8 +103,8 @@ Damage stays local. The directory of a job whose `job.json` can't be read is mov
 `jobs/damaged/`, and the job ends as `failed` with `job_damaged`. A file with keys that only a newer
 version knows stays, and its job waits, because during an upgrade the trainer runs the old image for
 a while. Lists leave out names that are not a job's, and runs without a readable `run.json`. The
-log, `tandem_spool_damaged` and `tandem doctor` report them. `python -m tests.fuzz.files` damages
-one file after another and lets every program read it.
+log, `tandem_spool_damaged` and `tandem doctor` report such damage. `python -m tests.fuzz.files`
+damages one file after another and lets every program read it.
 
 Ids are ULIDs or the client's own. The same id with the same content is one job; with other content
 it is a conflict. A job for base step N starts from checkpoint N and makes checkpoint N + 1. If
@@ -173,7 +173,7 @@ class Spool:
 
     def __init__(self, root: Path | str) -> None:
         """Opens an existing spool, even if the volume is full or read-only. Raises SpoolUnusable if
-        it can't be read."""
+        the spool can't be read."""
         self.root = real_root(root)
         self.paths = Paths(self.root)
         self.runs = Runs(self.paths)

@@ -105,6 +105,6 @@ class Attempt:
         """Remove the unfinished files of the ranks of an ended attempt.
 
         Staged files may fill the volume, and the record of the attempt's end must still fit.
-        Finished files are safe: a commit has renamed them.
+        Finished files are safe, because a commit has renamed them.
         """
         fence.take_staged(self.work)

@@ -88,7 +88,8 @@ class Checkpoints:
         return int(newest)
 
     def path(self, run: str, step: int) -> Path:
-        """The checkpoint's directory. Raises NotFound (field `step`) if there is none."""
+        """The checkpoint's directory. Raises NotFound (field `step`) if the checkpoint does not
+        exist."""
         directory = self._dir(run) / step_name(min(step, STEPS))
         if not 0 <= step < STEPS or (not directory.is_dir() and not fs.exists(directory)):
             steps = self.steps(run)

@@ -55,8 +55,8 @@ class Index:
         return {top / name: self._paths.entries(top / name) for name in listing(top)}
 
     def active(self) -> list[JobKey]:
-        """The jobs that may be doing more than waiting, by submission. Some of them may have been
-        removed, or wait again."""
+        """The jobs that may be doing more than waiting, by submission. Some of these jobs may have
+        been removed, or wait again."""
         return [key for name in listing(self._paths.active) if (key := JobKey.parse(name))]
 
     def running(self, run: str | None = None) -> list[JobKey]:
@@ -157,7 +157,7 @@ class Jobs:
         self._newer = set[Path]()
 
     def get(self, job_id: str) -> tuple[JobState, Job]:
-        """The job and its state. Raises NotFound (field `id`) if there is none."""
+        """The job and its state. Raises NotFound (field `id`) if the job does not exist."""
         located = self.locate(job_id, sure=False) or self.located(job_id)
         return self._state(*located), located[1]
 

@@ -41,7 +41,7 @@ class _ProcessLock:
 
     def __init__(self) -> None:
         self.thread_lock = threading.RLock()
-        self.depth = 0  # how many times its thread holds it
+        self.depth = 0  # how many times the owning thread holds the lock
         self.fd = -1
 
 

@@ -76,8 +76,8 @@ class Queue:
         most_behind: int | None = None,
         now: Callable[[], float] = time.time,
     ) -> tuple[Job, bool]:
-        """Queues a job. Returns the job, and whether it is new. A failure, including one in `make`,
-        leaves nothing behind.
+        """Queues a job. Returns the job, and whether the job is new. A failure, including one in
+        `make`, leaves nothing behind.
 
         A known id with the same run and fingerprint returns the known job.
 
@@ -88,7 +88,7 @@ class Queue:
             job_id: the client's id, or None for a new one. Raises Conflict (field `id`) if the id
                 is known with another run or fingerprint.
             base_step: the step that the client expects to start from. Raises Conflict (field
-                `base_step`) if it is not `next_base(run)`.
+                `base_step`) if that step is not `next_base(run)`.
             most_behind: the maximum number of steps between the job's base step and the step that
                 sampled its oldest turn. Raises InvalidInput (field `max_off_policy_steps`) for an
                 older turn.

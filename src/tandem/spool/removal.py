@@ -42,8 +42,8 @@ def delete_run(spool: Spool, run: str) -> Path:
 
 def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
     """Removes a checkpoint. Returns the directory that the caller still has to remove. Raises
-    NotFound if it does not exist. Raises Conflict if it is step 0, the newest, pinned or served, or
-    if a job that has not ended needs it."""
+    NotFound if the checkpoint does not exist. Raises Conflict if it is step 0, the newest, pinned
+    or served, or if a job that has not ended needs it."""
     with spool.runs.lock(run):
         directory = spool.checkpoints.path(run, step)
         if why := _needed(spool, run).get(step):

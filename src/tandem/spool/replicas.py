@@ -129,8 +129,8 @@ class Replicas:
         return found
 
     def announce(self, run: str, *, one_step: bool) -> Announcement:
-        """Write the step on which the ready replicas agree to the run's `served.json`. Call it
-        under `lock`.
+        """Write the step on which the ready replicas agree to the run's `served.json`. The caller
+        holds `lock`.
 
         `one_step`: a replica serves only one step at a time (merged weights). The oldest of the
         ready replicas' steps is then announced. Otherwise a step is announced only if all ready
@@ -174,7 +174,7 @@ class Replicas:
 
     def withdraw_unserved(self, listed: Collection[str] = ()) -> None:
         """Withdraws the announced steps if no replica is ready. Steps whose names are in `listed`
-        are kept: a vLLM still has them, and they are about to be verified again. Call it under
+        are kept: a vLLM still has them, and they are about to be verified again. The caller holds
         `lock`."""
         if not any(record.ready for record in self.living().values()):
             for run in self._runs.names():
@@ -184,7 +184,7 @@ class Replicas:
 
     def forget_dead(self) -> None:
         """Remove the records of replicas that are gone for good, for example because the number of
-        replicas was reduced. Call it under `lock`."""
+        replicas was reduced. The caller holds `lock`."""
         ages = self._ages(self.all())
         for replica in [name for name, age in ages.items() if age > FORGET_SECONDS]:
             for run in self._runs.names():

@@ -101,7 +101,7 @@ class Runs:
         self._paths = paths
 
     def directory(self, name: str) -> Path:
-        """The run's directory. Raises NotFound (field `run`) if it does not exist."""
+        """The run's directory. Raises NotFound (field `run`) if the run does not exist."""
         path = self._paths.run_dir(name)
         if not path.is_dir() and not fs.exists(path):
             known = ", ".join(listing(path.parent)[:20]) or "none yet"
@@ -143,7 +143,7 @@ class Runs:
 
     def get(self, name: str) -> RunSpec:
         """The run's specification. Raises NotFound (field `run`) if the run does not exist. Raises
-        RunDamaged if it can't be read."""
+        RunDamaged if the run's record can't be read."""
         path = self.directory(name) / "run.json"
         try:
             spec = _read_spec(path) or fs.read_record(path, RunSpec)

@@ -14,7 +14,7 @@ from tandem.spool.schema import JobSpec, RequestError, RequestResult, SessionJob
 def queue_waiting(spool: Spool) -> None:
     """Queues a job for each run of an open session that has an uncomputed request and no job. If
     the previous job has failed on these requests, answers them with that job's error. Only the
-    spool's runner calls this."""
+    spool's runner calls this function."""
     for session, run, seq in _waiting(spool):
         # The run was removed meanwhile, is damaged (`tandem doctor` reports it), or its session has
         # ended.

@@ -93,8 +93,8 @@ class TrainingSessions:
         return _read_end(self._paths.session_dir(session) / _END)
 
     def end(self, session: str, reason: str) -> None:
-        """Ends a session: it accepts no further requests. If it has ended before, the first reason
-        is kept. Raises NotFound if the session does not exist."""
+        """Ends a session: it accepts no further requests. If the session has ended before, the
+        first reason is kept. Raises NotFound if the session does not exist."""
         self.get(session)
         if self.ended(session) is None:
             path = self._paths.session_dir(session) / _END
@@ -117,7 +117,7 @@ class TrainingSessions:
         self._put(session, f"model-{number}.json", model, "model_seq_id")
 
     def model(self, session: str, number: int) -> ClientModel:
-        """The model's record. Raises NotFound (field `model_id`) if it does not exist."""
+        """The model's record. Raises NotFound (field `model_id`) if the model does not exist."""
         path = self._paths.session_dir(session) / f"model-{number}.json"
         if (found := fs.read_undamaged(path, ClientModel)) is None:
             raise NotFound(f"session {session!r} has no model {number}", field="model_id")
@@ -129,8 +129,8 @@ class TrainingSessions:
         self._put(session, f"sampler-{number}.json", sampler, "sampling_session_seq_id")
 
     def sampler(self, session: str, number: int) -> ClientSampler:
-        """The sampler's record. Raises NotFound (field `sampling_session_id`) if it does not
-        exist."""
+        """The sampler's record. Raises NotFound (field `sampling_session_id`) if the sampler does
+        not exist."""
         path = self._paths.session_dir(session) / f"sampler-{number}.json"
         if (found := fs.read_undamaged(path, ClientSampler)) is None:
             problem = f"session {session!r} has no sampler {number}"
@@ -202,7 +202,8 @@ class CheckpointNames:
         return [*(fs.read_undamaged(path, SavedNames) or SavedNames()).names]
 
     def find(self, run: str, group: str, name: str) -> SavedName:
-        """The checkpoint with this name. Raises NotFound (field `name`) if no checkpoint has it."""
+        """The checkpoint with this name. Raises NotFound (field `name`) if no checkpoint has the
+        name."""
         for saved in self.list(run):
             if (saved.group, saved.name) == (group, name):
                 return saved

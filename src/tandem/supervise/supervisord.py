@@ -82,7 +82,7 @@ _LEFTOVER_SECONDS = 13
 def programs_of(settings: Settings, role: str) -> tuple[Program, ...]:
     """The programs of a role. Several inference servers are pairs of a vLLM and a publisher, behind
     a proxy. With TANDEM_REPLICA, this machine has only one of the pairs. Raises InvalidInput if
-    there are not enough GPUs for them."""
+    there are not enough GPUs for the servers."""
     programs = PROGRAMS.get(role, PROGRAMS["all"])
     if settings.local_replicas == 1 or _VLLM not in programs:
         return programs
@@ -259,7 +259,7 @@ def how_it_ended(logs: Path, program: str) -> str:
     SIGKILL".
 
     supervisord forgets a program's exit status when it restarts the program, and its events do not
-    contain it. Only the log has it.
+    contain it. Only the log has the exit status.
     """
     pattern = rf"(?:exited|stopped): {re.escape(program)} \(([^;\n]+?)(?:; .*)?\)$"
     ends = re.findall(pattern, last_lines(log_path(logs, "supervisord")), re.MULTILINE)

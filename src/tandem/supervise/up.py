@@ -18,7 +18,7 @@ Otherwise the failing program is restarted for ever.
 However `tandem up` ends, at most `supervisord.stop_seconds()` later all processes that it started
 have ended. (If supervisord is killed together with `tandem up`, the next `tandem up` of this role
 ends the processes that they left.) `tandem up` may be the first process of a container, or have an
-init process as its parent. It adopts and reaps processes that lose their parent.
+init process as its parent. `tandem up` adopts and reaps processes that lose their parent.
 """
 
 import os

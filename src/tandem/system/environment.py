@@ -38,7 +38,7 @@ def current_role() -> Role:
 def runtime_dir(root: Path, role: Role) -> Path:
     """This user's directory for the sockets, locks and configuration of `role` on the spool `root`,
     with mode 0700. The directory is on this machine's disk, because a socket can't be on a network
-    volume. Raises SpoolUnusable if another user owns it.
+    volume. Raises SpoolUnusable if another user owns the directory.
     """
     key = hashlib.sha256(f"{root.absolute()} {role}".encode()).hexdigest()[:12]
     return _own_directory(key, os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir())
@@ -80,7 +80,7 @@ def empty_directory(directory: Path) -> None:
 
 def private_directory(directory: Path) -> Path:
     """Creates a directory for this user alone, if it does not exist. Raises SpoolUnusable if
-    another user owns it or can read it."""
+    another user owns the directory or can read it."""
     return _of_this_user(directory, 0o077)
 
 

@@ -1,11 +1,11 @@
 """AdamW on all weights (Loshchilov and Hutter, 2019, arXiv:1711.05101), divided over the ranks that
 hold the same weights.
 
-Each of these ranks owns an equal range of the weights' memory. The rank gets the summed gradient of
-its range, holds Adam's state for it, updates it, and sends it to the other ranks (ZeRO, Rajbhandari
-et al., 2020, arXiv:1910.02054, stage 1). A bfloat16 weight is the rounded upper half of an fp32
-master value. The int16 `remainder` contains the difference that the rounding made. So weights and
-master values take 4 bytes, not 6.
+Each rank that holds a weight owns an equal range of the weights' memory. The rank gets the summed
+gradient of its range, holds Adam's state for it, updates it, and sends it to the other ranks (ZeRO,
+Rajbhandari et al., 2020, arXiv:1910.02054, stage 1). A bfloat16 weight is the rounded upper half of
+an fp32 master value. The int16 `remainder` contains the difference that the rounding made. So
+weights and master values take 4 bytes, not 6.
 """
 
 import math

@@ -160,7 +160,7 @@ class VllmClient:
 
     def load_lora(self, name: str, path: str) -> None:
         """Load the adapter at `path` (absolute) under an unused name. Raises InferenceRefused if
-        vLLM can't load it."""
+        vLLM can't load the adapter."""
         # With `load_inplace`, some versions read the files again in every engine step.
         body = {"lora_name": name, "lora_path": path, "load_inplace": False}
         self._request("POST", "/v1/load_lora_adapter", body, timeout=self._work_timeout)
@@ -211,7 +211,7 @@ class VllmClient:
             scale: the adapter's alpha / rank.
             seconds: time limit of the whole swap, including the wait for running requests.
             source: the source from which the workers get whole weights (`worker/landing.py`). None:
-                they merge the adapter into the base model's weights.
+                the workers merge the adapter into the base model's weights.
             again: the source to use for a later return to these weights.
         """
         order = {

@@ -66,7 +66,7 @@ def packages(_: Asked) -> Iterator[Answer]:
 
 def volume(asked: Asked) -> Iterator[Answer]:
     """Writes, fsyncs, renames and locks files in a temporary directory. Raises VolumeFull if there
-    is no space for them."""
+    is no space for these files."""
     root = asked.settings.root.absolute()
     parent = _existing(root)
     if not parent.is_dir():
@@ -122,7 +122,7 @@ def _locks_work(lock: Path) -> bool:
 
 
 def spool(asked: Asked) -> Iterator[Answer]:
-    """Creates the spool if there is none."""
+    """Creates the spool if the volume has no spool."""
     yield Answer("ok", "spool", f"{Spool.create(asked.settings.root).root} exists")
 
 

@@ -60,7 +60,7 @@ class Teacher:
         known: tuple[list[int], list[float]] = ([], [])
         for turn in reversed(trajectory.turns):
             tokens = [*turn.prompt_token_ids, *turn.token_ids]
-            if known[0][: len(tokens)] != tokens:  # a later turn continues this one
+            if known[0][: len(tokens)] != tokens:  # a later turn continues this turn
                 known = tokens, await self._logprobs(tokens)
             theirs = known[1][len(turn.prompt_token_ids) - 1 : len(tokens) - 1]
             own = reverse_kl(turn.logprobs, theirs)

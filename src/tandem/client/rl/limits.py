@@ -15,7 +15,7 @@ from tandem.errors import NothingToLearn, TandemError
 # they show that there is nothing left to learn.
 _UNINFORMATIVE = 16
 # The loop ends after the controller has refused this many batches with differing rewards. The
-# controller refuses such batches because their trajectories are too long.
+# controller refuses a batch if its trajectories are too long.
 _REFUSED = 3
 
 

@@ -50,7 +50,7 @@ class State(BaseModel):
     # after a kill names the same job.
     pending: dict[str, Any] | None = None
     best: int | None = None  # the best step by evaluation
-    best_is_ours: bool = False  # whether the loop has pinned it
+    best_is_ours: bool = False  # whether the loop has pinned the best step
 
     def next_task(self, weights: Sequence[float]) -> str:
         """Hand out the next task, from the environment that is furthest behind its share."""

@@ -31,7 +31,7 @@ def track(
     follow: bool,
 ) -> dict[str, int]:
     """Write the run's rows to `places`; with `follow`, the function does not return. Returns the
-    number of rows written to each place. Called again, it continues where it stopped.
+    number of rows written to each place. A repeated call continues where the last one stopped.
 
     Raises InvalidInput, Conflict if another process writes to a place, and TrackerFailed with a
     tracker's own message.

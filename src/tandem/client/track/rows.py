@@ -97,7 +97,7 @@ class Follower:
         """All rows so far; with `follow` also later ones, without end."""
         while True:
             for job in self._jobs():
-                with suppress(NotFound):  # it was removed in between
+                with suppress(NotFound):  # the job was removed in between
                     yield from self._rows(job)
                 self._from, self._before = (job.spec.created, job.id), job
             if not self._follow:

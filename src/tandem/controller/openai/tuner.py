@@ -67,7 +67,8 @@ class Tuner:
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
         self._ended = set[str]()
-        # Open files of the fine-tunings that train. After a restart they are opened again.
+        # Open files of the fine-tunings that train. The controller opens the files again after a
+        # restart.
         self._chains: dict[str, ChainPlan] = {}
         # Finished plans that could not be written to the record yet, because the volume refused the
         # write. Plans are kept because measuring again takes minutes.
@@ -252,7 +253,7 @@ class Tuner:
 
     def _state(self, tuning: Tuning, part: int) -> JobState | None:
         """The state of the part's job; None if the job has yet to be submitted. Raises _Failed if
-        it failed."""
+        the job failed."""
         jobs = part_jobs(self._deployment.spool, tuning, part)
         for state, job in reversed(jobs):
             if state in PENDING:

@@ -31,7 +31,7 @@ _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 def base_name(deployment: Deployment, name: str, field: str = "base_model") -> str:
     """The base model's name in the form that the client sent, by which the client finds the
-    tokenizer. Raises InvalidInput if it is another model."""
+    tokenizer. Raises InvalidInput if `name` is another model."""
     own = deployment.base_model
     # A directory often has the name that the model has on the hub.
     if deployment.is_base_model(name) or PurePosixPath(own).name == name.rpartition("/")[2]:
@@ -80,14 +80,15 @@ def make_model(
 
 
 def model_run(deployment: Deployment, model: Name) -> RunSpec:
-    """The model's run. Raises NotFound (field `model_id`) if there is none."""
+    """The model's run. Raises NotFound (field `model_id`) if the run does not exist."""
     with suppress(NotFound):
         return deployment.spool.runs.get(model.run)
     raise NotFound(f"there is no model {str(model)!r}", field="model_id")
 
 
 def saved_step(deployment: Deployment, path: SavedPath, field: str) -> int:
-    """The step that the path names. Raises NotFound (with this field) if there is none."""
+    """The step that the path names. Raises NotFound (with this field) if the step does not
+    exist."""
     with suppress(NotFound):
         return deployment.spool.names.find(path.model.run, path.group, path.name).step
     raise NotFound(f"there is no checkpoint {str(path)!r}", field=field)

@@ -72,7 +72,7 @@ class LentGpus:
     def wait(self, seconds: float) -> None:
         """Waits `seconds`, or until a hold appears or disappears."""
         end = time.monotonic() + seconds
-        with suppress(TandemError, OSError):  # the next turn reports it
+        with suppress(TandemError, OSError):  # the next turn reports the error
             while time.monotonic() < end and same_attempt(self._spool.hold.get(), self._seen):
                 time.sleep(_POLL_SECONDS)
             return

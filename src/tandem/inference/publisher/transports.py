@@ -240,7 +240,7 @@ class MergedTransport:
     def refresh(self) -> bool:
         """Asks vLLM which merged weights it has. Weights that were not announced, or that are torn,
         count as
-        missing: `load` writes and checks them again."""
+        missing: `load` writes and checks such weights again."""
         before, state = self._refreshed, self._client.merged()
         self.name = state["transport"]
         self.listed = {state["name"]: state["path"]} if state["phase"] == "served" else {}

@@ -252,7 +252,7 @@ def _marked(answer: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _parsable(message: Any) -> Any:
     """The message with broken arguments of calls replaced, so that vLLM can parse them. In the
-    prompt, the sampled tokens replace them."""
+    prompt, the sampled tokens replace the broken calls."""
     if not malformed(message):
         return message
     calls = [

@@ -1,7 +1,7 @@
 """The dialects of the rollout door: OpenAI's chat completions and Responses, Anthropic's Messages.
-vLLM answers all of them itself. This module reads the two things that the door needs: options that
-would change the distribution, and the assistant's message of an answer in the form of chat
-completions.
+vLLM answers requests in all of these dialects itself. This module reads the two things that the
+door needs: options that would change the distribution, and the assistant's message of an answer in
+the form of chat completions.
 """
 
 import json
@@ -20,8 +20,9 @@ THREADS_ELSEWHERE = {
         "details": {"error_code": "thread_unsupported_request", "unsupported": []},
     },
 }
-"""The answer to a client that sends only the new messages of a thread. vLLM would treat them as the
-whole conversation. Anthropic's SDK (2.12) then sends the whole history by itself."""
+"""The answer to a client that sends only the new messages of a thread. vLLM would treat these
+messages as the whole conversation. Anthropic's SDK (2.12) then sends the whole history by
+itself."""
 
 # Options with which the answer would not contain exactly the sampled tokens, or would lack
 # log-probs of some; each with its harmless values.

@@ -1,9 +1,9 @@
 """ASGI middleware in vLLM's API server, inside the guard, that serves one run's merged weights as
 `<run>@<step>`.
 
-The publisher swaps weights, verifies them and announces them. From the swap to the announcement new
-requests wait, so no client samples from unverified weights. Running requests continue; their
-answers name the weights from which each token came (`weight_versions.py`).
+The publisher swaps weights, verifies the weights and announces them. From the swap to the
+announcement new requests wait, so no client samples from unverified weights. Running requests
+continue; their answers name the weights from which each token came (`weight_versions.py`).
 """
 
 import asyncio
@@ -233,7 +233,7 @@ class MergedServer:
         return {"stage_seconds": staged - begin, **seconds}
 
     async def _stage(self, version: Version, source: dict[str, Any] | None, deadline: float) -> str:
-        """Bring the weights to the workers. Returns the way by which they came."""
+        """Bring the weights to the workers. Returns the way by which the weights came."""
         await self._call("stage", deadline, version.path, version.scale, source)
         pause = _POLL_SECONDS
         while not all(

@@ -1,5 +1,5 @@
 """Replaces functions of vLLM, and of its server uvicorn. This file contains every such replacement.
-`plugin.py` decides which of them to apply.
+`plugin.py` decides which patches to apply.
 
 `tests/test_patches.py` lists the replaced names, with the version of vLLM from which each patch can
 be removed.

@@ -55,7 +55,7 @@ def register() -> None:
     server starts its engine."""
     parent = multiprocessing.parent_process()
     if parent is None or multiprocessing.current_process().name.startswith(API_SERVER):
-        patches.bound_http_requests()  # not in engines, because it imports uvicorn
+        patches.bound_http_requests()  # not in engines, because the patch imports uvicorn
         gc.set_threshold(*COLLECTIONS)
     if parent is None:
         _fork_the_engine_on_the_cpu()

@@ -56,8 +56,8 @@ def activate(kind: Kind, local_rank: int = 0) -> torch.device:
     """Make `kind` this process's device: the CPU, or `cuda:<local_rank>` of the GPUs that the
     process can see.
 
-    Returns at once; CUDA starts in a thread. Call it before any part of the model is built. A
-    second call with the same kind does nothing; with the other kind it raises RuntimeError. A
+    Returns at once; CUDA starts in a thread. Call `activate` before any part of the model is built.
+    A second call with the same kind does nothing; with the other kind it raises RuntimeError. A
     missing GPU is reported by the first function that needs it.
     """
     global _kind, _gpu, _start

@@ -19,7 +19,7 @@ class Offload:
 
     `contents=True` keeps the values in host buffers (pinned if there is a GPU). The buffers are
     created at the first `park` and reused later, because pinning costs far more than copying.
-    `contents=False` drops the values. The second case is for tensors that are read from files
+    `contents=False` drops the values. `contents=False` is for tensors that are read from files
     again, or that begin at zero.
     """
 

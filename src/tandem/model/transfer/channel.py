@@ -43,7 +43,7 @@ def make_meeting(path: Path) -> FileStore:
 
 
 def join_meeting(path: Path) -> FileStore:
-    """The store of an existing meeting. Raises OSError if there is none."""
+    """The store of an existing meeting. Raises OSError if the meeting does not exist."""
     os.close(descriptor(path, os.O_RDWR))
     # -1: with a given number of processes, the last process would remove the file
     store = FileStore(str(path), -1)

@@ -41,7 +41,7 @@ def fix_members(store: Store, servers: Sequence[str], beat: Callable[[], None]) 
 
 
 def read_members(store: Store) -> dict[str, int]:
-    """The list that `fix_members` has fixed. Raises TimeoutError if it does not appear."""
+    """The list that `fix_members` has fixed. Raises TimeoutError if the list does not appear."""
     return _checked(json.loads(store.get("members")))
 
 
@@ -54,7 +54,7 @@ def _checked(members: dict[str, int]) -> dict[str, int]:
 def join_members(store: Store, server: str, worker: int, workers: int) -> tuple[int, int]:
     """Announce this worker, one of `workers` of its server, and wait for the list. Returns this
     worker's index among all workers of the group, and the number of workers. Raises RuntimeError if
-    the list does not include it."""
+    the list does not include this worker's server."""
     store.set(f"workers/{server}", str(workers))
     if store.add(f"worker/{server}/{worker}", 1) != 1:
         raise RuntimeError("an earlier vLLM of this server has come for these weights")

@@ -137,7 +137,7 @@ class BaseWeights:
     def exchange(self) -> dict[str, torch.Tensor]:
         """Get the other ranks' shares, after this rank has read its own. Returns the parameters
         that this rank must still read: none or, if GPUs can't share memory, all other shares. A
-        collective operation of all ranks. Call it once for each `connect`.
+        collective operation of all ranks. Call `exchange` once for each `connect`.
 
         Each rank copies by itself, because connecting NCCL takes longer than reading 8 GB.
         """

@@ -64,12 +64,12 @@ class SessionJob(_JobSpec):
     of checkpoints, and ends when no request has arrived for a while."""
 
     kind: Literal["session"] = "session"
-    deadline_seconds: float = Field(default=86400.0, gt=0)  # the ranks leave before that
+    deadline_seconds: float = Field(default=86400.0, gt=0)  # the ranks leave before the deadline
     max_attempts: int = Field(default=100, ge=1, le=100)
 
 
 BatchJob = RLJob | SFTJob | DPOJob
-"""A job whose data is complete when it is submitted. It makes one checkpoint."""
+"""A job whose data is complete when it is submitted. A batch job makes one checkpoint."""
 JobSpec = Annotated[BatchJob | SessionJob, Field(discriminator="kind")]
 JobKind = Literal["rl", "sft", "dpo", "session"]
 

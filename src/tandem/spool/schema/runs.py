@@ -139,7 +139,7 @@ class LongProbe(Record):
 
 class Probe(Record):
     """The trainer's log-probs of fixed token sequences. The publisher compares vLLM's log-probs
-    with them.
+    with the trainer's.
 
     The trainer computes all three kinds of log-probs. Differences between these log-probs cancel
     rounding that vLLM doesn't share.

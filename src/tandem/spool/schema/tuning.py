@@ -52,7 +52,8 @@ class TuningPlan(Record):
 
 
 class TuningEnd(Record):
-    """The end of a fine-tuning. If it failed, `code`, `message` and `param` are OpenAI's error."""
+    """The end of a fine-tuning. If the fine-tuning failed, `code`, `message` and `param` are
+    OpenAI's error."""
 
     status: Literal["succeeded", "failed", "cancelled"]
     finished: float  # Unix seconds

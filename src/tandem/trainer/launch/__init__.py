@@ -1,4 +1,4 @@
-"""The ways to start the ranks of a job. All of them give the same results, bit for bit.
+"""The ways to start the ranks of a job. All ways give the same results, bit for bit.
 
 `fork`, the default: a fork server that has imported torch and Megatron and never touched CUDA forks
 a leader per job, and the leader forks the ranks (`forkserver.py`). Between jobs the fork server

@@ -49,7 +49,7 @@ class Launcher:
         Args:
             entry: the module whose `main` runs a rank.
             marker: an environment variable and its value, for every process that this launcher
-                starts. With it, a later runner finds processes that outlived this runner.
+                starts. With the marker, a later runner finds processes that outlived this runner.
             defaults: the argument `own_defaults` of `rank_environment`.
         """
         self._settings, self._entry = settings, entry

@@ -16,7 +16,7 @@ from tandem.training.sharded_adam import ShardedAdam
 
 class NewCheckpoint:
     """A checkpoint that is being made. `write` and `commit`, called in this order, are collectives.
-    After each of them, rank 0 continues the work in `thread`."""
+    After each of these calls, rank 0 continues the work in `thread`."""
 
     def __init__(
         self,

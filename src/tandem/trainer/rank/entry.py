@@ -43,7 +43,7 @@ def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
     # memory.
     gc.disable()
     import_module("tandem.trainer.rank.train")
-    # torch.use_deterministic_algorithms imports it at its first call.
+    # torch.use_deterministic_algorithms imports this module at its first call.
     import_module("torch._inductor.config")
     from tandem.model import device
 
@@ -53,11 +53,11 @@ def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
         # Importing the compiler must not start its worker processes, because a rank forks its own
         # if it compiles anything.
         os.environ.setdefault("TORCH_WARM_POOL", "0")
-        # Importing this module here saves each forked rank a second. Calling it would make calls to
-        # CUDA.
+        # Importing this module here saves each forked rank a second. Calling the compiler would
+        # make calls to CUDA.
         import_module("torch._inductor.compile_fx")
-        # The keys of compiled code are hashes of all sources of torch and Triton. Computing them
-        # takes half a second in each forked rank. Both functions cache their result.
+        # The keys of compiled code are hashes of all sources of torch and Triton. Computing the
+        # hashes takes half a second in each forked rank. Both functions cache their result.
         for module, key in (
             ("torch._inductor.codecache", "torch_key"),
             ("triton.runtime.cache", "triton_key"),

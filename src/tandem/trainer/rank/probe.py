@@ -86,7 +86,7 @@ def choose_sequences(batch: PackedBatch) -> list[list[int]]:
 def choose_long(batch: PackedBatch, vocab_size: int) -> list[int]:
     """One sequence as long as a row, but with at most LONG_TOKENS tokens and LONG_LOGITS logits.
     The sequence consists of the rows' tokens one after another, repeated if the job has too few.
-    Empty if it would be hardly longer than the other sequences.
+    Empty if the sequence would be hardly longer than the other sequences.
     """
     length = min(batch.sequence_length, LONG_TOKENS, LONG_LOGITS // vocab_size)
     if length < 2 * MAX_TOKENS:

@@ -142,7 +142,7 @@ class Publication:
         return {"bytes": sum(sizes), "sending_seconds": max(seconds), "servers": max(servers)}
 
     def _together[T](self, action: Callable[[], T]) -> list[T]:
-        """The results of `action` on all ranks. If it fails on one rank, all ranks raise an
+        """The results of `action` on all ranks. If `action` fails on one rank, all ranks raise an
         error."""
         own: Any
         try:

@@ -40,7 +40,7 @@ class RankState:
         self, spool: Spool, assignment: Assignment, arch: Arch
     ) -> Future[Checked | None]:
         """Start to check, in a thread, the files of the checkpoint that the job starts from. Call
-        it before `join`."""
+        this method before `join`."""
         run, step = assignment.run, assignment.job.base_step
         kept, self.checkpoint = self.checkpoint, None
         in_memory = assignment.requirements() == self._requirements and (
@@ -70,7 +70,7 @@ class RankState:
                 self.model = None
                 gc.collect()
                 memory.release_cached()
-            parallel.destroy()  # this is a collective of all ranks
+            parallel.destroy()  # destroying the groups is a collective of all ranks
             connect()
             timeout = assignment.job.stall_seconds
             self._topology = parallel.init_parallel(settings.sizes, timeout_seconds=timeout)

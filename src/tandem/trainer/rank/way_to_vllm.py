@@ -22,7 +22,7 @@ def address_for_vllm(spool: Spool) -> str:
 
 def choose_interface(spool: Spool, settings: RankSettings) -> None:
     """Lets NCCL's sockets accept connections from other hosts only if a vLLM is on another host.
-    Call it before NCCL starts."""
+    Call the function before NCCL starts."""
     places = spool.inference.places() if settings.way == "nccl" else []
     if places and all(same_network(place.network) for place in places):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

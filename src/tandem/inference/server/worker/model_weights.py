@@ -66,7 +66,7 @@ class ModelWeights:
         targets: frozenset[str] | None = None,
     ) -> None:
         """Verifies the layout: the base model's files, written through it, must equal the loaded
-        weights byte for byte. Raises CannotWrite if they differ.
+        weights byte for byte. Raises CannotWrite if the bytes differ.
 
         Args:
             place: the memory for the copy, or the number of bytes that are free besides the model,
