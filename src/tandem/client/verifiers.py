@@ -160,7 +160,8 @@ class VerifiersEnvironment:
     ) -> AsyncIterator[GroupDict]:
         """A group of trajectories of `<run>@<step>` for each task, in the order in which the groups
         end. By default all tasks are played. Rollouts that fail are left out. Raises TandemError if
-        all rollouts of a task fail."""
+        all rollouts of a task fail. Raises InvalidInput (field `tasks`) if the taskset has no end
+        and no tasks are given."""
         if tasks is None and not self._taskset.bounded:
             raise InvalidInput("the taskset has no end; pass the tasks to play", field="tasks")
         gate = asyncio.Semaphore(concurrency)

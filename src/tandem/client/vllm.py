@@ -135,7 +135,8 @@ class Vllm:
 
 
 def open_vllm() -> Vllm:
-    """A client of vLLM's /v1 with the key from TANDEM_API_KEY or TANDEM_API_KEY_FILE."""
+    """A client of vLLM's /v1 with the key from TANDEM_API_KEY or TANDEM_API_KEY_FILE. Raises
+    InvalidInput if the address contains credentials although a key is given."""
     arguments = connection(f"{vllm_url()}/v1", None, VARIABLE)
     url, headers = arguments["base_url"], arguments["headers"]
     if httpx.URL(url).userinfo and "Authorization" in headers:

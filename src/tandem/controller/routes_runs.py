@@ -71,7 +71,8 @@ def _create(deployment: Deployment, spec: RunSpec, create: Callable[[], RunSpec]
 
 
 def check_run(deployment: Deployment, spec: RunSpec) -> None:
-    """Raises InvalidInput for a run that this deployment can't train or serve."""
+    """Raises InvalidInput for a run that this deployment can't train or serve. Raises Conflict if
+    vLLM already serves another run's merged weights."""
     settings = deployment.settings
     if spec.weights != settings.weights:
         problem = f"vLLM serves {settings.weights} weights here, not {spec.weights}"

@@ -43,7 +43,7 @@ def _has_marks(template: str) -> bool:
 @lru_cache(maxsize=2)
 def load_tokenizer(path: str) -> Any:
     """transformers' tokenizer of a directory or hub name. The tokenizer is read once and needs no
-    torch."""
+    torch. Raises InvalidInput if the tokenizer can't be loaded."""
     try:
         with _one_at_a_time:
             # Imported here, because it takes seconds and RL doesn't need it.
@@ -134,7 +134,8 @@ class Renderer:
         options: Mapping[str, Any],
     ) -> list[SequenceText]:
         """The texts of a conversation. Messages in `trained` are trained. Errors refer to the
-        messages by `names`.
+        messages by `names`. Raises InvalidInput if the tokenizer has no chat template or the
+        template refuses the conversation.
 
         Args:
             options: see `Conversation`.
@@ -312,7 +313,7 @@ class Renderer:
         return text, spans[0] if marks else []
 
     def finish(self, source: SequenceText, ids: Int32) -> list[LinearSequence]:
-        """The sequences of a text, made from its tokens `ids`."""
+        """The sequences of a text, made from its tokens `ids`, int32 [tokens]."""
         at = np.flatnonzero(self.special[np.minimum(ids, len(self.special) - 1)])
         spans = [match.span() for match in self.marks.finditer(source.text)]
         ends = [end for _, end in spans] if len(spans) == len(at) else []

@@ -11,7 +11,8 @@ Record = Mapping[str, Any]
 
 
 def json_value(value: Any, field: str) -> Any:
-    """The value of a column that holds JSON as text."""
+    """The value of a column that holds JSON as text. Raises InvalidInput (field `field`) if the
+    text is not JSON."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -19,7 +20,8 @@ def json_value(value: Any, field: str) -> Any:
 
 
 def text(record: Record, *names: str) -> str:
-    """The first of these columns that has a value; "" if all are empty."""
+    """The first of these columns that has a value; "" if all are empty. Raises InvalidInput if the
+    column's value is not a text."""
     name = next((name for name in names if record.get(name) is not None), None)
     value = "" if name is None else record[name]
     if not isinstance(value, str):
@@ -42,7 +44,8 @@ def answer(content: str) -> list[dict[str, Any]]:
 
 
 def asked(record: Record) -> list[dict[str, Any]]:
-    """The messages before the answer, from an alpaca record or a record with a question."""
+    """The messages before the answer, from an alpaca record or a record with a question. Raises
+    InvalidInput if `history` is not a list of [question, answer]."""
     try:
         history = [
             part for question, reply in record.get("history") or () for part in (question, reply)

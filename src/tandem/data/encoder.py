@@ -31,9 +31,11 @@ class Encoder:
         self._fast = self._checked()
 
     def encode(self, text: str) -> Int32:
+        """The token ids of a text, int32 [tokens]."""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: list[str]) -> list[Int32]:
+        """The token ids of each text, int32 [tokens]."""
         if self._fast is not None:
             try:
                 return _flat(self._fast, texts)

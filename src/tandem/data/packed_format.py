@@ -183,7 +183,8 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         return len(self.row_num_tokens)
 
     def row(self, index: int) -> PackedRow:
-        """Row `index` in [0, len)."""
+        """Row `index` in [0, len). Raises IndexError outside of this range, ValueError if the batch
+        is closed."""
         if not self._maps:
             raise ValueError(f"packed data in {self.path} is closed")
         if not 0 <= index < len(self):

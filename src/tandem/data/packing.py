@@ -63,7 +63,8 @@ class LinearSequence:
         expert_ids: Int16 | None = None,
     ) -> Self:
         """The sequence without the tokens after the last trained one, because no trained token
-        attends to them. By default the targets are the tokens themselves, and the weights 1."""
+        attends to them. By default the targets are the tokens themselves, and the weights 1. The
+        shapes and dtypes of the arrays are those of the class's fields."""
         return cls(
             tokens[: trained[-1] + 1],
             trained,
@@ -107,7 +108,7 @@ class PackedTrajectory:
 
 
 def common_prefix(a: Int32, b: Int32) -> int:
-    """The number of equal tokens at the beginning of `a` and `b`."""
+    """The number of equal tokens at the beginning of `a` and `b`. Both are int32 [tokens]."""
     shorter = min(len(a), len(b))
     differ = a[:shorter] != b[:shorter]
     first = int(differ.argmax()) if shorter else 0
@@ -135,6 +136,8 @@ class PrefixTree:
     """
 
     def __init__(self, tokens: list[Int32], sequences: Iterable[int] = ()) -> None:
+        """`tokens`: int32 [length] for each sequence of the job; `sequences`: the indices of the
+        sequences to add."""
         self.num_slots = 0
         self.sequences: list[int] = []
         self._tokens = tokens

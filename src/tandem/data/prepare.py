@@ -180,7 +180,7 @@ def prepare_dpo(
 
 def spread(rewards: NDArray[np.float64]) -> float:
     """The divisor for rewards: the population standard deviation sqrt(sum (r_i - m)^2 / n), plus
-    1e-6."""
+    1e-6. `rewards`: float64 [n]."""
     return float(rewards.std()) + 1e-6
 
 

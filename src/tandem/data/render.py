@@ -52,7 +52,7 @@ def render(
 
 
 def check_ids(ids: Int32, vocab_size: int, field: str) -> None:
-    """Raises InvalidInput for a token id outside the model's vocabulary."""
+    """Raises InvalidInput for a token id outside the model's vocabulary. `ids`: int32 [tokens]."""
     index = int(ids.argmax())
     if ids[index] >= vocab_size:
         problem = (
@@ -79,7 +79,7 @@ def check_ends(
     tokenizer: Any, items: Sequence[Item], rendered: Sequence[Sequence[LinearSequence]], field: str
 ) -> None:
     """Refuses conversations in which no trained turn ends with a token at which vLLM stops, if the
-    chat template is the cause."""
+    chat template is the cause. Raises InvalidInput (field `field`)."""
     chats = (
         one for item, ones in zip(items, rendered, strict=True) if _is_chat(item) for one in ones
     )

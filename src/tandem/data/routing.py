@@ -25,7 +25,8 @@ class Mixture(NamedTuple):
 
 def routed_expert_ids(turn: Turn, mixture: Mixture | None, field: str) -> Int16 | None:
     """The experts of all tokens of prompt and answer but the last, int16 [tokens - 1, layers,
-    experts per token]; None if the turn has none."""
+    experts per token]; None if the turn has none. Raises InvalidInput (field `field`) if the array
+    does not fit the turn or the model."""
     if turn.routed_experts is None:
         return None
     if mixture is None:
@@ -62,7 +63,8 @@ def routed_expert_ids(turn: Turn, mixture: Mixture | None, field: str) -> Int16 
 
 def joined(known: Int16 | None, more: Int16 | None) -> Int16 | None:
     """The experts of a sequence that its next turn extends. `known`: the experts so far; `more`:
-    the experts of the next turn. Each token keeps the experts of the turn that sampled it."""
+    the experts of the next turn. Each token keeps the experts of the turn that sampled it. Both are
+    int16 [tokens, layers, experts per token], or None if unknown."""
     if known is None or more is None:
         return more if known is None else known
     return np.concatenate([known, more[len(known) :]])

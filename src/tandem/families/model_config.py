@@ -83,7 +83,7 @@ def _from_client(error: Exception, model: str, *, cached: bool) -> TandemError:
 
 def weight_files(directory: Path) -> list[Path]:
     """A model's safetensors files: the files that the index lists or, without an index,
-    `model.safetensors`."""
+    `model.safetensors`. Raises InvalidInput if a file is missing."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     try:
         if index.is_file():

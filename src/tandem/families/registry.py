@@ -74,7 +74,8 @@ def read_arch(model: str) -> Arch:
 
 
 def arch_from_config(values: dict[str, Any], source: str = "config.json") -> Arch:
-    """Like `read_arch`, for a config that is already parsed; errors name `source`."""
+    """Like `read_arch`, for a config that is already parsed; errors name `source`. Raises
+    InvalidInput and UnknownArchitecture as `read_arch` does."""
     config = ModelConfig(values, source)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:

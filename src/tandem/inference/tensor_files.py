@@ -82,21 +82,24 @@ def merge_arrays(
     dtype: str,
 ) -> NDArray[Any]:
     """`base` merged with an adapter, in the file dtype `dtype`. `base` is a weight, with its A and
-    B; or a row of it, with A and the row of B."""
+    B; or a row of it, with A and the row of B. Shapes: weight [out, in], A [rank, in] and B [out,
+    rank]; or row [in] and B's row [rank]."""
     delta = b.astype(np.float64) @ a.astype(np.float64)
     with np.errstate(over="ignore"):
         return rounded((base + lora.alpha / lora.rank * delta).astype(np.float32), dtype)
 
 
 def widened(values: NDArray[Any]) -> NDArray[np.float32]:
-    """A tensor from a file, converted to float32."""
+    """A tensor from a file, converted to float32. The shape stays the same. bfloat16 values are
+    passed as uint16."""
     if values.dtype != np.uint16:
         return values.astype(np.float32, copy=False)
     return (values.astype(np.uint32) << 16).view(np.float32)
 
 
 def rounded(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    """Values in a file's `dtype`, rounded to nearest, ties to even."""
+    """Values in a file's `dtype`, rounded to nearest, ties to even. The shape stays the same.
+    bfloat16 values are returned as uint16."""
     if dtype != "BF16":
         return values.astype(DTYPES[dtype], copy=False)
     bits = values.view(np.uint32)

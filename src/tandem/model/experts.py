@@ -97,7 +97,8 @@ class ExpertLinear(Adapters):
 
     def assignment_biases(self, ends: torch.Tensor, count: int) -> torch.Tensor | None:
         """The bias for each of the `count` assignments, or None. If ranks cut an expert and sum
-        their outputs, only the first rank adds the bias."""
+        their outputs, only the first rank adds the bias. `ends`: int32 [experts]; the result is
+        [count, out]."""
         if self.bias is None or (not self.column and self.topology.place.expert_tensor):
             return None
         assignments = torch.arange(count, device=ends.device)
@@ -118,7 +119,8 @@ class ExpertLinear(Adapters):
     def input_gradient(
         self, gradient: torch.Tensor, ends: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The gradients of x and of A x, from the gradient of the output."""
+        """The gradients of x and of A x, from the gradient of the output. `gradient`: [N, out];
+        `ends`: int32 [experts]; the results are [N, in] and [N, targets * rank]."""
         grad_x = grouped_product(gradient, self.weight, ends)
         if not self.adapted:
             return grad_x, None
@@ -134,7 +136,9 @@ class ExpertLinear(Adapters):
         inner: torch.Tensor | None,
         ends: torch.Tensor,
     ) -> None:
-        """Add the gradients of the adapters, and of a trained weight, to their buffers."""
+        """Add the gradients of the adapters, and of a trained weight, to their buffers. `gradient`:
+        [N, out]; `grad_inner` and `inner`: [N, targets * rank]; `x`: [N, in]; `ends`: int32
+        [experts]."""
         if gradients.has_gradient_buffer(self.weight):
             gradients.add(self.weight, grouped_outer(gradient, x, ends))
         if grad_inner is None or inner is None:

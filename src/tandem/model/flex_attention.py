@@ -98,7 +98,8 @@ def seen_blocks(
 
 
 def padded_ends(subtree_end: torch.Tensor) -> NDArray[np.int64]:
-    """`subtree_end` for whole blocks, with padding slots at the end."""
+    """`subtree_end` for whole blocks, with padding slots at the end. The input is int [S]; the
+    result is int64 [blocks * BLOCK]."""
     length = len(subtree_end)
     ends = np.arange(-(-length // BLOCK) * BLOCK) + 1
     ends[:length] = subtree_end.cpu().numpy()

@@ -21,7 +21,7 @@ class Fp8Weight:
     weight, whose values are overwritten."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        """`weight`: bfloat16, contiguous, on a GPU."""
+        """`weight`: bfloat16, contiguous, on a GPU. The shape is [out, in]."""
         out_features, in_features = weight.shape
         by_row, self._row_scales = _quantise(weight)
         by_column, self._column_scales = _quantise(weight.t().contiguous())

@@ -25,6 +25,7 @@ def has_gradient_buffer(parameter: Tensor | None) -> bool:
 
 
 def add(parameter: Any, gradient: Tensor) -> None:
+    """Add `gradient`, which has the parameter's shape, to the parameter's buffer in fp32."""
     parameter.gradient_sum.add_(gradient)
 
 
@@ -42,7 +43,8 @@ def add_product(parameter: Any, left: Tensor, right: Tensor) -> None:
 
 
 def accumulator(parameter: Tensor) -> Tensor:
-    """The gradient buffer of the parameter, initially zero."""
+    """The gradient buffer of the parameter, initially zero. The buffer has the parameter's shape
+    and dtype."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad

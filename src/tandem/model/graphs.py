@@ -92,7 +92,7 @@ class LayerGraphs:
         return output
 
     def forward(self, hidden: torch.Tensor, tree: TreeParams) -> torch.Tensor:
-        """The output of all layers."""
+        """The output of all layers. `hidden` and the result are [S, 1, hidden]."""
         self._hidden.copy_(hidden)
         for there, tensor in zip(self._inputs, _tensors(tree), strict=True):
             there.copy_(tensor)
@@ -101,7 +101,7 @@ class LayerGraphs:
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of `hidden`, from the gradient of `forward`'s output; adds the parameters'
-        gradients to their buffers."""
+        gradients to their buffers. Both gradients are [S, 1, hidden]."""
         self._gradient.copy_(gradient[:, 0])
         self._backward.replay()
         return self._input_gradient
@@ -165,7 +165,8 @@ def worth_capturing(passes: int, host: float, gpu: float) -> bool:
 
 
 def capture(policy: Policy, hidden: torch.Tensor, tree: TreeParams) -> None:
-    """Turn the policy's passes into graphs. If capturing fails, the passes stay as they are."""
+    """Turn the policy's passes into graphs. If capturing fails, the passes stay as they are.
+    `hidden`: [S, 1, hidden], the input of the first layer."""
     # The unused memory that earlier passes left is as large as the memory that the graphs need.
     memory.release_cached()
     layers = list(policy.gpt.decoder.layers)

@@ -50,7 +50,8 @@ def item_logprobs(
 
 def working_bytes(items: int, weight: torch.Tensor) -> int:
     """Temporary memory in bytes of `item_logprobs` and its backward pass on a GPU: one chunk of
-    logits, and four tensors of the size of the items' hidden states."""
+    logits, and four tensors of the size of the items' hidden states. `weight`: the output layer's
+    weight [vocabulary of this rank, hidden]."""
     vocabulary, hidden = weight.shape
     return (min(items * vocabulary, CHUNK_ELEMENTS) + 4 * items * hidden) * weight.element_size()
 

@@ -248,7 +248,8 @@ class LoraLinear(Adapters):
         return (output if residual is None else output.add_(residual)), inner
 
     def inner(self, x: torch.Tensor) -> torch.Tensor | None:
-        """A x of a column-parallel layer, equal to the A x that `forward` returns."""
+        """A x of a column-parallel layer, equal to the A x that `forward` returns. x: [S, in]; the
+        result is [S, targets * rank]."""
         if not self.adapted:
             return None
         x = parallel.gather(x, self.group) if self.sequence else x
@@ -278,6 +279,7 @@ class LoraLinear(Adapters):
         inner: torch.Tensor | None,
     ) -> None:
         """Add the gradients of the adapters, and of a trained weight and bias, to their buffers.
+        `gradient`: [S, out]; `x`: [S, in]; `grad_inner` and `inner`: [S, targets * rank].
 
         Args:
             grad_inner: the second result of `input_gradient`.

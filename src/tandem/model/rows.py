@@ -73,7 +73,8 @@ class _GatherItems(torch.autograd.Function):
 
 def deal_blocks(subtree_end: NDArray[np.int64], ranks: int) -> list[NDArray[np.int64]]:
     """Each rank's blocks of queries, ascending. All ranks have the same number of query blocks,
-    which see about the same number of key blocks.
+    which see about the same number of key blocks. `subtree_end`: int64 [S], of whole blocks; the
+    results are int64 [blocks / ranks].
 
     Query blocks are sorted by the number of key blocks that they see, in descending order, and
     dealt to ranks 0, 1, ... and back.

@@ -87,6 +87,8 @@ class Paths:
         self.locks = [*named, *(locks / digit for digit in _DIGITS)]
 
     def run_dir(self, run: str) -> Path:
+        """The directory of a run. Raises InvalidInput (field `run`) for a name that no run can
+        have."""
         if not is_run_name(run):
             rule = (
                 "a run's name is 1 to 64 of a-z 0-9 . _ - and begins and ends with a letter or"
@@ -100,6 +102,8 @@ class Paths:
         return self.run_dir(run) / "requests"
 
     def session_dir(self, session: str) -> Path:
+        """The directory of a session. Raises NotFound (field `session`) for an id that no session
+        can have."""
         if not re.fullmatch(SESSION_ID_PATTERN, session):
             raise NotFound(f"there is no session {session!r:.100}", field="session")
         return self.sessions / session

@@ -108,7 +108,8 @@ def inference_ports(settings: Settings) -> dict[str, int]:
 
 
 def replica_variables(settings: Settings) -> list[dict[str, str]]:
-    """For each of several inference servers on this machine, its environment variables."""
+    """For each of several inference servers on this machine, its environment variables. Raises
+    InvalidInput if there are too few GPUs for the servers."""
     count, each = settings.local_replicas, settings.inference_tensor_parallel
     try:
         gpus = Devices(settings, "inference").uuids

@@ -53,7 +53,7 @@ def read_plain(path: Path, *, most: int, links: Links = "none") -> bytes:
 
 def descriptor(path: Path, flags: int, *, links: Links = "none") -> int:
     """`os.open` of a regular file, with the checks of `open_plain`. With links="none", `path` must
-    be absolute."""
+    be absolute. Raises NotPlainError if the path is not a regular file."""
     assert links != "none" or path.is_absolute(), path
     try:
         follow = os.O_NOFOLLOW if links == "any" else 0

@@ -120,7 +120,7 @@ def item_weights(
 def bounded_exp(x: Tensor) -> Tensor:
     """`exp(x)`, with x clamped to +-MAX_NATS. The derivative equals the value everywhere, even
     beyond the bounds. The derivative never vanishes, as a plain clamp's would, so a token that is
-    far off is still pulled back."""
+    far off is still pulled back. x is in nats and has any shape."""
     return (x + (x.clamp(-MAX_NATS, MAX_NATS) - x).detach()).exp()
 
 

@@ -278,14 +278,15 @@ class ShardedAdam:
 
 
 def join_master(weights: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master values of bfloat16 weights and their remainders."""
+    """The fp32 master values of bfloat16 weights and their remainders. `weights`: bfloat16;
+    `remainder`: int16 of the same shape; the result has this shape too."""
     bits = weights.view(torch.int16).int().bitwise_left_shift_(16).add_(remainder)
     return bits.view(torch.float32)
 
 
 def split_master(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
     """Write master values as bfloat16 weights (rounded to nearest, ties away from zero) and int16
-    remainders."""
+    remainders. All three tensors have the same shape."""
     bits = master.view(torch.int32)
     upper = (bits + 2**15).bitwise_right_shift_(16)
     weights.view(torch.int16).copy_(upper)

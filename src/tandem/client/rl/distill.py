@@ -22,7 +22,8 @@ KEY_VARIABLE = "TANDEM_TEACHER_API_KEY"
 
 def open_teacher() -> Vllm:
     """The vLLM that serves the teacher: TANDEM_TEACHER_URL with TANDEM_TEACHER_API_KEY, else the
-    vLLM that serves the run."""
+    vLLM that serves the run. Raises InvalidInput if the address contains credentials although a key
+    is given."""
     url = os.environ.get(VARIABLE)
     if not url:
         return open_vllm()

@@ -93,7 +93,8 @@ class Sampler:
 
     def discard(self, reason: str) -> NoReturn:
         """Leave this rollout out, for example because its judge does not answer. The other rollouts
-        of its group are trained. The rollout is not repeated."""
+        of its group are trained. The rollout is not repeated. Raises DiscardedError, which ends the
+        rollout."""
         self.discarded = str(reason)
         raise DiscardedError(self.discarded)
 

@@ -220,7 +220,7 @@ def open_alone(path: Path) -> BinaryIO:
 
 
 def optional(module: str) -> Any:
-    """A module of an optional package."""
+    """A module of an optional package. Raises InvalidInput if the package is not installed."""
     try:
         return import_module(module)
     except ImportError as error:

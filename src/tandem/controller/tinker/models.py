@@ -41,7 +41,8 @@ def base_name(deployment: Deployment, name: str, field: str = "base_model") -> s
 
 
 def lora_shape(deployment: Deployment, config: LoraConfig) -> LoraShape:
-    """The LoRA shape of a model. `lm_head` has no adapter, whatever `train_unembed` says."""
+    """The LoRA shape of a model. `lm_head` has no adapter, whatever `train_unembed` says. Raises
+    InvalidInput (field `lora_config`) if no layer is left to train."""
     arch = deployment.arch
     targets: Sequence[Any] = default_targets(arch)
     if arch.moe is not None and deployment.settings.expert_lora:

@@ -254,7 +254,7 @@ class MergedTransport:
     def load(self, name: str, path: Path, run: RunSpec, checkpoint: Manifest) -> dict[str, float]:
         """Swap the weights, and compare some rows of every tensor with the expected values. New
         requests wait from here until `announce`. Raises InferenceRefused if vLLM has other weights
-        after the swap."""
+        after the swap. Raises InferenceUnavailable if vLLM can't swap now."""
         until, why = self._waits
         if time.monotonic() < until:
             raise InferenceUnavailable(why)

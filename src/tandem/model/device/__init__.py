@@ -87,7 +87,8 @@ def runtime() -> ctypes.CDLL:
 
 
 def is_cuda() -> bool:
-    """Whether `activate` chose a GPU. The function does not wait for the GPU to start."""
+    """Whether `activate` chose a GPU. The function does not wait for the GPU to start. Raises
+    RuntimeError before `activate`."""
     if _kind is None:
         raise RuntimeError(
             "this process has no device yet: call tandem.model.device.activate first"

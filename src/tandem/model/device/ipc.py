@@ -22,7 +22,7 @@ class _Handle(ctypes.Structure):
 
 def exported(tensor: torch.Tensor) -> Export | None:
     """The handle from which another process copies `tensor` (`imported`). `tensor`'s memory must
-    exist until the copy is done.
+    exist until the copy is done. `tensor` is contiguous.
 
     None if the memory can't be shared: on the CPU, or with the allocator's `expandable_segments`.
     """

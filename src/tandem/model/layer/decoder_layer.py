@@ -99,7 +99,7 @@ class DecoderLayer(MegatronModule):
 
     def go_back(self, gradient: torch.Tensor, saved: list[Saved], tree: TreeParams) -> torch.Tensor:
         """The gradient of x, from the gradient of `compute`'s output; adds the parameters'
-        gradients to their buffers. Consumes `saved`."""
+        gradients to their buffers. Consumes `saved`. Both gradients are [S, hidden]."""
         gradient = self._scaled(gradient)
         for index in reversed(range(len(saved))):
             if saved[index].x is None:

@@ -92,7 +92,7 @@ class DeltaNetSublayer(Sublayer):
 
     def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
         """The gradient of x, from the gradient of the output; adds the parameters' gradients to
-        their buffers. Consumes `saved`."""
+        their buffers. Consumes `saved`. Both gradients are [S, hidden]."""
         assert isinstance(saved, SavedDeltaNet)
         assert saved.x is not None
         output = saved.tensors.pop("output")

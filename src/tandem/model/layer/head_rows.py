@@ -17,13 +17,15 @@ class HeadRows(Protocol):
     methods return rows of this form."""
 
     def forward(self, rows: torch.Tensor, tree: TreeParams) -> torch.Tensor:
-        """The rows that are split into heads."""
+        """The rows that are split into heads. `rows` and the result: [S, groups * (queries + 2) *
+        size]."""
 
     def backward(
         self, gradient: torch.Tensor, rows: torch.Tensor, tree: TreeParams
     ) -> torch.Tensor:
         """The gradient of `rows`, from the gradient of `forward`'s output; adds the weights'
-        gradients to their buffers."""
+        gradients to their buffers. `gradient`, `rows` and the result: [S, groups * (queries + 2) *
+        size]."""
 
 
 class GrowingQueries:

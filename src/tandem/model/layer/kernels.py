@@ -86,7 +86,8 @@ def split_heads(
 def split_heads_backward(
     gradients: Heads, qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of `qkv`. `gradients` may have any strides between slots and heads."""
+    """The gradient of `qkv`. `gradients` may have any strides between slots and heads. The result
+    has the shape of `qkv`, [S, groups * (queries + 2) * size]."""
     inputs = _group_heads(qkv.float(), shape).split([shape.queries, 1, 1], 2)
     parts = [
         gradient[: len(qkv)].float().unflatten(1, (shape.groups, -1)) for gradient in gradients
@@ -127,8 +128,8 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(The gradient of `gate_up`, `swiglu(gate_up)`). On CUDA, the gradient overwrites
-    `gate_up`."""
+    """(The gradient of `gate_up`, `swiglu(gate_up)`). On CUDA, the gradient overwrites `gate_up`.
+    `gradient`: [S, features]; `gate_up`: [S, 2 * features]."""
     gate, up = gate_up.float().chunk(2, -1)
     sigmoid, gradient = gate.sigmoid(), gradient.float()
     activated = gate * sigmoid
@@ -138,7 +139,8 @@ def swiglu_backward(
 
 
 def geglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """`swiglu` with the tanh form of GELU (Hendrycks and Gimpel, 2016, arXiv:1606.08415)."""
+    """`swiglu` with the tanh form of GELU (Hendrycks and Gimpel, 2016, arXiv:1606.08415). `gate_up`
+    [S, 2 * features] -> [S, features]."""
     gate, up = gate_up.float().chunk(2, -1)
     return (gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
@@ -146,7 +148,8 @@ def geglu(gate_up: torch.Tensor) -> torch.Tensor:
 def geglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(The gradient of `gate_up`, `geglu(gate_up)`)."""
+    """(The gradient of `gate_up`, `geglu(gate_up)`). `gradient`: [S, features]; `gate_up`: [S, 2 *
+    features]."""
     gate, up = gate_up.float().chunk(2, -1)
     activated, gradient = gelu(gate, approximate="tanh"), gradient.float()
     grad_gate = torch.ops.aten.gelu_backward(gradient * up, gate, approximate="tanh")
@@ -165,7 +168,8 @@ def expert_swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(The gradient of `gate_up`, which on CUDA overwrites `gate_up`; `expert_swiglu(gate_up,
-    probs)`; the gradient of `probs`)."""
+    probs)`; the gradient of `probs`). `gradient`: [N, features]; `gate_up`: [N, 2 * features];
+    `probs`: fp32 [N]."""
     grad_gate_up, activated = swiglu_backward(gradient * probs[:, None], gate_up.float())
     return (
         grad_gate_up.to(gate_up.dtype),
@@ -182,7 +186,8 @@ def expert_geglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
 def expert_geglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(The gradient of `gate_up`; `expert_geglu(gate_up, probs)`; the gradient of `probs`)."""
+    """(The gradient of `gate_up`; `expert_geglu(gate_up, probs)`; the gradient of `probs`).
+    `gradient`: [N, features]; `gate_up`: [N, 2 * features]; `probs`: fp32 [N]."""
     grad_gate_up, activated = geglu_backward(gradient * probs[:, None], gate_up.float())
     return (
         grad_gate_up.to(gate_up.dtype),
@@ -202,7 +207,8 @@ def clamped_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
 def clamped_swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(The gradient of `gate_up`; `clamped_swiglu(gate_up, probs)`; the gradient of `probs`)."""
+    """(The gradient of `gate_up`; `clamped_swiglu(gate_up, probs)`; the gradient of `probs`).
+    `gradient`: [N, features]; `gate_up`: [N, 2 * features]; `probs`: fp32 [N]."""
     gate, up = _clamp(gate_up)
     sigmoid, gradient = torch.sigmoid(ALPHA * gate), gradient.float()
     glu = gate * sigmoid

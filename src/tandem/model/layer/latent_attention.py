@@ -147,7 +147,8 @@ def make_heads(
 def make_heads_backward(
     gradients: Heads, mla: LatentAttention, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of `parts`; the gradient of the shared features is fp32."""
+    """The gradients of `parts`; the gradient of the shared features is fp32. The shapes are those
+    of `make_heads`."""
     grad_queries, grad_keys, grad_values = gradients
     fixed, turned = grad_queries.split([mla.nope_size, mla.rope_size], 2)
     own, shared = grad_keys.split([mla.nope_size, mla.rope_size], 2)
@@ -169,7 +170,7 @@ def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 def rotate_pairs_backward(
     gradient: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of `rotate_pairs`' first argument."""
+    """The gradient of `rotate_pairs`' first argument. `gradient`: [S, heads, size]."""
     first, second = gradient.float().chunk(2, -1)
     cos, sin = cos.float()[:, None], sin.float()[:, None]
     pairs = torch.stack((first * cos + second * sin, second * cos - first * sin), -1)

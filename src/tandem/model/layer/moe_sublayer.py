@@ -133,7 +133,7 @@ class MoeSublayer(Sublayer):
 
     def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
         """The gradient of x, from the gradient of the output; adds the parameters' gradients to
-        their buffers. Consumes `saved`."""
+        their buffers. Consumes `saved`. Both gradients are [S, hidden]."""
         x = saved.x
         assert x is not None
         normalised = self._normalise(x)

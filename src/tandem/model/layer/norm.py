@@ -27,12 +27,13 @@ def make_norm(arch: Arch, dtype: torch.dtype, size: int | None = None, **_: Any)
 
 
 def multiplier(norm: Any) -> torch.Tensor:
-    """The factor by which `norm` multiplies the normalised features."""
+    """The factor by which `norm` multiplies the normalised features. The result is [features]."""
     weight: torch.Tensor = norm.weight
     return weight.float() + 1 if isinstance(norm, OffsetNorm) else weight
 
 
 def normalise(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    """The RMSNorm `norm` of x [S, features]; the result has the same shape."""
     return kernels.rms_norm(x, multiplier(norm), norm.eps)
 
 

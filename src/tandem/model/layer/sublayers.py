@@ -145,7 +145,7 @@ class AttentionSublayer(Sublayer):
 
     def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
         """The gradient of x, from the gradient of the output; adds the parameters' gradients to
-        their buffers. Consumes `saved`."""
+        their buffers. Consumes `saved`. Both gradients are [S, hidden]."""
         x, graph, output, tree = (
             saved.x,
             saved.graph,
@@ -305,7 +305,7 @@ class MlpSublayer(Sublayer):
 
     def backward(self, gradient: torch.Tensor, saved: Saved, _tree: TreeParams) -> torch.Tensor:
         """The gradient of x, from the gradient of the output; adds the parameters' gradients to
-        their buffers. Consumes `saved`."""
+        their buffers. Consumes `saved`. Both gradients are [S, hidden]."""
         assert saved.x is not None
         grad_normalised = self.input_gradient(gradient, self._normalise(saved.x), saved.tensors)
         return self._input_gradient(grad_normalised, saved.x, gradient)
@@ -315,7 +315,7 @@ class MlpSublayer(Sublayer):
     ) -> torch.Tensor:
         """The gradient of `normalised`, from the gradient of `add_mlp`'s output; adds the
         parameters' gradients to their buffers. Consumes `saved`, the tensors that `add_mlp`
-        returned."""
+        returned. Both gradients are [S, hidden]."""
         if "gate_up" in saved:
             gate_up, inner = saved.pop("gate_up"), saved.pop("inner", None)
         else:

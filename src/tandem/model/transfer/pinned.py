@@ -22,4 +22,5 @@ def pinned_memory(size: int) -> torch.Tensor:
 
 
 def release_pinned(buffer: torch.Tensor) -> None:
+    """Unpin memory that `pinned_memory` returned, uint8 [size]."""
     torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())

@@ -260,7 +260,8 @@ class LandingWeights(ModelWeights):
 
     @torch.inference_mode()
     def swap(self, version: str) -> None:
-        """Exchange the weights with the weights of a staged version, like `MergedWeights.swap`."""
+        """Exchange the weights with the weights of a staged version, like `MergedWeights.swap`.
+        Raises RuntimeError if the version has not arrived."""
         if not self._has(version):
             raise RuntimeError(f"{version} is not staged")
         for name in self._copy:

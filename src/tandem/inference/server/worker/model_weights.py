@@ -255,7 +255,7 @@ class MergedWeights(ModelWeights):
     def swap(self, version: str) -> None:
         """Make a staged version the current weights. Call it between two engine steps, on the
         thread that runs the steps. If it raises, the weights are torn until a later swap, to the
-        old version or another one, succeeds."""
+        old version or another one, succeeds. Raises RuntimeError if the version is not staged."""
         if not self.staged(version):
             raise RuntimeError(f"the adapter of {version} is not staged")
         self._write(self._staged[version].result())
@@ -300,4 +300,5 @@ def pinned_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes as uint8: the last dimension is multiplied by the element size."""
     return tensor.contiguous().view(torch.uint8)
