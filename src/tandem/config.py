@@ -283,7 +283,7 @@ class Settings(BaseSettings):
 
     @property
     def local_replicas(self) -> int:
-        """The number of inference servers on this machine. With `replica` set it is 1."""
+        """The number of inference servers on this machine. With `replica` set, the number is 1."""
         return 1 if self.replica is not None else self.inference_replicas
 
     @property

@@ -49,7 +49,7 @@ class TandemError(Exception):
 
 
 class InvalidInput(TandemError, code="invalid_input", http_status=422):
-    """The input is wrong, whatever the state of the system is."""
+    """The input is wrong, independent of the state of the system."""
 
 
 class NothingToLearn(InvalidInput, code="nothing_to_learn"):

@@ -12,8 +12,8 @@ from tandem.spool.schema import Manifest
 
 
 def partial_directory(target: Path) -> TemporaryDirectory[str]:
-    """A directory beside `target` in which the content is made. At the end it is renamed to
-    `target`.
+    """A directory beside `target` in which the content is made. At the end the directory is renamed
+    to `target`.
 
     Raises InvalidInput if `target` exists and is not an empty directory, or is a place that nothing
     can be renamed to.

@@ -238,7 +238,7 @@ def events_of(content: bytes) -> list[Event]:
 
 
 def _event(line: bytes) -> Event | None:
-    """The event; None for a type that only a newer controller knows."""
+    """The event; None for a type that only a newer controller has."""
     try:
         return Event.model_validate_json(line, extra="ignore")
     except ValidationError as error:

@@ -74,7 +74,7 @@ class CountRequests:
 class Authentication:
     """ASGI middleware that checks keys. With keys, every path but `OPEN_PATHS` needs
     `Authorization: Bearer <key>`. Without keys, the Host header must name the loopback interface,
-    so that a web page that rebinds its DNS name to 127.0.0.1 is refused. For the rest of the
+    so that a web page that rebinds its DNS name to 127.0.0.1 is refused. For the remainder of the
     request, `asking` holds the key's name.
     """
 

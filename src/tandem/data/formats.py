@@ -184,7 +184,7 @@ class Examples:
 
     `format`: one of `FORMATS`, or `auto` for the format of the first record. `examples[i]` is a
     pair: the record's place, and the record in the shape of `SFTExample` or `PreferencePair`.
-    Columns that the format does not know are left out (`ignored`). `template_kwargs`: chat template
+    Columns that the format does not use are left out (`ignored`). `template_kwargs`: chat template
     variables for all conversations. Raises InvalidInput that names the file, the place and the
     field of the mistake.
     """
@@ -332,7 +332,7 @@ def _needs(columns: tuple[set[str], ...]) -> str:
 
 def _fitting(record: Record, kind: Kind | None) -> list[str]:
     """The formats whose required columns the record has. A record with chosen and rejected counts
-    as a pair, whatever other columns it has."""
+    as a pair, even if it also has other columns."""
     given = _given(record).keys()
     fitting = [
         name

@@ -66,8 +66,8 @@ def _as_float32(value: float) -> float:
 
 StrictFloat = Annotated[float, Field(strict=True)]
 StoredFloat = Annotated[StrictFloat, AfterValidator(_as_float32)]
-# With `fail_fast` on long lists, pydantic stops at the first wrong item. Otherwise it makes an
-# error for each wrong item, which takes hundreds of times the item's size.
+# With `fail_fast` on long lists, pydantic stops at the first wrong item. Otherwise pydantic makes
+# an error for each wrong item, which takes hundreds of times the item's size.
 TokenIds = Annotated[
     list[Annotated[int, Field(strict=True)]],
     Field(fail_fast=True, max_length=MOST_ITEMS),
@@ -159,7 +159,7 @@ class Trajectory(Record):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest turn, its prompt included."""
+        """Tokens of the longest turn, including the turn's prompt."""
         return max(len(turn.prompt_token_ids) + len(turn.token_ids) for turn in self.turns)
 
 

@@ -344,9 +344,9 @@ def _split(tree: PrefixTree, tokens: list[Int32], rows: _OpenRows) -> None:
     """Places a tree that is larger than a row, sequence by sequence in lexicographic order.
 
     A sequence goes to one of the last `OPEN_ROWS` rows of this tree: the row in which it takes the
-    fewest slots and, of equal rows, the row with the fewest free slots. If it fits none of them, it
-    goes to the row with the most free slots, so that its siblings can follow. If it does not fit
-    there either, it goes to a new row.
+    fewest slots and, of equal rows, the row with the fewest free slots. If none of these rows has
+    enough free slots, the sequence goes to the row with the most free slots, so that its siblings
+    can follow. If that row has too few free slots, the sequence goes to a new row.
     """
     window: list[int] = []
     for index in tree.sequences:

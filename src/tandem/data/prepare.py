@@ -223,12 +223,12 @@ def turn_advantages(
 ) -> list[list[NDArray[np.float64]]]:
     """The advantage of each sampled token, [tokens], by trajectory and turn.
 
-    Without turn rewards, it is the advantage of the trajectory: the one given there, or the one
-    from `group_advantages`. With turn rewards, a turn's return is the trajectory's reward plus the
-    turn rewards from this turn on. The return is compared with the returns of the group's other
-    trajectories at the turn with the same index. A turn with an index that no other trajectory has
-    gets the advantage of its trajectory's first return. The turn's own `advantage` replaces the
-    computed one; its `advantages` are added.
+    Without turn rewards, a token's advantage is the advantage of its trajectory: the given
+    advantage, or the one from `group_advantages`. With turn rewards, a turn's return is the
+    trajectory's reward plus the turn rewards from this turn on. The return is compared with the
+    returns of the group's other trajectories at the turn with the same index. A turn with an index
+    that no other trajectory has gets the advantage of its trajectory's first return. The turn's own
+    `advantage` replaces the computed one; its `advantages` are added.
     """
     returns = [trajectory.returns for trajectory in group.trajectories]
     whole = group_advantages(

@@ -62,8 +62,8 @@ def _from_client(error: Exception, model: str, *, cached: bool) -> TandemError:
     may be temporary."""
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
-    # If the client searches its cache after an error, it raises a second error, whose cause is the
-    # first.
+    # If the client searches its cache after an error, the client raises a second error, whose cause
+    # is the first.
     first = error.__cause__ if isinstance(error.__cause__, Exception) else error
     status = getattr(getattr(first, "response", None), "status_code", 0)
     if (

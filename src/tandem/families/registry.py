@@ -1,4 +1,4 @@
-"""The families that Tandem knows, by `model_type`."""
+"""The families that Tandem supports, by `model_type`."""
 
 import functools
 from pathlib import Path

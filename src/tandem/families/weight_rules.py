@@ -31,7 +31,7 @@ class WeightRule:
     # Its rows are interleaved from this many blocks of the parameter: with 2, even rows are gate
     # and odd rows are up. None: the sources are matrices.
     interleaved: int | None = None
-    # The parameter is fp32, whatever the dtype of the others is. Allowed only for parameters that
+    # The parameter is fp32, even if the other parameters are not. Allowed only for parameters that
     # are not cut.
     fp32: bool = False
     # For each source, the sizes of consecutive sections of its rows. The ranks cut each section

@@ -6,7 +6,7 @@ files. `spot_check.py` computes rows of the merged model, to compare with vLLM's
 Tandem protects vLLM from faults that were found in 0.26 and 0.32, here and in `vllm_client/`:
 
 - A request for prompt log-probs beside a running request ends the engine if LoRA may touch
-  `lm_head`. So the LoRA targets are listed without it.
+  `lm_head`. So the LoRA targets are listed without `lm_head`.
 - An evicted adapter whose files are gone ends the engine. So adapters are loaded from local copies,
   which are named by their content.
 - Cached prefixes survive a reload of an adapter under the same name. So the path contains the

@@ -170,8 +170,8 @@ def local_directories() -> dict[str, Path]:
 
 
 def downloads() -> dict[str, Path]:
-    """The directory of downloaded models. Before the first download it may not exist; then the
-    nearest existing directory above it is returned."""
+    """The directory of downloaded models. Before the first download this directory may not exist;
+    then the nearest existing directory above it is returned."""
     home = Path(os.environ.get("HF_HOME") or _cache() / "huggingface").absolute()
     return {"downloads": next(path for path in (home, *home.parents) if path.is_dir())}
 

@@ -85,8 +85,9 @@ def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Col
 
 
 class MetricsServer(ThreadingTCPServer):
-    """Serves `page` at `/metrics`. At `/targets` it lists the vLLM servers of this container, in
-    the format of Prometheus' HTTP service discovery. Raises OSError if the address is taken.
+    """Serves `page` at `/metrics`. At `/targets` the server lists the vLLM servers of this
+    container, in the format of Prometheus' HTTP service discovery. Raises OSError if the address is
+    taken.
 
     `targets`: vLLM's name -> its port; if there is only one vLLM, its name is empty.
 

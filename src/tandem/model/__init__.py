@@ -40,6 +40,6 @@ optimizer step. So the memory of a micro step must fit beside the memory that is
 passes. A step that runs out of memory drops the graphs and starts again. Only LoRA on dense models
 is captured, and only if no ranks share the layers. OLMo 3, SmolLM3, Ministral 3 and Gemma 4 are not
 captured, because no test has run their graphs. With pipeline, tensor, context or expert
-parallelism, each kernel is launched separately. So it is in evaluation and for log-probs before
-training.
+parallelism, each kernel is launched separately. In evaluation, and for log-probs before training,
+kernels are launched separately too.
 """

@@ -1,6 +1,6 @@
 """The parts of Megatron-core that the model uses, imported without loading torch's compiler.
 
-While Megatron is imported, it decorates functions with `torch.compile`; Tandem uses none of these
+Megatron decorates functions with `torch.compile` during its import; Tandem uses none of these
 functions. The first such call loads the compiler, which takes as long as the rest of the import, in
 every rank of every job. So during the import `torch.compile` returns Megatron's functions
 uncompiled, which have the same results.

@@ -63,9 +63,9 @@ class SavedBytes(NamedTuple):
 
 
 def choose_levels(saved: SavedBytes, layers: int, budget: float) -> tuple[int, int]:
-    """How many of `layers` keep everything, and how many of the others keep their attention
-    block. Together they fit into `budget` bytes. Keeping everything saves more time per byte than
-    keeping the attention block alone.
+    """How many of `layers` keep everything, and how many of the others keep their attention block.
+    The kept tensors of all layers together fit into `budget` bytes. Keeping everything saves more
+    time per byte than keeping the attention block alone.
     """
     left = budget - layers * saved.input
     counts: list[int] = []

@@ -3,8 +3,8 @@ processes continue much later.
 
 An attempt makes its checkpoint by a rename out of its own directory. The fence renames the
 directory that would become the checkpoint. So the file system decides which of the two renames
-comes first, whatever a client has cached. A program that ends an attempt looks for the attempt's
-checkpoint after the fence.
+comes first, independent of any client's cache. A program that ends an attempt looks for the
+attempt's checkpoint after the fence.
 """
 
 import time

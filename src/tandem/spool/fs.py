@@ -293,8 +293,8 @@ def read_bytes(path: Path, *, sure: bool = True, most: int = RECORD_BYTES) -> by
     as damage.
 
     Args:
-        sure: list the directory before returning None. Without it, an NFS client may not see a new
-            file yet.
+        sure: list the directory before returning None. Without this listing, an NFS client may not
+            see a new file yet.
         most: the maximum size in bytes.
     """
     for more in (4, 3, 2, 1, 0):

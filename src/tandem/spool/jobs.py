@@ -86,7 +86,8 @@ class Index:
 
     def newest_live(self, run: str | None = None) -> Iterator[JobDir]:
         """Live jobs, newest first."""
-        # Within a run, a job with a later base step was submitted later, whatever the clocks say.
+        # Within a run, a job with a later base step was submitted later, even if the clocks
+        # disagree.
         by_run = [self.live(name) for name in (self.runs() if run is None else [run])]
         newest = [
             (entry for entries in reversed(directories) for entry in reversed(entries))

@@ -118,13 +118,13 @@ def is_locked(path: Path) -> bool:
 
 def hold_runner_lock(paths: Paths, runner: str) -> AbstractContextManager[None]:
     """Holds `jobs/runner.lock`, and writes the runner's name into it. If another runner holds the
-    lock, raises SpoolUnusable that names it."""
+    lock, raises SpoolUnusable with that holder's name."""
     return _hold(paths, paths.runner_lock, "runner", runner)
 
 
 def hold_publisher_lock(paths: Paths, path: Path | None = None) -> AbstractContextManager[None]:
     """Holds `jobs/locks/publisher`, or the lock file `path` of one replica's publisher. If another
-    publisher holds the lock, raises SpoolUnusable that names it."""
+    publisher holds the lock, raises SpoolUnusable with that holder's name."""
     return _hold(paths, path or paths.publisher_lock, "publisher", "publisher")
 
 

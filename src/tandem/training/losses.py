@@ -263,8 +263,9 @@ def kl_estimate(
 def kl_penalty(items: Items, loss: RLLoss, estimate: Tensor) -> Tensor:
     """`kl_i`, [items], computed from the item's `kl_estimate`.
 
-    With `kl_correction`, it is r k3, or sg(r) k1, or sg(r) k2. In each case the gradient is r x
-    grad lp, which in the mean over tokens drawn from the policy of `old` is the KL's own gradient.
+    With `kl_correction`, `kl_i` is r k3, or sg(r) k1, or sg(r) k2. In each case the gradient is r x
+    grad lp. The mean of this gradient over tokens drawn from the policy of `old` is the gradient of
+    the KL itself.
     """
     if not loss.kl_correction:
         return estimate

@@ -158,8 +158,8 @@ class AdapterOptimizer:
         }
 
     def new_state(self, steps: int) -> Moments:
-        """Creates the state after `steps` steps. Returns the state's tensors uninitialised, for the
-        caller to fill."""
+        """Creates the state for an optimizer that has done `steps` steps. Returns the state's
+        tensors uninitialised, for the caller to fill."""
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         where = next(iter(self.parameters.values())).device
         moments = {moment: allocate(shapes, torch.float32, where)[1] for moment in MOMENTS}

@@ -66,8 +66,8 @@ class ShardedAdam:
     not applied to vectors (norms and biases), as in transformers' Trainer. A tied table exists on
     the pipeline's first and last stage. The first stage owns the table: it updates the table and
     sends it to the last stage, whose own gradient and state for the table are meaningless. If both
-    stages updated it, the two copies would diverge, because the order in which ranks sum a gradient
-    depends on the owner.
+    stages updated the table, the two copies would diverge, because the order in which ranks sum a
+    gradient depends on the owner.
     """
 
     def __init__(self, policy: Policy, base: BaseWeights, settings: OptimizerSettings) -> None:

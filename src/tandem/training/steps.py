@@ -193,8 +193,8 @@ class Training:
         }
 
     def _gradients(self, step: int, denominator: float) -> Totals:
-        """The step's gradients. If memory runs out, they are computed again without graphs, or with
-        layers that keep less, to the same bits."""
+        """The step's gradients. If memory runs out, the gradients are computed again without
+        graphs, or with layers that keep less, to the same bits."""
         micro_steps = self.schedule.micro_steps(step, self.topology.place.data)
         while True:
             try:

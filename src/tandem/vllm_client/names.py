@@ -68,5 +68,5 @@ ROLLOUT_PATHS = frozenset(
         "/rollout/inference/v1/generate",
     }
 )
-"""Paths of the rollout door (`rollout.py`). The door is inside the guard and reads requests before
-vLLM does."""
+"""Paths of the rollout door (`rollout.py`). The rollout door is inside the guard and reads requests
+before vLLM does."""

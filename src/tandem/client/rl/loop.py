@@ -184,7 +184,7 @@ class Loop:
         return self.state.jobs[0].base if self.state.jobs else self.base
 
     async def _state_of(self, job: str) -> str:
-        """The job's state; "" if the controller does not know the job."""
+        """The job's state; "" if the controller has no such job."""
         with suppress(NotFound):
             return (await self._tandem.get_job(job)).state
         return ""

@@ -120,8 +120,8 @@ def read_samples(file: Path) -> list[dict[str, Any]]:
 
 
 class SampleFile:
-    """The file of samples. One process writes it. A kill loses at most the sample that was being
-    added."""
+    """The file of samples. One process writes the file. A kill loses at most the sample that was
+    being added."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

@@ -25,7 +25,7 @@ from tandem.spool.schema import (
 )
 
 ALPHA = 32.0
-"""LoRA's alpha of every model, whatever its rank: `W' = W + 32 / rank * B A`."""
+"""LoRA's alpha of every model, for every rank: `W' = W + 32 / rank * B A`."""
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 
@@ -41,7 +41,7 @@ def base_name(deployment: Deployment, name: str, field: str = "base_model") -> s
 
 
 def lora_shape(deployment: Deployment, config: LoraConfig) -> LoraShape:
-    """The LoRA shape of a model. `lm_head` has no adapter, whatever `train_unembed` says. Raises
+    """The LoRA shape of a model. `lm_head` has no adapter, even with `train_unembed`. Raises
     InvalidInput (field `lora_config`) if no layer is left to train."""
     arch = deployment.arch
     targets: Sequence[Any] = default_targets(arch)

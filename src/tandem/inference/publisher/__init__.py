@@ -21,6 +21,6 @@ isn't ready. So a replica that answers has every announced step. Merged weights 
 servers at almost the same time. No answer comes from weights older than the announced step, and the
 header `x-tandem-weights` names the weights. A replica that can't write to the volume answers 503
 after 15 s, because it can't know which steps the others announce. The announced steps stay loaded,
-whatever `TANDEM_KEEP_SERVED` says. A checkpoint that a living replica serves is not removed. With
-one server these records do not exist.
+even beyond `TANDEM_KEEP_SERVED`. A checkpoint that a living replica serves is not removed. With one
+server these records do not exist.
 """

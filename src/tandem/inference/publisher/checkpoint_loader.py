@@ -93,7 +93,7 @@ class CheckpointLoader:
 
     def verified(self, name: str) -> float | None:
         """The time at which this object verified the weights that vLLM serves as `name`, in Unix
-        seconds; None if it did not."""
+        seconds; None if this object has not verified these weights."""
         return self._served[name].record.verified if name in self._served else None
 
     def serving(self, run: str) -> list[Served]:

@@ -146,7 +146,7 @@ class Publisher:
             loads = self._loader.loads
             for run in sorted(changed, key=lambda run: -max(changed[run], self._usage.last(run))):
                 # Between two loads of other runs, a run may have one more turn. Otherwise a run
-                # whose steps are made faster than they are loaded would keep the other runs
+                # whose steps are made faster than vLLM loads them would keep the other runs
                 # waiting, and this loop would not end.
                 if published.get(run) == changed[run] or (again and run in published):
                     continue

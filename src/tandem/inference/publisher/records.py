@@ -21,7 +21,7 @@ class Records(Protocol):
         empty list means that it serves nothing of the run."""
 
     def tell(self, run: str, served: ServedCheckpoint) -> None:
-        """Tells the step's job that vLLM serves the step."""
+        """Records for the step's job that vLLM serves the step."""
 
     def keep(self, run: str) -> set[str]:
         """Names that vLLM must keep, even if the publisher would unload them."""

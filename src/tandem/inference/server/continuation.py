@@ -3,12 +3,12 @@ next sampled tokens.
 
 vLLM renders each request's whole history. The client sends back the text of the sampled tokens,
 which the template may render differently: a call's `false` as `False`, other white space, thoughts
-left out, no stop string. If a session knows the last answer of a history, only the text after that
-answer is rendered: a mark takes the answer's place, and the text after the mark is tokenized and
-appended to the sampled tokens.
+left out, no stop string. If the last answer of a history is in the session, only the text after
+that answer is rendered: a mark takes the answer's place, and the text after the mark is tokenized
+and appended to the sampled tokens.
 
-Each request's `Recording` is a context variable, because vLLM's code between the door and the
-engine runs in the request's context on every route.
+Each request's `Recording` is a context variable, because vLLM's code between the rollout door and
+the engine runs in the request's context on every route.
 """
 
 import json

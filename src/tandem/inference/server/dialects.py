@@ -1,7 +1,7 @@
 """The dialects of the rollout door: OpenAI's chat completions and Responses, Anthropic's Messages.
-vLLM answers requests in all of these dialects itself. This module reads the two things that the
-door needs: options that would change the distribution, and the assistant's message of an answer in
-the form of chat completions.
+vLLM answers requests in all of these dialects itself. This module reads two things for the rollout
+door: options that would change the distribution, and the assistant's message of an answer in the
+form of chat completions.
 """
 
 import json
@@ -36,7 +36,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def refused(path: str, options: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first option that the door refuses, and the reason."""
+    """The first option that the rollout door refuses, and the reason."""
     params = options.get("sampling_params")
     asked = {**options, **(params if isinstance(params, dict) else {})}
     if path == RESPONSES and isinstance(text := options.get("text"), dict):

@@ -10,8 +10,8 @@ works around five faults of vLLM 0.32:
   Every engine process asks the kernel to die with its parent.
 - With `--enable-lora`, vLLM runs every mixture of experts in kernels that take adapters, also
   without adapters on experts. The CPU lacks these kernels (they are written in Triton). On
-  Blackwell they require an adapter on experts, so the engine ends. On the CPU and on Blackwell, the
-  plugin therefore tells vLLM that experts have no LoRA.
+  Blackwell these kernels require an adapter on experts, so the engine ends. On the CPU and on
+  Blackwell, the plugin therefore reports to vLLM that experts have no LoRA.
 - On the CPU, vLLM copies an adapter's weights, padded to the largest rank, for each token: a real
   model samples 11 times as slowly. Also, tokens of the base model get the last slot's adapter if
   they share a batch with tokens of an adapter: their slot is -1, which torch takes as an index from

@@ -1,9 +1,10 @@
 """The rollout door: `/rollout/v1/...` is vLLM's `/v1/...` for clients that are not made for
 training, and `/rollout/inference/v1/generate` is its route from token ids to token ids.
 
-The door is ASGI middleware inside the guard, which checks the API key. The door asks vLLM for token
-ids and log-probs, and puts the prompt's token ids and the model's name into each choice (in a
-stream, into its first chunk). So a choice alone holds everything that `turn_from_openai` needs.
+The rollout door is ASGI middleware inside the guard, which checks the API key. The rollout door
+asks vLLM for token ids and log-probs, and puts the prompt's token ids and the model's name into
+each choice (in a stream, into its first chunk). So a choice alone holds everything that
+`turn_from_openai` needs.
 
 With the header X-Session-ID each turn continues the sampled tokens of the turn before
 (`continuation.py`), and the server keeps the turns: `POST /rollout/sessions/{id}/finish` makes a
@@ -214,8 +215,8 @@ _OF_TOKENS = frozenset({"logprobs", "return_token_ids", "return_tokens_as_token_
 
 
 def _may_add_tokens(path: str, options: Options) -> bool:
-    """Whether the door can add the tokens to an answer: the answer is complete, and has log-probs
-    only of the sampled tokens."""
+    """Whether the rollout door can add the tokens to an answer: the answer is complete, and has
+    log-probs only of the sampled tokens."""
     more = ("stream", "top_logprobs", "logprob_token_ids")
     return path == CHAT and not any(options.get(name) for name in more)
 
@@ -265,7 +266,7 @@ def _complete(answer: Options) -> Options:
 
 
 def _problem(path: str, options: Options, session: str | None) -> tuple[str, str] | None:
-    """The field because of which the door refuses a request, and the reason."""
+    """The field because of which the rollout door refuses a request, and the reason."""
     if session is not None and not NAME.fullmatch(session):
         return HEADER, f"{session!r} is not a name of a session: 1 to 128 of A-Z a-z 0-9 . _ : -"
     if session is None and path in (RESPONSES, MESSAGES):

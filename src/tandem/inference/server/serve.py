@@ -93,7 +93,7 @@ def _withdraw_records(settings: Settings) -> None:
 
 def wait_for_gpu(settings: Settings, *, free_seconds: float = FREE_SECONDS) -> dict[str, str]:
     """Kill the leftover processes of an earlier vLLM with this spool and port. Then wait until no
-    trainer holds the GPUs and their memory is free.
+    trainer holds the GPUs and the GPUs' memory is free.
 
     Returns the marker variable for the environment of the vLLM that starts now. Holds a lock until
     this process ends, also across `exec`. Raises CannotStartNow if this vLLM already runs, if a

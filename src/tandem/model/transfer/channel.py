@@ -36,8 +36,8 @@ class Pending(Protocol):
 
 def make_meeting(path: Path) -> FileStore:
     """The store of a new meeting. The meeting is a file on the volume, so no port is opened for it.
-    Only the owner and the group of the file can join, and NCCL's sockets admit only processes that
-    know the id in the file. Raises OSError if the file exists or can't be made."""
+    Only the owner and the group of the file can join, and NCCL's sockets admit only processes with
+    the id from the file. Raises OSError if the file exists or can't be made."""
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR, 0o660))
     return join_meeting(path)
 

@@ -42,8 +42,8 @@ class BaseWeights:
     outside of it.
 
     Ranks that need the same weights may share the reading. Each rank reads its share of the weights
-    from the files, and calls `connect` meanwhile. Then it calls `exchange`, which copies the other
-    shares from the other ranks' memory (CUDA IPC).
+    from the files, and calls `connect` meanwhile. Then each rank calls `exchange`, which copies the
+    other shares from the other ranks' memory (CUDA IPC).
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class BaseWeights:
         if self._groups is None:
             return {}
         with self._imports or contextlib.nullcontext():
-            # Here all ranks have read their shares.
+            # At this point, all ranks have read their shares.
             if all(parallel.gather_objects(self._imports is not None)):
                 for copy in self._copies:
                     copy()

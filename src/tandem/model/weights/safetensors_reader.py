@@ -110,8 +110,8 @@ def expert_by_expert(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTens
 
 
 def fill_targets(pieces: Iterable[Piece], *, threads: int | None = None) -> None:
-    """Copy every piece to its target. When it returns, all copies are complete and the buffers are
-    freed.
+    """Copy every piece to its target. When the function returns, all copies are complete and the
+    buffers are freed.
 
     Raises InvalidInput if a file can't be read or has become shorter.
     """

@@ -46,8 +46,8 @@ class ClientModel(Record):
 
 class ClientSampler(Record):
     """`sessions/<id>/sampler-<n>.json`, written once: the checkpoint from which one of the client's
-    samplers samples. Without a run it samples the base model. Without a step, it samples the
-    checkpoint named `name`, which may be made later."""
+    samplers samples. Without a run, the sampler samples the base model. Without a step, the sampler
+    samples the checkpoint named `name`, which may be made later."""
 
     base_model: str  # the client's name of the base model
     path: str | None = None  # the client's

@@ -78,9 +78,9 @@ class ResidentRanks(Torchrun):
     """Ranks that start before the first job and receive their jobs over a Unix socket
     (`bootstrap.stay` is their side).
 
-    After each job they release their device memory, except the memory that a living process can't
-    release (its CUDA context, NCCL's buffers). If a job does not succeed, the ranks end too, and
-    the next job gets new ranks.
+    After each job the ranks release their device memory, except the memory that a living process
+    can't release (its CUDA context, NCCL's buffers). If a job does not succeed, the ranks end too,
+    and the next job gets new ranks.
     """
 
     name = "resident ranks"

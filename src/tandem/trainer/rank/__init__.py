@@ -32,6 +32,6 @@ and sends it to the other ranks. A pass adds its gradients to the gradients of e
 the last optimizer step. The optimizer step sums the gradients over ranks, clips them, updates the
 weights and zeroes the gradients, with the code of ordinary jobs. So a pass and a step give the same
 bits as a job with the same batch. After `TANDEM_SESSION_IDLE_SECONDS` without a request, the ranks
-make a checkpoint of all changes, and exit. If another job waits, they leave after 2 s without a
-request, and at the latest after `TANDEM_SESSION_IDLE_SECONDS`.
+make a checkpoint of all changes, and exit. If another job waits, the ranks leave after 2 s without
+a request, and at the latest after `TANDEM_SESSION_IDLE_SECONDS`.
 """

@@ -1,8 +1,8 @@
 """Reads and writes checkpoints of adapters, including the optimizer's state.
 
 `optimizer/adam.safetensors` has `<PEFT key>.exp_avg` and `<PEFT key>.exp_avg_sq`, fp32, in the full
-shapes of the adapter's tensors, and `step`, an int64 scalar. So ranks of any topology can read it.
-Only a checkpoint that has never been trained (step 0) has no such file.
+shapes of the adapter's tensors, and `step`, an int64 scalar. So ranks of any topology can read the
+file. Only a checkpoint that has never been trained (step 0) has no such file.
 """
 
 import hashlib

@@ -32,7 +32,7 @@ class Heartbeat:
             self.write(phase)
 
     def write(self, phase: str) -> None:
-        """Write the file now. If the volume refuses it, the rank continues."""
+        """Write the file now. If the volume refuses the write, the rank continues."""
         self._phase, self._written = phase, time.monotonic()
         beat = Beat(
             time=time.time(), phase=phase, step=self.step, steps=self.steps, **self._watch.beat()

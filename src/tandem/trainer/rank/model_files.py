@@ -88,9 +88,9 @@ class ModelFiles:
         sizes = {file: entry.end for file, entry in self._places.values()}
         for file, header in self._headers.items():
             (self._directory / file).write_bytes(header)
-            # The files get their final size immediately. If an NFS client writes beyond the file's
-            # end that it knows, it sends the whole page. So it would overwrite with zeros what
-            # another host has written to this page.
+            # The files get their final size immediately. If an NFS client writes beyond the end of
+            # the file in its cache, the client sends the whole page. So the client would overwrite
+            # with zeros the bytes that another host has written to this page.
             os.truncate(self._directory / file, sizes[file])
         index = {
             "metadata": {"total_size": sum(entry.nbytes for _, entry in self._places.values())},

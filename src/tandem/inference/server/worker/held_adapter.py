@@ -1,7 +1,7 @@
 """Compares a worker's adapter, bit for bit, with the adapter's file.
 
 Log-probs can't prove equality: rounding to bfloat16 moves them further than a missing layer does.
-vLLM silently ignores tensors of an adapter whose names it does not know.
+vLLM silently ignores tensors of an adapter if it does not expect their names.
 """
 
 import json
