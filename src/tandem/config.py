@@ -28,7 +28,7 @@ Way = Literal["merge", "nccl", "volume"]
 
 
 class Settings(BaseSettings):
-    """Every setting of a deployment. docs/settings.md says what each one means.
+    """Every setting of a deployment. docs/settings.md describes each setting.
 
     Where a variable has an alias, the alias is the name that Tandem's ancestor (OpenPipe/ART) used.
     """

@@ -23,7 +23,7 @@ PACKING_THREADS, SMALL_PACKING_THREADS = 2, 4
 
 
 class Deployment:
-    """The state of one controller process. Everything in it can be read again from the settings and
+    """The state of one controller process. The whole state can be read again from the settings and
     the spool.
 
     Raises InvalidInput if no base model is set, SpoolUnusable if the volume can't be used.

@@ -1,5 +1,5 @@
-"""The standard decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU. All families build on
-it."""
+"""The standard decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU. All families build on this
+decoder."""
 
 import math
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
-"""Writes the identity adapter of step 0, which changes nothing. The controller writes it without
-torch or a GPU."""
+"""Writes the identity adapter of step 0, which changes nothing. The controller writes this adapter
+without torch or a GPU."""
 
 import zlib
 from pathlib import Path

@@ -17,7 +17,8 @@ _RANK = _RUN | {"rank": OPEN}
 _RANK_AND_GPU = {"uuid": OPEN, "rank": OPEN}
 
 # The keys of each dictionary are keys of a heartbeat's `memory` or `phases`. `tandem memory` shows
-# the other values of a heartbeat. No alert needs them, and each would be one more series per rank.
+# the other values of a heartbeat. No alert needs these values, and each would be one more series
+# per rank.
 _ALLOCATOR_BYTES = {
     "allocated": (
         f"Bytes of torch's allocator in tensors{_CPU}.",

@@ -32,7 +32,7 @@ ADAPTED_EXPERTS_RATE = 260e12
 """The same rate if LoRA is on all experts."""
 EXCHANGE_RATE = 300e9
 """Bytes per second that a GPU exchanges with others in a collective: an assumption, two thirds of
-NVLink 4's 450 GB/s per direction. Computation is assumed not to overlap with it."""
+NVLink 4's 450 GB/s per direction. Computation is assumed not to overlap with the collectives."""
 SHARES = {
     "tensor": 0.95,
     "sequence": 0.82,

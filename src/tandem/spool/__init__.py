@@ -169,7 +169,7 @@ def real_root(root: Path | str) -> Path:
 
 
 class Spool:
-    """A spool. Many processes may use it at once."""
+    """A spool. Many processes may use a spool at once."""
 
     def __init__(self, root: Path | str) -> None:
         """Opens an existing spool, even if the volume is full or read-only. Raises SpoolUnusable if
@@ -242,17 +242,18 @@ class Spool:
         return {"job": jobs, "name": names, "run": runs}
 
     def job_lock(self, job_id: str) -> AbstractContextManager[int]:
-        """Serialises changes of a job and its events. Take it after `runs.lock`, never before."""
+        """Serialises changes of a job and its events. Take this lock after `runs.lock`, never
+        before."""
         return file_lock(self.paths.job_lock(job_id))
 
     def runner_lock(self, runner: str) -> AbstractContextManager[None]:
         """The lock that the only runner of the spool holds while it lives. If there is another
-        runner, raises SpoolUnusable that names it."""
+        runner, raises SpoolUnusable with that holder's name."""
         return hold_runner_lock(self.paths, runner)
 
     def publisher_lock(self) -> AbstractContextManager[None]:
         """The lock that the only publisher of the spool holds while it lives. If there is another
-        publisher, raises SpoolUnusable that names it."""
+        publisher, raises SpoolUnusable with that holder's name."""
         return hold_publisher_lock(self.paths)
 
     def runner(self) -> RunnerInfo | None:

@@ -77,8 +77,8 @@ class Events:
             return Event.model_validate_json(content)
 
     def _opened(self, path: Path) -> BinaryIO:
-        """The event file, opened for appending. Anything at the path that
-        is not a regular file is removed: such damage must not keep the job from ending."""
+        """The event file, opened for appending. Anything at the path that is not a regular file is
+        removed: such damage must not keep the job from ending."""
         try:
             fd = descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             # Readers ignore such a large file, so nobody would see an appended event. The file is

@@ -221,7 +221,7 @@ class Jobs:
             )
 
     def decided(self, run: str) -> set[JobKey]:
-        """The run's live jobs that already have a result. Such jobs will make no further
+        """The run's live jobs that already have a result. These jobs will make no further
         checkpoint."""
         keys = [key for key in self.index.active() if key.run == run]
         found = [(key, self.locate(key, sure=False)) for key in keys]

@@ -56,7 +56,7 @@ class Replicas:
 
     def publisher_lock(self, replica: str) -> AbstractContextManager[None]:
         """The lock that the only publisher of a replica holds while it lives. If another publisher
-        holds the lock, raises SpoolUnusable that names it."""
+        holds the lock, raises SpoolUnusable with that holder's name."""
         path = self._file(replica).with_suffix(".lock")
         fs.make_dir(path.parent)
         return hold_publisher_lock(self._paths, path)

@@ -166,9 +166,9 @@ class Watchdog(threading.Thread):
             return False  # an engine that hangs doesn't answer this request either
 
     def _may_sleep(self) -> bool:
-        """Whether vLLM sleeps for a good reason. Without shared GPUs, whoever put it to sleep will
-        wake it. On shared GPUs, a trainer must hold them, or the publisher be about to wake
-        vLLM."""
+        """Whether vLLM sleeps for a good reason. Without shared GPUs, the client that put vLLM to
+        sleep will wake vLLM. On shared GPUs, a trainer must hold them, or the publisher be about to
+        wake vLLM."""
         if self._settings.gpu_mode == "dedicated":
             return True
         try:

@@ -37,8 +37,8 @@ class Process:
 
 
 def die_with_parent(parent: int | None = None, sig: signal.Signals = signal.SIGKILL) -> None:
-    """Makes the kernel send this process `sig` when its parent dies. Sends it immediately if the
-    parent is no longer `parent` (a pid)."""
+    """Makes the kernel send this process `sig` when its parent dies. Sends the signal immediately
+    if the parent is no longer `parent` (a pid)."""
     _prctl(_PR_SET_PDEATHSIG, int(sig))
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), sig)

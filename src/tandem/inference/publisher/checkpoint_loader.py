@@ -110,8 +110,8 @@ class CheckpointLoader:
         CheckpointRefused.
 
         Raises CheckpointNotVisible for a new checkpoint whose files are missing. The publisher
-        tries it again in every turn. A refused checkpoint is tried again when its files change,
-        when the server is lost and, if vLLM answered 500, after a pause.
+        tries such a checkpoint again in every turn. A refused checkpoint is tried again when its
+        files change, when the server is lost and, if vLLM answered 500, after a pause.
         """
         served = self._served.get(name)
         try:

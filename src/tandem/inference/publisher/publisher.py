@@ -247,8 +247,8 @@ class Publisher:
         return True
 
     def _publish_run(self, run: RunSpec, keep: int) -> set[str]:
-        """Have the newest `keep` good steps of a run served by vLLM. Returns their names, which
-        must stay loaded."""
+        """Have the newest `keep` good steps of a run served by vLLM. Returns the steps' names,
+        which must stay loaded."""
         wanted = self._records.keep(run.name)
         kept: list[Served] = []  # the newest first
         # The newest refused step above the kept ones.

@@ -331,7 +331,7 @@ class MergedTransport:
         if self._settings.way == "merge" or checkpoint.job is None:
             return []
         sources, deadline = list[dict[str, Any]](), time.monotonic() + self._settings.swap_seconds
-        # If ranks can't meet vLLM's workers, they write files instead.
+        # If ranks can't connect to vLLM's workers, the ranks write files instead.
         while (
             (offer := self._offer(checkpoint.job))
             and "meeting" not in offer

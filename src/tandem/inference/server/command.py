@@ -221,8 +221,8 @@ def _has_keys(settings: Settings) -> bool:
 
 
 def _scale_out_is_optional() -> bool:
-    """Whether /inference/v1/generate is off by default. From 0.30 on it needs an option, which
-    older versions refuse."""
+    """Whether /inference/v1/generate is off by default. From 0.30 on, this route needs an option,
+    which older versions refuse."""
     version = next(filter(None, map(installed_version, _DISTRIBUTIONS)), "")
     return tuple(map(int, re.findall(r"\d+", version)[:2])) >= (0, 30)
 
@@ -294,8 +294,8 @@ def _environment(
         defaults["NCCL_SOCKET_IFNAME"] = "lo"
     if device == "cpu":
         # By default vLLM pins itself to one thread of each physical core except one, and all
-        # servers on a machine pin themselves to the same threads. On two cores that leaves one
-        # thread, shared with the trainer.
+        # servers on a machine pin themselves to the same threads. On two cores that pinning leaves
+        # one thread, shared with the trainer.
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
         defaults |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))} | omp_waiting(environ)
         # Otherwise vLLM (0.32) compiles two small functions of its sampler, which takes 6 to 18 s

@@ -85,9 +85,9 @@ def replace_hash_root() -> None:
 
 
 def renew_hashes(request: Any) -> None:
-    """Checks the block hashes of a request that the engine accepts now. Another thread hashed its
-    blocks, starting from the root `tandem_root`. If a swap ran since then, the blocks are hashed
-    again. Otherwise the request would find blocks that other weights have computed."""
+    """Checks the block hashes of a request that the engine accepts now. Another thread hashed the
+    request's blocks, starting from the root `tandem_root`. If a swap ran since then, the blocks are
+    hashed again. Otherwise the request would find blocks that other weights have computed."""
     if getattr(request, "tandem_root", None) != hash_root():
         hash_again(request)
 

@@ -48,7 +48,7 @@ class SampledTurn:
     stop: str | None
     with_stop: dict[str, Any] | None
     ended: bool
-    """Whether its last token is one that ends a turn."""
+    """Whether the turn's last token is a token that ends a turn."""
 
     def prompt(self) -> list[int]:
         turns = [self]

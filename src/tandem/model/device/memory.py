@@ -112,6 +112,7 @@ def release_cached() -> None:
 
 
 def release_workspaces() -> None:
-    """Return cuBLAS's workspaces to the allocator. The next matrix product creates a new one."""
+    """Return cuBLAS's workspaces to the allocator. The next matrix product creates a new
+    workspace."""
     if wait_until_started() == "cuda":
         torch._C._cuda_clearCublasWorkspaces()

@@ -1,5 +1,5 @@
 """Code for weights that travel from the trainer's ranks to vLLM's workers. Both the trainer's ranks
-and vLLM's workers import it.
+and vLLM's workers import this package.
 
 `parts.py` computes the parts of the weights that each rank sends, without torch. `merge.py` adds an
 adapter to weights, on a GPU by `merge_kernel.py`. `channel.py` transfers bytes with NCCL or Gloo,

@@ -39,7 +39,7 @@ class Section:
 class BaseWeights:
     """Uninitialised memory on this process's device for a rank's base weights, in one allocation:
     `memory`, flat, and its `sections`. The few small fp32 parameters (`WeightRule.fp32`) are
-    outside of it.
+    outside of this allocation.
 
     Ranks that need the same weights may share the reading. Each rank reads its share of the weights
     from the files, and calls `connect` meanwhile. Then each rank calls `exchange`, which copies the

@@ -182,8 +182,8 @@ class RunnerInfo(BaseModel):
 
 
 class Lease(BaseModel):
-    """`lease.json` in the job's directory: the runner that runs the job. The runner rewrites it
-    while the attempt runs. Unknown keys of a newer version's lease are ignored."""
+    """`lease.json` in the job's directory: the runner that runs the job. The runner rewrites the
+    file while the attempt runs. Unknown keys of a newer version's lease are ignored."""
 
     schema_version: Literal[1] = 1
     job: JobId

@@ -146,7 +146,7 @@ class Launch(Record):
 def start_child(
     command: list[str], environment: dict[str, str], **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start a process in its own session. The kernel kills it when this process dies."""
+    """Start a process in its own session. The kernel kills the child when this process dies."""
     parent = os.getpid()
     return subprocess.Popen(
         command,

@@ -136,7 +136,7 @@ def rank_environment(
     # With "nccl", vLLM's workers would need the same setting.
     if settings.trainer_ranks == 2 and settings.way != "nccl":
         # NCCL needs this kind of memory only for NVLS, which brings nothing with two GPUs. Two GPUs
-        # connect 0.3 s faster without it (H100, NCCL 2.28).
+        # connect 0.3 s faster without this memory (H100, NCCL 2.28).
         defaults["NCCL_CUMEM_ENABLE"] = "0"
     inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
     environment = (

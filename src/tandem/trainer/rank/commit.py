@@ -58,7 +58,8 @@ class NewCheckpoint:
     def commit(
         self, metrics: dict[str, float], probe: Probe, seq: int | None = None
     ) -> Manifest | None:
-        """Make the files the run's next checkpoint. Returns its manifest on rank 0, else None.
+        """Make the files the run's next checkpoint. Returns the checkpoint's manifest on rank 0,
+        else None.
 
         The ranks wait in short collectives and send heartbeats, because hundreds of gigabytes may
         have to be hashed.

@@ -57,7 +57,8 @@ def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
         # make calls to CUDA.
         import_module("torch._inductor.compile_fx")
         # The keys of compiled code are hashes of all sources of torch and Triton. Computing the
-        # hashes takes half a second in each forked rank. Both functions cache their result.
+        # hashes takes half a second in each forked rank. Both functions cache the hash that they
+        # compute.
         for module, key in (
             ("torch._inductor.codecache", "torch_key"),
             ("triton.runtime.cache", "triton_key"),

@@ -102,7 +102,7 @@ def write_model(
     """Write a checkpoint's files into the new `directory`; each rank writes its share. A collective
     operation of all ranks. Raises SpoolUnusable if the volume refuses the files.
 
-    `beat` is called regularly while it writes.
+    `beat` is called regularly while the files are written.
 
     Args:
         base_model: the directory from which the model's other files are copied.

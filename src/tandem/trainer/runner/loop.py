@@ -1,5 +1,5 @@
-"""The runner: claims jobs, starts their ranks, watches them and records how they end. There is one
-per spool. The runner imports no torch.
+"""The runner: claims jobs, starts their ranks, watches them and records how they end. A spool has
+one runner. The runner imports no torch.
 
 Every claimed job ends in a state with a reason: at the latest `deadline_seconds` after an attempt
 began, or `stall_seconds` after its last progress, plus the limits in `job` and in the executor. On
