@@ -339,8 +339,9 @@ class Settings(BaseSettings):
 
     @property
     def inference_key(self) -> str | None:
-        """The first API key, for vLLM's environment, which unlike its command line is private. vLLM
-        accepts only one key there; `inference.server.api_keys` takes the others."""
+        """The first API key, for vLLM's environment: other users can read a process's command line,
+        but not its environment. vLLM accepts only one key there; `inference.server.api_keys` takes
+        the others."""
         return next(iter(self.api_keys), None)
 
     def secret(self, name: Literal["api_key", "admin_token"]) -> str | None:

@@ -22,7 +22,7 @@ from tandem.spool.fs import volume_error
 from tandem.spool.schema import JobKind
 from tandem.system.logs import Log
 
-# A client that honours it asks again when files may be closed or space may be free.
+# Seconds of `Retry-After`: after this time, files may be closed or space may be free.
 RETRY_SECONDS = 2
 
 # For a body with more errors, the answer contains only their number.

@@ -18,10 +18,10 @@ class Decoder:
 
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """The values of keys that config.json leaves out, as the family's class in transformers defines
-    them and vLLM uses them. A family whose defaults have `sliding_window` has windows: from layer
-    `max_window_layers` on if that key exists, else in all layers. If the key `use_sliding_window`
-    exists, it must be true."""
+    """Values for keys that config.json leaves out: the defaults of the family's class in
+    transformers, which vLLM uses too. A family whose defaults have `sliding_window` has windows:
+    from layer `max_window_layers` on if that key exists, else in all layers. If the key
+    `use_sliding_window` exists, it must be true."""
     qk_norm: bool = False  # RMSNorm over each query and key head before RoPE
     # the config's key and the only supported value
     activation: tuple[str, str] = ("hidden_act", "silu")

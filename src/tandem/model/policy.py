@@ -76,8 +76,8 @@ class Policy(nn.Module):
         self.adapter = AdapterParts(gpt, arch, lora, self.topology, stage.layers)
         self._base_memory, self._own_memory = Offload(contents=lora is None), Offload(contents=True)
         self.layer_graphs: Callable[[torch.Tensor, TreeParams], torch.Tensor] | None = None
-        """Replaces all layers' passes with gradients once they are captured
-        (`tandem.model.graphs`)."""
+        """The captured graphs (`tandem.model.graphs`), which replace the layers' passes with
+        gradients; None before the capture."""
 
     @torch.no_grad()
     def place(self, base: Mapping[str, torch.Tensor]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.errors import InvalidInput
 
-# Options that change the distribution, each with the values at which it does not.
+# Options that change the distribution, each with its neutral values.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "top_k": (0, -1),
     "top_p": (1,),

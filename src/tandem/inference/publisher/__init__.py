@@ -11,8 +11,8 @@ and the older step stays served (`checkpoint_loader.py`). Requests that run whil
 keep the adapter that they began with. With merged weights, either their later tokens come from the
 new weights, or the swap waits for the requests (`TANDEM_SWAP_REQUESTS`).
 
-Several inference servers: each vLLM has a publisher of its own, and both have a name,
-`TANDEM_REPLICA`. The last publisher to verify a step announces the step and informs the job
+Several inference servers: each vLLM has a publisher of its own. vLLM and publisher have the same
+name, `TANDEM_REPLICA`. The last publisher to verify a step announces the step and informs the job
 (`spool/replicas.py`). vLLM answers requests only with permission from its publisher, which is valid
 for 15 s and is renewed. So the permission ends before the other publishers consider this one dead,
 after 30 s. Each process measures these times with its own monotonic clock, because the hosts'

@@ -8,8 +8,8 @@ each choice (in a stream, into its first chunk). So a choice alone holds everyth
 
 With the header X-Session-ID each turn continues the sampled tokens of the turn before
 (`continuation.py`), and the server keeps the turns: `POST /rollout/sessions/{id}/finish` makes a
-trajectory of them. API dialects whose clients can't send tokens back are served only in this way. A
-complete chat answer gets its tokens and log-probs from the session's record. vLLM would make
+trajectory of them. If the clients of an API dialect can't send tokens back, the header is required.
+A complete chat answer gets its tokens and log-probs from the session's record. vLLM would make
 several objects for each token, which is most of the API server's cost for a longer answer.
 """
 

@@ -149,8 +149,8 @@ class Probe(Record):
         logprobs: `logprobs[i][j]` is log p(tokens[i][j + 1] | tokens[i][: j + 1]) in nats under
             this checkpoint, at temperature 1.
         previous: the same log-probs under the previous checkpoint.
-        base: the same log-probs with the adapter switched off; for a run of all weights equal to
-            `previous`.
+        base: the same log-probs without the adapter; equal to `previous` if the run trains all
+            weights.
         long: None if the job's rows are not longer than `tokens`.
     """
 

@@ -14,7 +14,7 @@ releases the memory of parameters, gradients and optimizer state (`model/device/
 resident rank drops the frozen base weights and reads them again from the page cache, which is as
 fast as copying them from pinned memory. A resident rank keeps the adapter and Adam's state in
 pinned buffers, and uses them if the next job starts from the checkpoint that they equal. Even in
-that case it verifies the checkpoint's hashes. Memory that a living process can't release is
+that case the rank verifies the checkpoint's hashes. Memory that a living process can't release is
 measured and reported in the job's event `released`. Resident ranks end after every job that does
 not succeed.
 
