@@ -20,8 +20,8 @@ def with_new_tables(text: str) -> str:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     vllm = (
-        "## vLLM's server\n\nWhat vLLM 0.32 and Tandem's plugin in it export under the job"
-        " `tandem-vllm`, as far as dashboards and rules use it.\n\n"
+        "## vLLM's server\n\nThe metrics that vLLM 0.32, and Tandem's plugin in it, export under"
+        " the job `tandem-vllm`, as far as dashboards and rules use them.\n\n"
     )
     return f"{before}{BEGIN}{_table(CATALOGUE)}\n{vllm}{_table(VLLM_METRICS)}{END}{after}"
 

@@ -28,7 +28,7 @@ Way = Literal["merge", "nccl", "volume"]
 
 
 class Settings(BaseSettings):
-    """Every setting of a deployment. docs/settings.md says what each one means.
+    """Every setting of a deployment. docs/settings.md describes each setting.
 
     Where a variable has an alias, the alias is the name that Tandem's ancestor (OpenPipe/ART) used.
     """
@@ -50,7 +50,7 @@ class Settings(BaseSettings):
     free_gpu_bytes: int = Field(default=256 * 2**20, ge=2**20)
     """The default is less than a CUDA context takes and more than the driver's own bookkeeping."""
     log_dir: Path | None = None
-    """None: `logs` under the root; for a role `logs/<role>`."""
+    """None: `logs` under the root, or `logs/<role>` for one role."""
     log_format: Literal["text", "json"] = "text"
 
     # ---- secrets
@@ -146,7 +146,7 @@ class Settings(BaseSettings):
     @field_validator("inference_url")
     @classmethod
     def _is_url(cls, value: str | None) -> str | None:
-        with suppress(ValueError):  # of a port
+        with suppress(ValueError):  # the port may be invalid
             parts = urlsplit(value or "http://default")
             if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
                 return value
@@ -157,8 +157,8 @@ class Settings(BaseSettings):
         """Nothing else reads `exit_after_job` and `docker`, the ancestor's names for a launch.
 
         `exit_after_job`: false means resident ranks; true means ranks that exit.
-        `docker`: true means bare torchrun. torchrun starts resident ranks too.
-        A given `launch` overrides `docker`. It must not contradict `exit_after_job`.
+        `docker`: true means bare torchrun. torchrun starts resident ranks too. A given `launch`
+        overrides `docker`. A given `launch` must not contradict `exit_after_job`.
         """
         if "launch" not in self.model_fields_set:
             launch = "torchrun" if self.docker else self.launch
@@ -198,8 +198,8 @@ class Settings(BaseSettings):
         return self
 
     def _check_ranks(self) -> None:
-        """Checks the settings of ranks among one another. `planning.checks.check_sizes` compares
-        them with the model."""
+        """Checks that the settings of ranks fit one another. `planning.checks.check_sizes` compares
+        the sizes with the model."""
         ranks, of = self.trainer_ranks, f"TANDEM_TRAINER_RANKS={self.trainer_ranks}"
         model = ("tensor_parallel", "context_parallel", "pipeline_parallel")
         for names in (model, ("pipeline_parallel", "expert_tensor_parallel", "expert_parallel")):
@@ -283,7 +283,7 @@ class Settings(BaseSettings):
 
     @property
     def local_replicas(self) -> int:
-        """The number of inference servers on this machine. With `replica` set it is 1."""
+        """The number of inference servers on this machine. With `replica` set, the number is 1."""
         return 1 if self.replica is not None else self.inference_replicas
 
     @property
@@ -339,12 +339,13 @@ class Settings(BaseSettings):
 
     @property
     def inference_key(self) -> str | None:
-        """The first API key, for vLLM's environment, which unlike its command line is private. vLLM
-        accepts only one key there; `inference.server.api_keys` takes the others."""
+        """The first API key, for vLLM's environment: other users can read a process's command line,
+        but not its environment. vLLM accepts only one key there; `inference.server.api_keys` takes
+        the others."""
         return next(iter(self.api_keys), None)
 
     def secret(self, name: Literal["api_key", "admin_token"]) -> str | None:
-        """The secret's value, from its variable or the file that `<NAME>_FILE` names; None if
+        """The secret's value, from its variable or from the file that `<NAME>_FILE` names; None if
         neither is set. Raises InvalidInput if the file can't be read, or a header can't carry the
         value."""
         value: SecretStr | None = getattr(self, name)
@@ -368,7 +369,7 @@ class Settings(BaseSettings):
                 raise InvalidInput(
                     f"{path} is not text; write the secret in base64 or hex", field=field
                 ) from error
-        # Each key may stand on a line of its own.
+        # Each key may be on its own line.
         parts = text.split() if name == "api_key" else [text]
         if not all(part.isascii() and part.isprintable() for part in parts):
             raise InvalidInput(

@@ -13,7 +13,7 @@ _WORDS = {
     "missing": "is missing; add it",
     "union_tag_not_found": "kind is missing; add rl, sft or dpo",
 }
-"""For each of pydantic's types of errors, words that say what to do."""
+"""For each error type of pydantic, words that say what to do."""
 
 PATTERN_WORDS: dict[str, str] = {}
 """Regular expression -> what to do if a text does not match it."""
@@ -24,8 +24,8 @@ class TandemError(Exception):
 
     `code` is a stable word for programs: the `type` in HTTP errors and in failed jobs. `field` is
     the dotted path of the wrong input (`groups.3.trajectories.0.reward`) or the name of the wrong
-    setting, if there is one. `retriable`: whether trying the same job again can help. A class of
-    errors gives, as class arguments, what differs from its base class.
+    setting, if there is one. `retriable`: whether trying the same job again can help. A subclass
+    passes as class arguments the attributes in which it differs from its base class.
     """
 
     code = "error"
@@ -49,7 +49,7 @@ class TandemError(Exception):
 
 
 class InvalidInput(TandemError, code="invalid_input", http_status=422):
-    """The input is wrong whatever the state of the system."""
+    """The input is wrong, independent of the state of the system."""
 
 
 class NothingToLearn(InvalidInput, code="nothing_to_learn"):
@@ -80,8 +80,8 @@ class CheckpointDamaged(TandemError, code="checkpoint_damaged"):
 
 
 class RunDamaged(CheckpointDamaged, code="run_damaged"):
-    """A run's own files are missing or damaged. The run is left out of lists; the other runs go
-    on."""
+    """A run's own files are missing or damaged. Lists leave the run out; other runs are not
+    affected."""
 
 
 class SpoolUnusable(TandemError, code="spool_unusable", http_status=503, retriable=True):
@@ -100,7 +100,7 @@ class HubUnreachable(TandemError, code="hub_unreachable", http_status=503, retri
 
 
 class JobFailed(TandemError, code="job_failed"):
-    """A job ended `failed` or `cancelled`; raised by clients that wait for one.
+    """A job ended `failed` or `cancelled`. Clients that wait for a job raise this error.
 
     `reason` is the type of the job's error (`rank_crashed`, `deadline`, `cancelled`, ...). The
     message ends with the last lines of the job's log, if there are any.
@@ -115,12 +115,13 @@ class JobFailed(TandemError, code="job_failed"):
 
 
 class NotServed(TandemError, code="not_served"):
-    """The publisher refused a checkpoint (StepRefused), or did not serve it in the given time;
-    raised by clients that wait."""
+    """The publisher refused a checkpoint (StepRefused), or did not serve it in the given time.
+    Clients that wait for a step raise this error."""
 
 
 class StepRefused(NotServed, code="step_refused"):
-    """The publisher refused a checkpoint; raised by clients that wait for it. It may be served
+    """The publisher refused a checkpoint. Clients that wait for the step raise this error. The
+    checkpoint may be served
     later: after a restart of vLLM all refused checkpoints are tried again.
 
     `served`: the run's step that vLLM serves, if it serves one.
@@ -134,13 +135,13 @@ class StepRefused(NotServed, code="step_refused"):
 
 
 class Unreachable(TandemError, code="unreachable", http_status=503, retriable=True):
-    """The controller did not answer, also after several tries; raised by clients."""
+    """The controller did not answer, even after several tries. Clients raise this error."""
 
 
 def from_validation_error(error: "ValidationError") -> InvalidInput:
-    """pydantic's first error, made by `invalid_input`, at its place."""
+    """pydantic's first error as InvalidInput, with the place of the error as its field."""
     errors = error.errors()
-    # The place leaves out the tags of unions, which are no keys of a request.
+    # The place leaves out the tags of unions, which are not keys of a request.
     return invalid_input(
         errors, [part for part in errors[0]["loc"] if not str(part).startswith("as ")]
     )

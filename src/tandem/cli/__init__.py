@@ -1,8 +1,9 @@
 """The `tandem` command: `app` has all subcommands.
 
 A module has the commands about one subject (`runs.py`, `jobs.py`, `train.py`, ...), and this file
-adds them to `app`. `common.py` has what they share: the client, `--json`, tables, exit statuses.
-`checks/` has the checks of `tandem doctor`, `tandem preflight` and `tandem smoke reach`.
+adds them to `app`. `common.py` has the parts that all command modules share: the client, `--json`,
+tables, exit statuses. `checks/` has the checks of `tandem doctor`, `tandem preflight` and `tandem
+smoke reach`.
 """
 
 import os

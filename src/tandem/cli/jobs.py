@@ -275,8 +275,8 @@ def _attempt_memory(job: str, attempt: AttemptMemory) -> Iterator[Table | str]:
 def _memory_rows(attempt: AttemptMemory) -> Iterator[tuple[str, object, dict[str, int]]]:
     """(phase, rank, bytes), in the order of the phases and within them of the ranks.
 
-    A phase that each step repeats has two rows per rank: its last end, and the highest of all its
-    ends.
+    A phase that each step repeats has two rows per rank: the memory at its last end, and the
+    maximum over all its ends.
     """
     ranks = attempt.ranks.items()
     for phase in dict.fromkeys(

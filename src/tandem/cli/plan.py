@@ -128,7 +128,7 @@ def _servers(best: Candidate, speed: float, share: float) -> dict[str, Any]:
 
 
 def _row(one: Candidate) -> dict[str, Any]:
-    """Bytes in GiB, for the rank that needs the most."""
+    """A topology as a row of the table: the memory of the rank that needs the most, in GiB."""
     needs, levels = one.memory, one.levels or (0, 0)
     parts = {
         "weights": needs.weights,

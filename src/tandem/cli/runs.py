@@ -246,11 +246,11 @@ def export(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write a step as a Hugging Face model: the base model's files, with the adapter merged into
-    the weights; or the step's own files, where the run trains all weights.
+    """Write a step as a Hugging Face model: the base model's files with the adapter merged into the
+    weights. If the run trains all weights, the step's own files are written.
 
-    transformers and vLLM load the directory as they load the base model. It appears only when it is
-    complete.
+    transformers and vLLM load the directory as they load the base model. The directory appears only
+    when the model is complete.
     """
     with data_extra("tandem export"):
         # imported late: only this command needs NumPy.

@@ -61,7 +61,7 @@ def reach(
     ] = PATIENCE_SECONDS,
 ) -> None:
     """Test that controller, vLLM and exporters answer, and that vLLM lists the base model or,
-    merged, a step. The first that does not ends the test."""
+    merged, a step. The first service that does not answer ends the test."""
     asked = Asked(
         Command.REACH,
         inference=inference,
@@ -121,8 +121,8 @@ def job(
     ] = 1800,
 ) -> None:
     """Train a small SFT job, wait until its step is served, and sample from it. With merged weights
-    vLLM serves one run only: if there is a run, nothing is done; otherwise a run is made for this
-    and deleted afterwards."""
+    vLLM serves only one run: if a run exists, the test trains nothing; otherwise it creates a run
+    and deletes it afterwards."""
     vllm = services.inference_url(Asked(Command.REACH, inference=inference))
     with Tandem() as tandem, ExitStack() as behind:
         try:

@@ -316,7 +316,9 @@ def _lines(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def apply_setting(request: dict[str, Any], assignment: str) -> None:
-    """Set `optimizer.learning_rate=1e-4` in the request; the value is JSON, else text."""
+    """Set `optimizer.learning_rate=1e-4` in the request; the value is JSON, else text. Raises
+    InvalidInput (field `--set`) if the assignment is not NAME=VALUE or the parent has no
+    settings."""
     name, equals, text = assignment.partition("=")
     if not equals or not name:
         raise InvalidInput(f"{assignment!r} is not NAME=VALUE", field="--set")

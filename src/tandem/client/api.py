@@ -149,11 +149,12 @@ class Api(Requests):
         while True:
             status = await self.get_run(run)
             served = status.served
-            # After a rollback the record names a discarded step until the publisher has followed.
+            # After a rollback, the record of the served step names a discarded step until the
+            # publisher has loaded another one.
             if served is not None and served.step >= step and status.served_in_chain:
                 return served
-            # The record has only the newest refused step. Steps between it and the served one were
-            # refused too.
+            # The record has only the newest refused step. All steps between the served step and the
+            # refused step were refused too.
             if (no := status.refused_step()) and step <= no.step <= status.newest_step:
                 reason = f"the publisher refused {run}@{no.step}: {no.reason}"
                 raise StepRefused(reason, served=served.step if served else None)
@@ -313,7 +314,7 @@ class Api(Requests):
                             yield event
                         if not ended and time.monotonic() > until:
                             break  # keep-alives count too
-                # Its writer was killed.
+                # the writer of the events was killed
                 if not ended and (await self.get_job(job)).state in TERMINAL:
                     ended = True
                     for event in await self.job_events(job, after):
@@ -387,7 +388,7 @@ class Api(Requests):
                         with archive.open("wb") as file:
                             async for chunk in chunks:
                                 file.write(chunk)
-                                if file.tell() > most:  # further than earlier attempts
+                                if file.tell() > most:  # this attempt got further than earlier ones
                                     most = file.tell()
                                     backoff.reset()
                     return await self._http.offload(lambda: unpack(archive, target))

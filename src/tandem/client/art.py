@@ -128,7 +128,7 @@ class TandemBackend:
             status = await self._tandem.create_run(
                 _run(model), base_model=model.base_model, lora=lora
             )
-        except Conflict:  # it has another shape, for example because it is a fork
+        except Conflict:  # the run has another shape, for example because the run is a fork
             status = await self._tandem.get_run(_run(model))
             asked = LoraShape.model_validate(given).model_dump(include=set(given))
             raise_if_other(status, {"lora": asked}, "peft_args")
@@ -152,7 +152,8 @@ class TandemBackend:
         return (await self._tandem.get_run(_run(model))).newest_step
 
     async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
-        """Delete the other checkpoints that ART knows, except those that Tandem still needs."""
+        """Delete the checkpoints in ART's list, except `steps_to_keep` and those that Tandem still
+        needs."""
         for info in await self._tandem.checkpoints(_run(model)):
             # ART's list covers checkpoints with a directory; others may belong to another program
             # or machine.
@@ -237,8 +238,8 @@ class TandemBackend:
             await self._arrived(model, step)
 
     def _with_options(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The backend's options, joined with a call's own. If both have a value, the call's counts,
-        even if it is ART's default."""
+        """The backend's options, joined with a call's own. If both set an option, the value of the
+        call is used, even if it is ART's default."""
         merged = {
             name: {**dict(self._options.get(name, {})), **own} for name, own in settings.items()
         }

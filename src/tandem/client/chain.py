@@ -37,8 +37,8 @@ class Chain:
             if isinstance(config.held_out, str)
             else str(config.held_out)
         )
-        # Jobs are not named by settings that may be changed to continue after a refusal in
-        # mid-training.
+        # The names of jobs leave out settings that a user may change to continue a training after a
+        # refusal.
         settings = config.model_dump_json(
             exclude={"data", "held_out", "sequence_length", "too_long", *LIMITS}
         )
@@ -117,8 +117,8 @@ class Chain:
         return 0, None
 
     def _raise_if_changed(self, tandem: Tandem) -> None:
-        """Raises Conflict if the run's newest job is an inner part of a training with these
-        settings and other data: the same command would start over on a half-trained run."""
+        """Raises Conflict if the run's newest job belongs to an unfinished training with the same
+        settings but other data. A new training would otherwise start on a half-trained run."""
         run = self.config.run
         jobs, last = tandem.list_jobs(run, PENDING), tandem.checkpoints(run)[-1]
         with suppress(NotFound):  # the job was removed, and nothing is known of its training
@@ -143,7 +143,8 @@ class Chain:
         )
 
     def _submit(self, tandem: Tandem, part: Slice, start: int | None) -> JobStatus:
-        """The job of this slice: the job that waits, runs or has succeeded, or else a new one."""
+        """The job of this slice: the existing job that is queued, running or succeeded, else a new
+        one."""
         tries = (
             f"{self.name}.{part.number:05}" + (f".{again}" if again else "")
             for again in range(1000)

@@ -1,5 +1,5 @@
 """Makes directories that appear only when they are complete, and unpacks a checkpoint's archive
-into one. It does no network I/O."""
+into one. This module does no network I/O."""
 
 import os
 import tarfile
@@ -12,8 +12,8 @@ from tandem.spool.schema import Manifest
 
 
 def partial_directory(target: Path) -> TemporaryDirectory[str]:
-    """A directory beside `target` in which the content is made. At the end it is renamed to
-    `target`.
+    """A directory beside `target` in which the content is made. At the end the directory is renamed
+    to `target`.
 
     Raises InvalidInput if `target` exists and is not an empty directory, or is a place that nothing
     can be renamed to.
@@ -30,8 +30,8 @@ def partial_directory(target: Path) -> TemporaryDirectory[str]:
 
 
 def unpack(archive: Path, target: Path) -> Manifest:
-    """Unpack a checkpoint's tar beside it, compare each file's SHA-256 with the manifest, and
-    rename it to `target`.
+    """Unpack a checkpoint's tar archive into a directory beside the archive, compare each file's
+    SHA-256 with the manifest, and rename the directory to `target`.
 
     Raises CheckpointDamaged if a file is missing or differs.
     """

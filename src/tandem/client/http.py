@@ -126,14 +126,14 @@ def raise_if_other(run: RunStatus, wanted: Mapping[str, Any], field: str) -> Non
 def discarded(job: str, base: int, checkpoints: Iterable[CheckpointInfo]) -> bool:
     """Whether a rollback removed the step that the job made from step `base`. `checkpoints` are the
     run's present chain."""
-    # A damaged job has no name.
+    # A checkpoint whose job's record is damaged has no job id (None).
     made, step = {info.step: info.job for info in checkpoints}, base + 1
     return made[step] not in (job, None) if step in made else max(made) < step
 
 
 class Backoff:
-    """Pauses between attempts, doubling from `first` to `longest` seconds. Jitter keeps clients
-    from retrying in step.
+    """Pauses between attempts, doubling from `first` to `longest` seconds. Random jitter keeps
+    several clients from retrying at the same moment.
 
     The pauses end `patience` seconds after the first failure since the last success, so a single
     request may take longer than `patience` and is still repeated.
@@ -227,7 +227,8 @@ async def whole_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def events_of(content: bytes) -> list[Event]:
-    """The events in whole lines of Server-Sent Events; their data repeats the other fields.
+    """The events in complete lines of Server-Sent Events. Only `data:` lines are parsed, because
+    they contain everything that the other lines contain.
 
     Splits bytes, because str.splitlines and httpx also split at U+2028 and similar characters,
     which text may contain.
@@ -237,7 +238,7 @@ def events_of(content: bytes) -> list[Event]:
 
 
 def _event(line: bytes) -> Event | None:
-    """The event; None for a type that only a newer controller knows."""
+    """The event; None for a type that only a newer controller has."""
     try:
         return Event.model_validate_json(line, extra="ignore")
     except ValidationError as error:
@@ -250,7 +251,7 @@ def _event(line: bytes) -> Event | None:
 
 def parsed[T](kind: TypeAdapter[T], content: bytes) -> T:
     """An answer of the controller as a model. A newer controller may send unknown fields. Raises
-    TandemError if it does not fit."""
+    TandemError if the answer does not fit the model."""
     try:
         return kind.validate_json(content, extra="ignore")
     except ValidationError as error:

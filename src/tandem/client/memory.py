@@ -20,8 +20,8 @@ class AttemptMemory(BaseModel):
     device: str | None = None  # "cpu", "cuda:0", ...; None until the ranks have started
     ranks: dict[int, RankMemory] = Field(default_factory=dict)
     last_step: dict[str, dict[str, int]] = Field(default_factory=dict)
-    """Phase -> kind -> bytes, the maximum over all ranks: the phases of the last optimizer step
-    that are not in `ranks`."""
+    """Phase -> kind -> bytes, the maximum over all ranks. Covers the phases of the last optimizer
+    step that are not in `ranks`."""
     released: bool = False  # the ranks have ended; until then `most` and `left` are empty
     processes: int = 0  # processes that survived SIGKILL
     # UUID -> most bytes in use, by any process, while ranks ran.
@@ -44,7 +44,8 @@ def by_attempt(events: Iterable[Event]) -> list[AttemptMemory]:
         elif event.type == "step":
             attempt.last_step = _step_memory(data.get("metrics") or {})
         elif event.type in ("loaded", "released"):
-            # A rank that wrote no heartbeat after `loaded` keeps what `loaded` reported.
+            # A rank that wrote no heartbeat after the event `loaded` keeps the memory that `loaded`
+            # reported.
             attempt.ranks = dict(sorted((attempt.ranks | _ranks(data)).items()))
         if event.type == "released":
             attempt.released, attempt.processes = True, data.get("processes") or 0

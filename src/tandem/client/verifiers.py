@@ -2,8 +2,8 @@
 
 Version 0.4 (`verifiers.v1`): `VerifiersEnvironment` runs an agent on a taskset,
 `trace_to_trajectory` converts any trace. The old API (0.1 to 0.2, `verifiers.legacy` in 0.3):
-sample through the rollout door, then call `outputs_to_groups`. In both, tokens and log-probs are
-the sampler's own.
+sample through the rollout door, then call `outputs_to_groups`. In both versions, tokens and
+log-probs are the sampler's own.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ def trace_to_trajectory(trace: Any) -> dict[str, Any] | None:
     """A trace of `verifiers.v1` as a trajectory: each sampled span of its trainable branches is a
     turn.
 
-    None for a trace that failed, that belongs to an agent which is not trained, or that has no
-    sampled token. Raises InvalidInput for a trace without token ids: it was not sampled through a
-    TrainClientConfig.
+    Returns None for a trace that failed, for a trace of an agent that is not trained, and for a
+    trace without a sampled token. Raises InvalidInput for a trace without token ids: it was not
+    sampled through a TrainClientConfig.
     """
     if trace.has_error or not trace.agent.trainable:
         return None
     step = policy_step_of(next((call.model for call in trace.calls), None))
-    turns: dict[tuple[int, ...], dict[str, Any]] = {}  # branches share the tokens before they part
+    turns: dict[tuple[int, ...], dict[str, Any]] = {}  # branches have a common beginning
     for branch in trace.branches:
         if not branch.trainable:
             continue
@@ -57,7 +57,7 @@ def outputs_to_groups(
     """Groups from the outputs of the old API's `env.generate(..., state_columns=["trajectory"])`,
     one group per example.
 
-    `step`: the checkpoint that sampled them. Rollouts with an error are left out. Raises
+    `step`: the checkpoint that sampled the rollouts. Rollouts with an error are left out. Raises
     InvalidInput for a step without token ids: it was not sampled through the rollout door.
     """
     groups: dict[Any, list[dict[str, Any]]] = {}
@@ -93,10 +93,10 @@ class VerifiersEnvironment:
     Args:
         name: the taskset's id, or a taskset.
         tokenizer: the base model's directory or hub name.
-        inference_url: vLLM's, default TANDEM_INFERENCE_URL, else http://127.0.0.1:8000, with the
-            key in TANDEM_API_KEY.
+        inference_url: vLLM's address, by default TANDEM_INFERENCE_URL, else http://127.0.0.1:8000.
+            The key is TANDEM_API_KEY.
         harness: its programs run as processes on this machine.
-        renderer: a RendererConfig or its fields, by default the model's own.
+        renderer: a RendererConfig or its fields; by default the model's own renderer.
         sampling: vLLM's options.
         agent: other fields of vf.AgentConfig (`max_turns`, `timeout`).
     """
@@ -158,9 +158,10 @@ class VerifiersEnvironment:
         tasks: Iterable[Any] | None = None,
         concurrency: int = 32,
     ) -> AsyncIterator[GroupDict]:
-        """A group of trajectories of `<run>@<step>` for each task, in the order in which they end;
-        by default for all tasks. Rollouts that fail are left out. Raises TandemError if all
-        rollouts of a task fail."""
+        """A group of trajectories of `<run>@<step>` for each task, in the order in which the groups
+        end. By default all tasks are played. Rollouts that fail are left out. Raises TandemError if
+        all rollouts of a task fail. Raises InvalidInput (field `tasks`) if the taskset has no end
+        and no tasks are given."""
         if tasks is None and not self._taskset.bounded:
             raise InvalidInput("the taskset has no end; pass the tasks to play", field="tasks")
         gate = asyncio.Semaphore(concurrency)
@@ -196,7 +197,7 @@ def _problem(trace: Any) -> str:
 def _turns(
     ids: list[int], sampled: list[bool], logprobs: list[float], step: int | None
 ) -> list[dict[str, Any]]:
-    """A turn for each span of sampled tokens, with everything before it as its prompt. All lists
+    """A turn for each span of sampled tokens; all tokens before the span are its prompt. All lists
     have the length of `ids`."""
     turns = []
     for is_sampled, positions in groupby(range(len(ids)), key=sampled.__getitem__):

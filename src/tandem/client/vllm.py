@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 VARIABLE = "TANDEM_INFERENCE_URL"
 DEFAULT = "http://127.0.0.1:8000"
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 3600.0
-# An idle connection is closed before vLLM closes it, after 5 s: a request at that moment would
-# fail.
+# An idle connection is closed before vLLM closes it after 5 s, because a request that is sent at
+# that moment would fail.
 _KEPT_SECONDS = 4.0
 START_PATIENCE = 30.0
-"""Seconds within which vLLM must list the run: a vLLM that has just started does not have its
+"""Seconds within which vLLM must list the run: a vLLM that has just started has not loaded its
 adapters yet."""
 
 
@@ -55,7 +55,7 @@ class HttpAnswer:
         return self.content.decode(errors="replace")
 
     def json(self) -> Any:
-        """The content as JSON. Raises ValueError if it is not JSON."""
+        """The content as JSON. Raises ValueError if the content is not JSON."""
         return from_json(self.content)
 
 
@@ -63,8 +63,8 @@ class Vllm:
     """vLLM's /v1 at `url`, for one event loop; enter it before use.
 
     httpx is not used here: its pool walks all connections for each request, so N concurrent
-    requests cost N² (docs/performance.md, Sampling beside training). The key in `headers` goes to
-    `url` alone: redirects are not followed, and neither cookies nor ~/.netrc are read.
+    requests cost N² (docs/performance.md, Sampling beside training). The key in `headers` is sent
+    to `url` alone: redirects are not followed, and neither cookies nor ~/.netrc are read.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
@@ -78,7 +78,7 @@ class Vllm:
         connector = aiohttp.TCPConnector(
             limit=0,
             keepalive_timeout=_KEPT_SECONDS,
-            # The certificates that the controller's client trusts.
+            # The same certificates that the controller's client trusts.
             ssl=httpx.create_ssl_context() if parsed.scheme == "https" else True,
         )
         proxies = {} if proxy_bypass(parsed.host) else getproxies()
@@ -108,8 +108,9 @@ class Vllm:
         Args:
             body: JSON.
             session: the rollout's name. The request goes through the rollout door, which continues
-                the session's tokens; of several inference servers, one keeps the session.
-            group: the name of a group of sessions, which start on one inference server.
+                the session's tokens. With several inference servers, all requests of a session go
+                to one server.
+            group: the name of a group of sessions, whose first requests go to one inference server.
         """
         import aiohttp
 
@@ -134,7 +135,8 @@ class Vllm:
 
 
 def open_vllm() -> Vllm:
-    """vLLM's /v1, with the key of TANDEM_API_KEY or TANDEM_API_KEY_FILE."""
+    """A client of vLLM's /v1 with the key from TANDEM_API_KEY or TANDEM_API_KEY_FILE. Raises
+    InvalidInput if the address contains credentials although a key is given."""
     arguments = connection(f"{vllm_url()}/v1", None, VARIABLE)
     url, headers = arguments["base_url"], arguments["headers"]
     if httpx.URL(url).userinfo and "Authorization" in headers:
@@ -144,8 +146,7 @@ def open_vllm() -> Vllm:
 
 
 async def raise_unless_serving(vllm: Vllm, run: str, patience: float = START_PATIENCE) -> None:
-    """Raises the reason if this address does not list a step of the run within `patience`
-    seconds."""
+    """Raises the reason if vLLM does not list a step of the run within `patience` seconds."""
     url, backoff = f"{vllm.url}/models", Backoff(patience)
     remedy = (
         f"set {VARIABLE} to the address of the vLLM that serves the run (OPENAI_BASE_URL is not"
@@ -171,7 +172,7 @@ async def raise_unless_serving(vllm: Vllm, run: str, patience: float = START_PAT
 
 
 def listed_models(answer: HttpAnswer | httpx.Response) -> list[str]:
-    """The models of a list; empty if the answer is something else."""
+    """The models in vLLM's list; empty if the answer is not a list of models."""
     try:
         return [str(card["id"]) for card in answer.json()["data"]]
     except (ValueError, KeyError, TypeError):

@@ -21,7 +21,8 @@ from tandem.system.http_limits import BoundedHttp
 from tandem.system.logs import configure
 from tandem.system.open_files import allow_many_open_files
 
-# Seconds for running requests when the process is stopped; the spool loses nothing either way.
+# Seconds that running requests get to end when the process is stopped. If a request does not end in
+# time, the spool loses nothing.
 GRACE_SECONDS = 10
 # Seconds between two attempts to make a spool on a full volume.
 FULL_SECONDS = 1.0
@@ -33,17 +34,17 @@ def main() -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit status: 0 stopped, 2 wrong settings, 3 could
     not listen."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        # Exit status 0 for a signal before uvicorn handles signals, and for the one that uvicorn
-        # raises again at its end.
+        # Exit status 0 for a signal that arrives before uvicorn handles signals, and for the signal
+        # that uvicorn raises again when it ends.
         signal.signal(number, lambda *_: sys.exit(0))
     with suppress(OSError, AttributeError):  # another C library
-        # With an arena for each thread, glibc keeps more freed memory after each crowd of requests
-        # or streams.
+        # With one arena per thread, glibc keeps more freed memory after each burst of requests or
+        # streams.
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
     # Without this, transformers imports an installed torch with any tokenizer, which costs seconds
     # and gigabytes.
     sys.modules["torch"] = None  # type: ignore[assignment]
-    # It also prints that torch is missing, and not as JSON.
+    # transformers also prints that torch is missing, in lines that are not JSON.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         settings = load_settings()
@@ -80,8 +81,8 @@ def main() -> int:
 
 
 def _sockets_for_both(settings: Settings) -> list[socket.socket] | None:
-    """A socket that listens on `::` for IPv6 and IPv4; None for another host. asyncio's own would
-    take IPv6 only, but clients in the container ask 127.0.0.1."""
+    """A socket that listens on `::` for IPv6 and IPv4; None for another host. asyncio's own socket
+    would listen on IPv6 only, but clients in the container connect to 127.0.0.1."""
     if settings.controller_host != "::":
         return None
     address = "::", settings.controller_port
@@ -91,14 +92,14 @@ def _sockets_for_both(settings: Settings) -> list[socket.socket] | None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of uvicorn's access log is worth printing: it is not a successful probe or
-    scrape."""
+    """Whether a line of uvicorn's access log is worth printing; successful probes and scrapes are
+    not."""
     _, _, path, _, status = record.args or (None,) * 5
     return path not in OPEN_PATHS or status != 200
 
 
 def _create_app(settings: Settings) -> FastAPI:
-    """`create_app`, once a volume without a spool has space for one."""
+    """Calls `create_app` as soon as a volume without a spool has space for one."""
     said = False
     while True:
         try:

@@ -133,7 +133,8 @@ def _install_metrics(app: FastAPI, deployment: Deployment) -> None:
             routes.setdefault(route.path, set()).update(route.methods)
     for path, methods in routes.items():
         for method in methods:
-            # Without an initial 0, increase() misses the first request of a series.
+            # Without an initial value of 0, Prometheus' increase() misses the first request of a
+            # series.
             for status_class in ("2xx", "4xx", "5xx"):
                 labels = {"route": path, "method": method.upper(), "status_class": status_class}
                 deployment.counts.inc("tandem_http_requests_total", 0, **labels)
@@ -159,7 +160,7 @@ def _remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -
     """Removes the files of dead processes from the volume, and everything that the settings do not
     keep, until `stop` is set.
 
-    Also returns the memory of closed streams to the system: glibc keeps freed memory otherwise.
+    Also returns the memory of closed streams to the system, because glibc would keep freed memory.
     Python's allocator keeps a MiB while any byte of it is in use, and reuses it for later streams.
     """
     while not stop.wait(SWEEP_SECONDS):

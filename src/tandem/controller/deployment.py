@@ -16,14 +16,15 @@ from tandem.metrics.controller import HTTP_METRICS
 from tandem.metrics.metric import Samples
 from tandem.spool import Spool
 
-# Parsing and packing a batch takes a core and several times the request's size in memory, so one is
-# done at a time. Small requests mostly wait for the volume, and need little memory.
+# Parsing and packing a batch takes one core and several times the request's size in memory, so
+# large batches are handled one at a time. Small requests mostly wait for the volume, and need
+# little memory.
 PACKING_THREADS, SMALL_PACKING_THREADS = 2, 4
 
 
 class Deployment:
-    """One per controller process. It holds nothing that could not be read again from the settings
-    and the spool.
+    """The state of one controller process. The whole state can be read again from the settings and
+    the spool.
 
     Raises InvalidInput if no base model is set, SpoolUnusable if the volume can't be used.
     """
@@ -36,7 +37,8 @@ class Deployment:
         self.packing_threads = anyio.CapacityLimiter(PACKING_THREADS)
         self.small_packing_threads = anyio.CapacityLimiter(SMALL_PACKING_THREADS)
         self.large_bodies = anyio.CapacityLimiter(1)
-        # Held while a run with merged weights is checked and made: there may be only one.
+        # Held while a run with merged weights is checked and created, because only one such run may
+        # exist.
         self.merged_runs = threading.Lock()
         self.event_streams = EventStreams(self.spool)
         self.counts = Samples(HTTP_METRICS)

@@ -1,8 +1,8 @@
-"""Event streams: all readers of a file share one check for new events, and each reader uses bounded
+"""Event streams. All readers of a file share one check for new events, and each reader uses bounded
 memory.
 
-A reader holds one part of its file at a time, and reads the next only when its client has taken
-that part.
+A reader holds one part of its file at a time, and reads the next part after its client has received
+the last one.
 """
 
 import os
@@ -44,10 +44,10 @@ class EventStreams:
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
-        # Job -> its file, while anybody follows the job.
+        # Job -> its file, while at least one reader follows the job.
         self._files = WeakValueDictionary[str, _File]()
         self._looked = 0.0  # monotonic
-        # Threads of their own, so that streams don't wait for heavy requests.
+        # The streams have their own threads, so that they don't wait for heavy requests.
         self._threads = anyio.CapacityLimiter(_THREADS)
 
     async def check(self, job: str) -> None:
@@ -57,8 +57,8 @@ class EventStreams:
     async def follow(
         self, job: str, after: int, *, wait: bool, stopping: anyio.Event
     ) -> AsyncIterator[bytes]:
-        """The job's events after seq `after` as Server-Sent Events, until its terminal event;
-        without `wait`, the events written so far.
+        """The job's events after sequence number `after` as Server-Sent Events, up to the terminal
+        event. Without `wait`, the events written so far.
 
         The stream also ends when `stopping` is set, or when the job ended without a terminal event
         because its writer died. Clients then reconnect, or read the job. An event's `id` is its
@@ -67,7 +67,8 @@ class EventStreams:
         yield b"retry: 1000\n\n"
         file, offset = self._files.setdefault(job, _File()), 0
         while not stopping.is_set():
-            # Read before the events: a job that has ended by now has written all of them.
+            # Read before the events: a job whose state has ended has already written all of its
+            # events.
             ended = file.ended
             part = await to_thread.run_sync(self._read, job, offset, after, limiter=self._threads)
             block, next_offset, size, terminal = part
@@ -80,7 +81,7 @@ class EventStreams:
                 continue
             if ended or not wait:
                 return
-            file.size = size  # the last check may have been before this read
+            file.size = size  # the last check may be older than this read
             while file.size == size and not file.ended and not stopping.is_set():
                 await sleep(POLL_SECONDS)
                 # No other reader has checked in between.
@@ -91,11 +92,11 @@ class EventStreams:
                     )
 
     def _read(self, job: str, offset: int, after: int) -> tuple[bytes, int, int, bool]:
-        """A part of the file, the offset of the next one, where reading ended, and whether the
-        terminal event is in it.
+        """A part of the file, the offset of the next part, the file's size, and whether the part
+        has the terminal event.
 
-        The part is bytes, because a reader holds it until its client has received it. Parsed events
-        would take many times the memory.
+        The part is returned as bytes, because a reader holds it until its client has received it.
+        Parsed events would take many times the memory.
         """
         events, end, size = self._spool.events.since(job, offset, PART_BYTES)
         block = b"".join(_formatted(event) for event in events if event.seq > after)
@@ -118,8 +119,8 @@ def _formatted(event: Event) -> bytes:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file; 0 if it does not exist. Opens the file, because an NFS client then asks the
-    server."""
+    """Bytes of a file; 0 if it does not exist. Opens the file, because only then does an NFS client
+    ask the server."""
     try:
         with open_plain(path) as file:
             return os.fstat(file.fileno()).st_size

@@ -22,10 +22,10 @@ from tandem.spool.fs import volume_error
 from tandem.spool.schema import JobKind
 from tandem.system.logs import Log
 
-# A client that honours it asks again when files may be closed or space may be free.
+# Seconds of `Retry-After`: after this time, files may be closed or space may be free.
 RETRY_SECONDS = 2
 
-# A body with more errors is answered with their number.
+# For a body with more errors, the answer contains only their number.
 MOST_ERRORS = 1000
 _OWN_PART = re.compile(r"as |.*\[|(int|float|str|bool|list|dict)$")
 
@@ -45,20 +45,21 @@ def response_of(error: TandemError, path: str) -> JSONResponse:
 
 
 def refuse(error: TandemError, path: str) -> JSONResponse:
-    """The response to a request whose body is not read. It closes the connection, which can't carry
-    another request."""
+    """The response to a request whose body is not read. The response closes the connection, which
+    can't carry another request."""
     response = response_of(error, path)
     response.headers["Connection"] = "close"
     return response
 
 
 def parse_body[T](adapter: TypeAdapter[T], body: bytes) -> T:
-    """The JSON text `body` as the adapter's type; InvalidInput names the mistake."""
+    """Parses the JSON text `body` as the adapter's type. Raises InvalidInput that names the
+    mistake."""
     try:
         return adapter.validate_json(body)
     except ValidationError as error:
         if (count := error.error_count()) > MOST_ERRORS:
-            # Each error would take another kilobyte.
+            # Each further error would take about a kilobyte.
             raise InvalidInput(
                 f"{count} keys or values are wrong; send fewer to see which", field="body"
             ) from error
@@ -70,8 +71,8 @@ def parse_body[T](adapter: TypeAdapter[T], body: bytes) -> T:
 
 
 def _keys(loc: Sequence[str | int]) -> list[str | int]:
-    """The parts of pydantic's `loc` that are keys and indices of the body. The body is not parsed
-    again for this.
+    """The parts of pydantic's `loc` that are keys and indices of the body. The path comes from
+    `loc` alone: the body is not parsed again.
 
     The parts left out are pydantic's own: the tag of a request's kind, and names of a union's
     members.
@@ -143,7 +144,7 @@ def install_handlers(app: FastAPI) -> None:
         return _response(request.url.path, status, headers, type=kind, message=message)
 
     @app.exception_handler(ClientDisconnect)
-    # Nobody reads the answer, but it is counted.
+    # The client reads no answer, but the request is counted.
     async def _hung_up(request: Request, __: ClientDisconnect) -> JSONResponse:
         return _response(
             request.url.path,

@@ -7,15 +7,16 @@ make objects are counted first.
 
 from typing import IO
 
-# Bytes of memory of an object, an array, another value, and a key with the error that it may cause.
-# `tests/controller/test_body_memory.py` compares these numbers with a controller's memory.
+# Bytes of memory that one object, one array and one other value take. The last number is for a key,
+# including the error message that the key may cause. `tests/controller/test_body_memory.py`
+# compares these numbers with a controller's memory.
 _WEIGHTS = {b"{": 576, b"[": 192, b",": 64, b":": 640}
 _CHUNK_BYTES = 2**20
 
 
 def json_weight(body: IO[bytes]) -> int:
-    """The estimate in bytes for the JSON text in a file, the text included; reads from the file's
-    beginning.
+    """Estimated bytes of memory for the JSON text in a file, including the text itself. Reads from
+    the file's beginning.
 
     Characters in strings count too, because a tool call's arguments are JSON in a string.
     """

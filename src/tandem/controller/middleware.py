@@ -1,7 +1,7 @@
 """The layers that a request passes before its route: `CountRequests`, `Authentication`,
 `BodyLimit`, from the outside in.
 
-They are pure ASGI, so that streams stay streams.
+The layers are pure ASGI, so that streams stay streams.
 """
 
 import re
@@ -21,7 +21,7 @@ from tandem.system.loopback import foreign_header
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
 SMALL_BODY_BYTES = 2**20
-OTHER_ROUTE = "other"  # for unknown paths, and requests that were refused before they were routed
+OTHER_ROUTE = "other"  # unknown paths, and requests refused before routing
 _LARGE_BODIES = re.compile(
     r"^/v1/(runs/[^/]+/train|data/render|files)$|^/api/v1/(forward_backward|asample|telemetry)$"
 )
@@ -31,8 +31,8 @@ class CountRequests:
     """ASGI middleware that counts requests, and observes the seconds of requests that are not event
     streams.
 
-    A request is counted under its route's template, so that no id and no other part of a path
-    becomes a label.
+    A request is counted under the template of its route, so that ids and other parts of a path
+    never become labels.
     """
 
     def __init__(self, app: ASGIApp, counts: Samples) -> None:
@@ -74,8 +74,8 @@ class CountRequests:
 class Authentication:
     """ASGI middleware that checks keys. With keys, every path but `OPEN_PATHS` needs
     `Authorization: Bearer <key>`. Without keys, the Host header must name the loopback interface,
-    so that a web page that rebinds its DNS name to 127.0.0.1 is refused. From here on `asking`
-    holds the key's name.
+    so that a web page that rebinds its DNS name to 127.0.0.1 is refused. For the remainder of the
+    request, `asking` holds the key's name.
     """
 
     def __init__(self, app: ASGIApp, keys: Mapping[str, str]) -> None:

@@ -49,7 +49,7 @@ def list_checkpoints(
     pinned = set(deployment.spool.checkpoints.pinned(run))
     found = []
     for step in steps[-limit:]:
-        with suppress(NotFound):  # it was removed in between
+        with suppress(NotFound):  # the checkpoint was removed in between
             found.append(_info(deployment, run, step, step in pinned))
     return found
 
@@ -73,8 +73,8 @@ def delete_checkpoint(
 
 @router.put("/{step}/pin", status_code=204)
 def pin_checkpoint(run: RunName, step: Step, deployment: CurrentDeployment) -> None:
-    """Keep a checkpoint, whatever TANDEM_KEEP_CHECKPOINTS says; a rollback that discards it ends
-    this."""
+    """Keep a checkpoint, whatever TANDEM_KEEP_CHECKPOINTS says. A rollback that discards the
+    checkpoint ends the pin."""
     deployment.spool.checkpoints.pin(run, step)
 
 
@@ -118,8 +118,8 @@ def _info(deployment: Deployment, run: str, step: int, pinned: bool) -> Checkpoi
 
 
 def archive_of(directory: Path, manifest: Manifest) -> tuple[int, Iterator[bytes]]:
-    """The bytes and the parts of an uncompressed tar: a checkpoint's files under `<run>@<step>/`,
-    the manifest last.
+    """The size in bytes and the parts of an uncompressed tar archive: a checkpoint's files under
+    `<run>@<step>/`, the manifest last.
 
     All files are opened first, so that a rollback that moves them does not disturb the download.
     Raises CheckpointDamaged if a file is missing or has another size.
@@ -149,7 +149,8 @@ def _parts(opened: ExitStack, entries: list[tuple[bytes, BinaryIO, int]]) -> Ite
             left = size
             while left:
                 data = file.read(min(left, _CHUNK_BYTES))
-                # The client gets less than the Content-Length and notices a broken download.
+                # The client then receives less than the Content-Length and so notices that the
+                # download is broken.
                 if not data:
                     raise CheckpointDamaged(f"a file ended {left} bytes early")
                 left -= len(data)

@@ -17,7 +17,8 @@ from tandem.system.plain_files import NotPlainError, open_plain
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 LOG_PART_BYTES = 2**20
 KEEP_ALIVE_SECONDS = 10.0
-# Seconds for a stream to end by itself when the process stops; it needs one poll.
+# Seconds that a stream gets to end by itself when the process stops. The stream needs one poll of
+# its file.
 STOP_SECONDS = 5.0
 _EVENT_FIELDS = {name: {"type": "string"} for name in ("id", "event", "data")}
 _EVENTS = {
@@ -38,7 +39,7 @@ _LOG = {
 
 
 def job_status(deployment: Deployment, state: JobState, job: Job) -> JobStatus:
-    """A job in this state, as the API shows it."""
+    """A job in state `state`, in the form of the API."""
     spool, job_id = deployment.spool, job.spec.id
     lease = spool.leases.get(job_id) if state == "running" else None
     return JobStatus(
@@ -123,7 +124,8 @@ def get_log(
     deployment.spool.jobs.get(job)
     data = b""
     path = deployment.spool.paths.log_file(job)
-    # Ranks write the log: through a link it could show the controller's own files.
+    # Ranks write the log. A link in its place could expose the controller's own files, so links are
+    # not followed.
     with suppress(FileNotFoundError, NotPlainError), open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if tail is not None:

@@ -58,7 +58,7 @@ def _answer(deployment: Deployment, run: str, new: bool, response: Response) -> 
 
 
 def _create(deployment: Deployment, spec: RunSpec, create: Callable[[], RunSpec]) -> bool:
-    """Runs `create` to make the run `spec`; False if the run exists. Raises Conflict if the
+    """Creates the run `spec` by `create`; returns False if the run exists. Raises Conflict if the
     existing run differs."""
     try:
         create()
@@ -71,7 +71,8 @@ def _create(deployment: Deployment, spec: RunSpec, create: Callable[[], RunSpec]
 
 
 def check_run(deployment: Deployment, spec: RunSpec) -> None:
-    """Raises InvalidInput for a run that this deployment can't train or serve."""
+    """Raises InvalidInput for a run that this deployment can't train or serve. Raises Conflict if
+    vLLM already serves another run's merged weights."""
     settings = deployment.settings
     if spec.weights != settings.weights:
         problem = f"vLLM serves {settings.weights} weights here, not {spec.weights}"
@@ -130,8 +131,8 @@ def _check_lora(deployment: Deployment, lora: LoraShape) -> None:
 
 
 def run_spec(deployment: Deployment, request: CreateRun) -> RunSpec:
-    """The specification of the requested run. Raises InvalidInput if its base model is another
-    one."""
+    """The specification of the requested run. Raises InvalidInput if the request names another base
+    model than the deployment's."""
     full = request.trainable == "full"
     if request.base_model and not deployment.is_base_model(request.base_model):
         problem = f"this deployment trains {deployment.base_model!r}, not {request.base_model!r}"
@@ -155,8 +156,8 @@ def run_spec(deployment: Deployment, request: CreateRun) -> RunSpec:
 
 
 def make_run(deployment: Deployment, spec: RunSpec) -> bool:
-    """Makes a run; False if it exists. Makes step 0 here, on the CPU, from the model's
-    configuration alone."""
+    """Creates a run; returns False if it exists. Step 0 is made in the controller, on the CPU, from
+    the model's configuration alone."""
 
     def write_files(directory: Path) -> None:
         if spec.lora is not None:
@@ -170,7 +171,8 @@ def make_run(deployment: Deployment, spec: RunSpec) -> bool:
 
 
 def make_fork(deployment: Deployment, origin: Origin, name: str) -> bool:
-    """Makes the run `name`, whose step 0 is the checkpoint `origin`; False if it exists."""
+    """Creates the run `name`, whose step 0 is the checkpoint `origin`; returns False if the run
+    exists."""
     source = deployment.spool.runs.get(origin.run)
     new = source.model_copy(
         update={"name": name, "created": time.time(), "forked_from": origin, "session": None}
@@ -202,7 +204,7 @@ def list_runs(
     """List the runs, by name. A damaged run is left out; `tandem doctor` names it."""
     listed: list[RunStatus] = []
     for spec in deployment.spool.runs.after(after or ""):
-        # It was removed in between, or has no checkpoint.
+        # The run was removed in between, or has no checkpoint.
         with suppress(NotFound, CheckpointDamaged):
             listed.append(run_status(deployment, spec))
         if len(listed) == limit:
@@ -243,7 +245,8 @@ def delete_run(
 def fork_run(
     run: RunName, request: Fork, response: Response, deployment: CurrentDeployment
 ) -> RunStatus:
-    """Create a run whose step 0 is a checkpoint of this one: weights and optimizer state."""
+    """Create a run whose step 0 is a checkpoint of the given run, including weights and optimizer
+    state."""
     new = make_fork(deployment, Origin(run=run, step=request.step), request.name)
     return _answer(deployment, request.name, new, response)
 

@@ -42,10 +42,10 @@ from tandem.topology.sizes import Sizes
 
 router = APIRouter()
 MEMORY_BYTES = 256 * 2**10
-# Bodies that take more memory than this once parsed are parsed one at a time.
+# Bodies that take more than this many bytes of memory after parsing are parsed one at a time.
 LARGE_WEIGHT = 128 * 2**20
-# A body may take this many times TANDEM_MAX_REQUEST_BYTES: with the default 3 of the 4 GiB that a
-# controller has.
+# A body may take this many times TANDEM_MAX_REQUEST_BYTES in memory. With the default that is 3 GiB
+# of the controller's 4 GiB.
 MOST_WEIGHT = 12
 # Bytes for a sequence of a few tokens while it is packed (measured: 2,800 to 3,160).
 SEQUENCE_BYTES = 3200
@@ -72,8 +72,8 @@ def _body(name: str) -> dict[str, Any]:
 async def train(
     run: RunName, request: Request, response: Response, deployment: CurrentDeployment
 ) -> JobStatus:
-    """Queue a job that starts from the run's newest step, after the jobs queued before it, and
-    makes the next one."""
+    """Queue a job that starts from the run's newest step at that time, after all jobs queued before
+    it, and makes the next step."""
 
     def submit(body: bytes) -> tuple[JobStatus, bool]:
         job, new = queue_job(deployment, run, body)
@@ -96,8 +96,8 @@ async def train(
     "/v1/data/render", tags=["data"], responses=_NOT_JSON, openapi_extra=_body("RenderRequest")
 )
 async def render_data(request: Request, deployment: CurrentDeployment) -> list[Rendering]:
-    """Examples or pairs as they would be trained: their texts, and which parts of these are
-    trained."""
+    """Examples or pairs in the form in which they would be trained: their texts, and the parts of
+    the texts that are trained."""
 
     def render(body: bytes) -> list[Rendering]:
         asked = parse_body(_render_request, body)
@@ -108,8 +108,8 @@ async def render_data(request: Request, deployment: CurrentDeployment) -> list[R
 
 
 async def _with_body[T](deployment: Deployment, request: Request, work: Callable[[bytes], T]) -> T:
-    """The result of `work` on the body, in a thread, because parsing and packing a large batch
-    would block all other requests."""
+    """The result of `work` on the body. `work` runs in a thread, because parsing and packing a
+    large batch would block all other requests."""
     if (
         request.headers.get("content-type", "").partition(";")[0].strip().lower()
         != "application/json"
@@ -142,7 +142,7 @@ async def received(request: Request, directory: Path) -> AsyncIterator[SpooledTe
     """The request's whole body: in memory up to MEMORY_BYTES, else in an unnamed file in
     `directory`.
 
-    Raises SpoolUnusable if the volume can't take it.
+    Raises SpoolUnusable if the volume can't take the body.
     """
     with SpooledTemporaryFile(MEMORY_BYTES, dir=str(directory), prefix=fs.TEMPORARY) as body:
         with fs.volume_errors(directory):
@@ -153,10 +153,10 @@ async def received(request: Request, directory: Path) -> AsyncIterator[SpooledTe
 
 
 def queue_job(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]:
-    """Queue the job that the JSON `body` asks for. Returns the job, and whether it is new.
+    """Queue the job that the JSON `body` asks for. Returns the job, and whether the job is new.
 
-    Raises InvalidInput naming the field, NotFound for the run, Conflict for `id` and `base_step`. A
-    refused request leaves nothing on the spool.
+    Raises InvalidInput with the wrong field, NotFound for an unknown run, and Conflict for `id` or
+    `base_step`. A refused request leaves nothing on the spool.
     """
     of_run = deployment.spool.runs.get(run)
     base_model = of_run.base_model
@@ -194,8 +194,8 @@ def queue_job(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]
 
 
 def _fingerprint(run: str, request: AnyRequest) -> str:
-    """SHA-256 of the run and the request with its defaults, without its id. Two ways to write the
-    same JSON give the same hash."""
+    """SHA-256 of the run and the request, with defaults filled in and without the request's id. Two
+    spellings of the same JSON give the same hash."""
     canonical = request.model_copy(update={"labels": dict(sorted(request.labels.items()))})
     content = canonical.model_dump_json(exclude={"id"})
     return hashlib.sha256(f"{run}\n{content}".encode()).hexdigest()
@@ -262,7 +262,7 @@ def _pack(
         )
         return RLJob.model_validate(spec | {"data": packed})
     arguments |= {"tokenizer_path": deployment.model_path, "held_out": request.held_out}
-    # All jobs of a run render with the same date, whenever they are made.
+    # All jobs of a run render with the run's creation date, whenever they are submitted.
     arguments["day"] = datetime.fromtimestamp(of_run.created, UTC).date()
     if isinstance(request, DPORequest):
         return DPOJob.model_validate(spec | {"data": prepare_dpo(request.pairs, **arguments)})

@@ -1,5 +1,5 @@
-"""Requests and responses of the HTTP API, for controller and client. It needs pydantic only, not
-FastAPI, numpy or torch."""
+"""Requests and responses of the HTTP API, for controller and client. The module needs only
+pydantic, not FastAPI, numpy or torch."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,8 @@ from tandem.spool.schema import Origin, Record, RunName, RunSpec
 LISTED_PENDING = 100
 RENDERED = 1000
 LONGEST_SECONDS = 1e8
-"""The most seconds that a setting may ask for, three years: ranks can't wait for longer times."""
+"""The longest time in seconds that a setting may ask for, about three years; ranks can't wait
+longer."""
 MOST_LABELS = 64
 LABEL_NAME_CHARACTERS = 64
 LABEL_CHARACTERS = 256
@@ -52,8 +53,8 @@ class Health(Record):
 
 
 class CreateRun(Record):
-    """A new run: LoRA weights on the deployment's base model, or all its weights. Step 0 equals the
-    base model."""
+    """A new run that trains LoRA adapters on the deployment's base model, or all of its weights.
+    Step 0 equals the base model."""
 
     model_config = _example(name="my-run", lora={"rank": 16, "alpha": 32}, seed=0)
 

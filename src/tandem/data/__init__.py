@@ -1,4 +1,4 @@
-"""Makes a job's packed arrays from files and trajectories; without torch.
+"""Makes a job's packed arrays from files and trajectories. Does not import torch.
 
 Trajectories, examples and pairs become tokens (`render.py`), then prefix trees and rows
 (`packing.py`), then a job's arrays (`prepare.py`). `formats.py` reads files of examples, and
@@ -12,9 +12,11 @@ and siblings share every token of their common prefix. Two integers per slot des
     subtree_end[i]    one past the last slot of the subtree below the segment that holds i
 
 Query q may attend to key k exactly when k <= q < subtree_end[k]. The layout is depth-first, so this
-is the whole mask, for trees of any depth. The trained tokens are a list of items apart from the
+condition is the complete mask for trees of any depth. The trained tokens are a list of items,
+separate from the
 slots: several trajectories with different advantages may train one shared token. The trainer
 computes logits only at the parents of trained tokens. `packed_format.py` lists every array.
 
-A sequence longer than a row is refused, left out or cut, as `packing.too_long` says (`prepare.py`).
+A sequence longer than a row is refused, left out or cut, according to `packing.too_long`
+(`prepare.py`).
 """

@@ -27,7 +27,7 @@ from tandem.spool.schema import (
 
 LIMITS = {"deadline_seconds", "stall_seconds", "max_attempts"}
 RATES = {"sft": 2e-4, "dpo": 2e-5}
-"""The learning rate of a training that names none."""
+"""The learning rate if the training sets none."""
 
 
 class TrainingConfig(Record):
@@ -37,23 +37,23 @@ class TrainingConfig(Record):
     run: RunName
     data: str  # a file of examples or pairs; docs/data.md lists the formats
     format: str = "auto"
-    # A file, or a share of `data`, whose loss is computed but not trained.
+    # A file, or a fraction of `data`, whose loss is computed but not trained on.
     held_out: float | str | None = Field(default=None, union_mode="left_to_right")
     epochs: int = Field(default=1, ge=1)
     batch_size: int = Field(default=32, ge=1)  # examples or pairs per optimizer step
     learning_rate: float | None = Field(default=None, gt=0)  # default: 2e-4 for SFT, 2e-5 for pairs
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup: float = Field(default=0.03, ge=0)  # optimizer steps, or below 1 the share of all
-    floor: float = Field(default=0.0, ge=0, le=1)  # share of the learning rate at the end
+    warmup: float = Field(default=0.03, ge=0)  # optimizer steps; below 1, the fraction of all steps
+    floor: float = Field(default=0.0, ge=0, le=1)  # fraction of the learning rate at the end
     checkpoint_every: int = Field(default=100, ge=1)  # optimizer steps of a job
-    evaluate_every: int = Field(default=1, ge=1)  # jobs from one held-out loss to the next
+    evaluate_every: int = Field(default=1, ge=1)  # number of jobs between two held-out losses
     sequence_length: int = PackingSettings.model_fields["sequence_length"].default
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"
-    trainable: Trainable = "lora"  # this and `lora` describe a run that does not exist yet
+    trainable: Trainable = "lora"  # `trainable` and `lora` describe a run that does not exist yet
     lora: LoraShape | None = None
     optimizer: OptimizerSettings = OptimizerSettings()  # Adam's other settings
-    chat_template_kwargs: JsonObject = Field(default_factory=dict)  # where a record has none
-    seed: int = Field(default=0, strict=True)  # of the order of the examples
+    chat_template_kwargs: JsonObject = Field(default_factory=dict)  # for records without their own
+    seed: int = Field(default=0, strict=True)  # seed of the examples' order
     # `deadline_seconds`, `stall_seconds` and `max_attempts` limit each job.
     deadline_seconds: float = Field(default=86400.0, gt=0)
     stall_seconds: float = Field(default=600.0, gt=0)
@@ -90,9 +90,9 @@ class DPOTraining(TrainingConfig):
 
 @dataclass(frozen=True)
 class Slice:
-    """A job of the chain: optimizer steps [first, last) of the whole training. They are a part of
-    one epoch, or several whole epochs. In each epoch the trainer visits the batches of these steps
-    in another order."""
+    """A job of the chain: optimizer steps [first, last) of the whole training. The steps are a part
+    of one epoch, or several whole epochs. In each epoch the trainer visits the batches of these
+    steps in another order."""
 
     number: int
     first: int
@@ -155,7 +155,7 @@ class ChainPlan:
             and config.loss.kind != "simpo"
             and config.loss.reference == "start"
         ):
-            # One reference for the whole chain.
+            # The whole chain has one reference.
             loss = config.loss.model_copy(update={"reference": start})
         rate = config.learning_rate or RATES[config.kind]
         evaluated = (part.number + 1) % config.evaluate_every == 0 or part.number + 1 == len(
@@ -181,8 +181,8 @@ class ChainPlan:
         }
 
     def as_given(self, error: InvalidInput, part: Slice) -> InvalidInput:
-        """Rewrites a refusal of `examples.17.messages` to name the place in the file and the
-        training's own names of settings."""
+        """Rewrites a refusal of `examples.17.messages`, so that it names the place in the file and
+        uses the setting names of `TrainingConfig`."""
         error = type(error)(error.message.replace("packing.", ""), field=error.field)
         name, index, *rest = [*(error.field or "").split("."), ""]
         if name == "packing":
@@ -201,13 +201,13 @@ class ChainPlan:
         order = list(self._indices)
         random.Random(f"{self.config.seed} {epoch}").shuffle(order)
         size = self.config.batch_size
-        # with several epochs: of all epochs
+        # a slice of several epochs has the records of each epoch
         return order[step * size : (step + part.last - part.first) * size]
 
 
 def slices(total: int, per_epoch: int, most: int) -> list[Slice]:
-    """The jobs of `total` optimizer steps. Each has as many whole epochs as fit into `most` steps,
-    or a part of one epoch."""
+    """The jobs of `total` optimizer steps. Each job has as many whole epochs as fit into `most`
+    steps, or a part of one epoch."""
     block = max(1, most // per_epoch) * per_epoch
     firsts = [
         first
@@ -218,8 +218,8 @@ def slices(total: int, per_epoch: int, most: int) -> list[Slice]:
 
 
 def _checked(path: str, config: SFTTraining | DPOTraining) -> Examples:
-    """The file, after every record's shape was checked: no record may be refused when half of them
-    have trained."""
+    """The opened file. Every record's shape is checked first, so that no record is refused in the
+    middle of the training."""
     examples = Examples(path, config.format, config.kind, config.chat_template_kwargs)
     for index in range(len(examples)):
         examples.parse(index)

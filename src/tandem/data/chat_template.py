@@ -1,9 +1,9 @@
-"""Tokenises conversations by the model's own tokenizer and chat template, and marks the trained
-tokens by the rules of docs/data.md.
+"""Tokenises conversations with the model's own tokenizer and chat template, and marks the trained
+tokens by the rules in docs/data.md.
 
-Many texts are tokenised at once, and each conversation only once. To find the border between
-context and trained text among the tokens, the text from the last special token up to the border is
-tokenised alone: tokenizers never merge over special tokens.
+Many texts are tokenised at once, and each conversation only once. To find the token at which
+trained text begins, the text from the last special token up to that place is tokenised alone. The
+result is exact, because tokenizers never merge across special tokens.
 """
 
 import re
@@ -31,7 +31,7 @@ _COMMENT, _GENERATION = (
     re.compile(r"\{%-?\s*generation\s*-?%\}"),
 )
 _SHORT = 64  # characters
-# transformers' imports, and its trackers of {% generation %}, are not thread-safe.
+# transformers' imports and its tracking of {% generation %} blocks are not thread-safe.
 _one_at_a_time = threading.Lock()
 
 
@@ -42,7 +42,8 @@ def _has_marks(template: str) -> bool:
 
 @lru_cache(maxsize=2)
 def load_tokenizer(path: str) -> Any:
-    """transformers' tokenizer of a directory or hub name, read once; needs no torch."""
+    """transformers' tokenizer of a directory or hub name. The tokenizer is read once and needs no
+    torch. Raises InvalidInput if the tokenizer can't be loaded."""
     try:
         with _one_at_a_time:
             # Imported here, because it takes seconds and RL doesn't need it.
@@ -62,14 +63,14 @@ class SequenceText:
     text: str
     # The trained characters [start, end), and the name of each span in errors.
     spans: list[tuple[int, int, str]]
-    marked: bool = False  # marks of the template enclose them
+    marked: bool = False  # whether marks of the chat template enclose `spans`
     lead: list[int] = field(default_factory=list)  # tokens before the text
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation: `messages` as a chat template gets them, and `options`, further variables
-    that the template reads."""
+    """A conversation. `messages`: in the form that a chat template reads; `options`: further
+    variables of the template."""
 
     template: str
     messages: list[dict[str, Any]]
@@ -79,7 +80,7 @@ class Conversation:
 
 
 class Renderer:
-    """A tokenizer, with the values that are computed from it once."""
+    """A tokenizer, with values that are computed from it once and reused."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.encoder = tokenizer, Encoder(tokenizer)
@@ -90,30 +91,31 @@ class Renderer:
             if token.special
         }
         self.endings = tuple(special.values())
-        # Tokenizers take the leftmost special token, and the longest of several that begin there.
+        # A tokenizer matches the leftmost special token; of several that begin at the same
+        # character, it matches the longest.
         self.marks = re.compile(
             "|".join(re.escape(text) for text in sorted(self.endings, key=len, reverse=True))
             or "$^"
         )
-        # The last entry stands for all higher ids.
+        # The last entry stands for all token ids above the highest special one.
         self.special = np.zeros(max(special, default=0) + 2, bool)
         self.special[list(special)] = True
         self.lead = [
             number for number in tokenizer("").input_ids if number == tokenizer.bos_token_id
         ]
         self.shows_tools = False  # whether the template is known to render tools
-        # Templates and roles, each as the first message or a later one, because some templates
-        # render a role only as the first.
+        # Pairs of template and role that render content, separately for the first message and later
+        # ones, because some templates render a role only as the first message.
         self._shown = set[tuple[str, str, bool]]()
-        # Template -> the text between a turn (with calls or without) and the next message, up to a
+        # (Template, whether the turn has calls) -> the text from the end of a turn to the next
         # token at which vLLM stops.
         self._after = dict[tuple[str, bool], str]()
-        # Most borders come after the same few words, such as "assistant\n".
+        # Most such texts are a few common words, such as "assistant\n".
         self._encode_short = lru_cache(maxsize=4096)(self.encoder.encode)
 
     def text(self, prompt: str, completion: str, name: str) -> SequenceText:
-        """A text as vLLM's completions API would tokenise and end it: after BOS if the tokenizer
-        adds it, and ended by EOS if there is one."""
+        """A prompt and its completion, as vLLM's completions API would tokenise and end them: BOS
+        first if the tokenizer adds it, EOS last if there is one."""
         eos = self.tokenizer.eos_token or ""
         whole = prompt + completion + ("" if completion.rstrip().endswith(eos) else eos)
         lead = (
@@ -131,8 +133,9 @@ class Renderer:
         tools: Any,
         options: Mapping[str, Any],
     ) -> list[SequenceText]:
-        """The texts of a conversation. Messages in `trained` are trained; errors call the messages
-        `names`.
+        """The texts of a conversation. Messages in `trained` are trained. Errors refer to the
+        messages by `names`. Raises InvalidInput if the tokenizer has no chat template or the
+        template refuses the conversation.
 
         Args:
             options: see `Conversation`.
@@ -152,12 +155,12 @@ class Renderer:
         return sources
 
     def _check_roles(self, chat: Conversation, last: int) -> None:
-        """Refuses a message of a role that the template skips, at its place or everywhere: the
+        """Refuses a message whose role the template skips, at this place or everywhere, because the
         message would vanish."""
         plain, names = chat.messages[: last + 1], chat.names
         for i, message in enumerate(plain):
             seen = chat.template, message["role"], i == 0
-            # Some templates drop the content of messages with calls.
+            # Some templates leave out the content of messages with calls.
             if not message["content"] or "tool_calls" in message or seen in self._shown:
                 continue
             other = [*plain[:i], message | {"content": message["content"] + "?"}, *plain[i + 1 :]]
@@ -195,9 +198,9 @@ class Renderer:
         return SequenceText(text, [(start, end, last) for start, end in spans], marked=True)
 
     def _turns(self, chat: Conversation, trained: set[int]) -> list[SequenceText]:
-        """The texts of a template without marks. Turns that continue one another share a text. So
-        the trained tokens are exact even if the template renders old messages differently (Qwen3
-        leaves out old reasoning).
+        """The texts of a template without marks. Turns share one text if a later turn's prompt
+        continues the earlier turn. So the trained tokens are exact even if the template renders old
+        messages differently (Qwen3 leaves out old reasoning).
         """
         sources: list[SequenceText] = []
         plain = chat.messages
@@ -222,9 +225,10 @@ class Renderer:
         return sources
 
     def _ended(self, chat: Conversation, message: dict[str, Any], completion: str) -> str:
-        """The completion up to the token at which vLLM stops, if the template has such a token."""
+        """The completion, cut after the token at which vLLM stops, if the template writes such a
+        token."""
         end = len(completion.rstrip())
-        # the length of the special tokens at its end, and of the white space between them
+        # the length without trailing special tokens and the white space between them
         begin = end
         while before := next(
             (mark for mark in self.endings if completion.endswith(mark, 0, begin)), None
@@ -235,7 +239,7 @@ class Renderer:
             for mark in self.marks.finditer(completion, begin, end)
             if mark[0] in self.stops.texts
         ]
-        # A stop token that the message itself ends with does not end the turn.
+        # A stop token at the end of the message's own content does not end the turn.
         if message["content"].rstrip().endswith(self.endings):
             stops = [stop for stop in stops if stop == end]
         if stops:
@@ -253,7 +257,7 @@ class Renderer:
         messages = [Message.model_validate(one) for one in said]
         try:
             (source,) = self.chat(messages, ["", ""], {1}, None, {})
-        except InvalidInput:  # it asks for more variables, such as tools
+        except InvalidInput:  # the template asks for more variables, such as tools
             return True
         start, end, _ = source.spans[-1]
         return any(
@@ -261,8 +265,8 @@ class Renderer:
         )
 
     def _after_turn(self, chat: Conversation, message: dict[str, Any]) -> str:
-        """The beginning of the next message, up to a token at which vLLM stops, such as GLM-4.5's
-        `<|user|>`; "" if it begins with no such token."""
+        """The beginning of the message after a turn, up to a token at which vLLM stops, such as
+        GLM-4.5's `<|user|>`; "" if the message does not begin with such a token."""
         # Some templates leave out the reasoning of answers before the last one.
         last = {name: value for name, value in message.items() if name not in REASONING}
         following = {"role": "user", "content": "?"}
@@ -289,7 +293,7 @@ class Renderer:
         generation: bool = False,
         marks: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The rendered text, and the spans that its marks enclose."""
+        """The rendered text, and the spans that the template's {% generation %} blocks enclose."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -309,14 +313,14 @@ class Renderer:
         return text, spans[0] if marks else []
 
     def finish(self, source: SequenceText, ids: Int32) -> list[LinearSequence]:
-        """The sequences of a text, from its tokens."""
+        """The sequences of a text, made from its tokens `ids`, int32 [tokens]."""
         at = np.flatnonzero(self.special[np.minimum(ids, len(self.special) - 1)])
         spans = [match.span() for match in self.marks.finditer(source.text)]
         ends = [end for _, end in spans] if len(spans) == len(at) else []
 
         def index(position: int) -> int | None:
-            """The index of the token that begins at this character. The tokens before it must equal
-            the tokens of the text before it."""
+            """The index of the token that begins at character `position`. None if the tokens before
+            the index differ from the tokens of the text before `position`."""
             if position == len(source.text):
                 return len(ids)
             before = bisect_right(ends, position) - 1
@@ -335,8 +339,8 @@ class Renderer:
         return [_sequence(source, ids, trained, source.spans[-1][2])]
 
     def _apart(self, source: SequenceText) -> list[LinearSequence]:
-        """The sequences of a text in which a token spans a border. Sampling starts after the
-        prompt's own tokens, so each trained text is tokenised by itself."""
+        """The sequences of a text in which a token crosses the border of a trained span. Sampling
+        starts after the prompt's own tokens, so each trained span is tokenised by itself."""
         found = []
         for start, end, name in source.spans:
             prompt, whole = (
@@ -346,8 +350,8 @@ class Renderer:
             if not np.array_equal(whole[: len(prompt)], prompt):
                 completion = source.text[start:end]
                 alone = self.encoder.encode(completion)
-                # Some tokenizers begin each text with a space, and leave the space out when they
-                # decode that text alone.
+                # Some tokenizers prepend a space to each text, and drop the space again when they
+                # decode the text alone.
                 decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
                 if source.marked or decode([*prompt, *alone]) != decode(prompt) + completion:
                     problem = (

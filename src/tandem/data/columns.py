@@ -1,5 +1,5 @@
-"""Reads columns of a record: texts, JSON, and the messages that they become. Imports no numpy and
-no torch."""
+"""Reads columns of a record: texts, JSON, and columns that become messages. Imports no numpy and no
+torch."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ Record = Mapping[str, Any]
 
 
 def json_value(value: Any, field: str) -> Any:
-    """The value of a column that holds JSON as text."""
+    """The value of a column that holds JSON as text. Raises InvalidInput (field `field`) if the
+    text is not JSON."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -19,7 +20,8 @@ def json_value(value: Any, field: str) -> Any:
 
 
 def text(record: Record, *names: str) -> str:
-    """The first of these columns that has a value; "" if none has."""
+    """The first of these columns that has a value; "" if all are empty. Raises InvalidInput if the
+    column's value is not a text."""
     name = next((name for name in names if record.get(name) is not None), None)
     value = "" if name is None else record[name]
     if not isinstance(value, str):
@@ -28,7 +30,8 @@ def text(record: Record, *names: str) -> str:
 
 
 def turns(*contents: str) -> list[dict[str, Any]]:
-    """The roles system, user, assistant, user, ...; without system if that message is empty."""
+    """Messages with the roles system, user, assistant, user, ...; an empty system message is left
+    out."""
     roles = ["system"] + ["user", "assistant"] * len(contents)
     found = [
         {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
@@ -41,7 +44,8 @@ def answer(content: str) -> list[dict[str, Any]]:
 
 
 def asked(record: Record) -> list[dict[str, Any]]:
-    """The messages before the answer, from an alpaca record or a question."""
+    """The messages before the answer, from an alpaca record or a record with a question. Raises
+    InvalidInput if `history` is not a list of [question, answer]."""
     try:
         history = [
             part for question, reply in record.get("history") or () for part in (question, reply)
@@ -55,6 +59,6 @@ def asked(record: Record) -> list[dict[str, Any]]:
 
 
 def led(lead: list[dict[str, Any]], messages: Any) -> Any:
-    """`messages` after the messages of `lead`, unless they begin with them; a value that is not a
-    list is returned as it is."""
+    """`lead` followed by `messages`, unless `messages` already begins with `lead`. A value that is
+    not a list is returned unchanged."""
     return lead + messages if isinstance(messages, list) and messages[:1] != lead else messages

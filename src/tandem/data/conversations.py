@@ -1,5 +1,5 @@
-"""Turns conversations of files into lists of OpenAI's messages. It reads sharegpt's format,
-ms-swift's, Anthropic's, and texts that contain calls and tools' answers. Imports no numpy and no
+"""Turns conversations of files into lists of OpenAI's messages. The formats are sharegpt's,
+ms-swift's and Anthropic's, and texts that contain calls and tools' answers. Imports no numpy and no
 torch.
 """
 
@@ -32,9 +32,9 @@ _SWITCHES = ("loss", "training")
 
 
 def chat(value: Any, field: str) -> Any:
-    """The messages from a list of messages, a single message, or the JSON text of either; each is
-    OpenAI's {role, content} or sharegpt's {from, value}. Other values are checked later, with the
-    example."""
+    """The messages from a list of messages, a single message, or the JSON text of either. A message
+    is OpenAI's {role, content} or sharegpt's {from, value}. Other values are checked later, with
+    the example."""
     if isinstance(value, str):
         found = decoded(value)
         items = found if isinstance(found, list) else []
@@ -49,7 +49,7 @@ def chat(value: Any, field: str) -> Any:
         for one, calls_only in _messages(item, f"{field}.{i}"):
             before = messages[-1] if messages else None
             if calls_only and isinstance(before, dict) and before.get("role") == "assistant":
-                # One turn: the words before the calls, and parallel calls.
+                # Text before the calls, and parallel calls, belong to one turn.
                 calls = [*before.get("tool_calls", ()), *one["tool_calls"]]
                 messages[-1] = before | one | {"tool_calls": calls}
             else:
@@ -58,8 +58,8 @@ def chat(value: Any, field: str) -> Any:
 
 
 def _messages(item: Any, field: str) -> list[tuple[Any, bool]]:
-    """The messages of an item of a conversation, and whether each message has only the calls of its
-    own turn."""
+    """The messages of one item of a conversation. With each message: whether it has only calls,
+    which join an assistant's message right before it."""
     if not isinstance(item, dict) or (
         item.keys() == {"role", "content"}
         and isinstance(item["content"], str)
@@ -71,7 +71,7 @@ def _messages(item: Any, field: str) -> list[tuple[Any, bool]]:
         both = (("user", item["human"]), ("assistant", item["assistant"]))
         return [({"role": role, "content": text}, False) for role, text in both]
     names = {name.lower(): name for name in item}
-    # Axolotl's pygmalion calls it role.
+    # Axolotl's pygmalion calls this key `role`.
     speaker = names.get("from") or (names.get("role") if "value" in names else None)
     shared = speaker is not None and "content" not in item
     if shared and speaker is not None:
@@ -100,7 +100,7 @@ def _messages(item: Any, field: str) -> list[tuple[Any, bool]]:
 
 
 def _called(item: dict[str, Any], field: str) -> dict[str, Any]:
-    """The message for a call, or several calls, whose text is their JSON."""
+    """The message for an item whose text is the JSON of one or several calls."""
     text = item.pop("content")
     calls = decoded(text)
     if not isinstance(calls, dict | list):
@@ -113,8 +113,8 @@ def _called(item: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _written(item: dict[str, Any]) -> list[dict[str, Any]]:
-    """The calls and tools' answers between Hermes' tags in a text, as messages; if a tag holds no
-    call, the text as it is."""
+    """The calls or tools' answers between Hermes' tags in a text, as messages. If the text between
+    tags is not a call, the message is returned unchanged."""
     text = item["content"]
     if item["role"] == "assistant" and "tool_calls" not in item:
         calls = [_literal(one) for one in _ONE_CALL.findall(text)]
@@ -144,7 +144,8 @@ def _is_call(value: Any) -> bool:
 
 
 def _anthropic(item: dict[str, Any], field: str) -> list[dict[str, Any]]:
-    """The messages of a message with Anthropic's parts; other messages as they are."""
+    """The messages for one message with Anthropic's content parts; other messages are returned
+    unchanged."""
     parts = item["content"]
     kinds = {part.get("type") for part in parts if isinstance(part, dict)}
     if not kinds & {"tool_use", "tool_result", "thinking"}:

@@ -1,5 +1,5 @@
-"""The data of a session: sequences with a target and a factor at each position, optionally with a
-sampler's log-prob, and the losses that clients of Tinker's API name.
+"""The data of a session: sequences with a target and a factor at each position, and optionally the
+sampler's log-probs. Also the losses, by the names of Tinker's API.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +18,10 @@ from tandem.errors import InvalidInput
 from tandem.spool.schema import PassRequest, RLLoss, SFTLoss
 
 SHORTEST_ROW, USUAL_ROW = 128, 4096
-"""Slots of a row. Both are powers of two, so that few lengths are compiled. An 8 B model computes
-rows of 2,048 slots a third slower than rows of 4,096."""
+"""Slots of a row. Both lengths are powers of two, so that few lengths are compiled. An 8 B model
+computes rows of 2,048 slots a third slower than rows of 4,096."""
 MOST_TOKENS = 2**20
-# Tandem's losses bound the ratio by e^20, so a bound of this value never acts.
+# Tandem's losses clamp the ratio at e^20, so a bound of this value has no effect.
 _NO_BOUND = 1e9
 _Bounds = tuple[float, float]
 _BOUNDS: dict[str, _Bounds] = {
@@ -47,11 +47,11 @@ _CONFIG = {
 
 @dataclass(frozen=True)
 class Datum:
-    """One sequence of a session. `tokens` [n]; `targets[i]` is predicted from the tokens up to and
-    including `i`. `factors` [n]: the weights for cross-entropy, the advantages for other losses.
-    `logprobs` [n]: the sampler's log-probs in nats, which every loss but cross-entropy needs.
-    `sequence_ratio_mask` [n], which GSPO needs: nonzero at each position whose log-ratio is part of
-    the sequence's ratio."""
+    """One sequence of a session. `tokens` [n]: int32 token ids; `targets` [n]: `targets[i]` is
+    predicted from `tokens[: i + 1]`. `factors` [n]: the weights for cross-entropy, the advantages
+    for other losses. `logprobs` [n]: the sampler's log-probs in nats, which every loss but
+    cross-entropy needs. `sequence_ratio_mask` [n], which GSPO needs: nonzero at each position whose
+    log-ratio is part of the sequence's ratio."""
 
     tokens: Int32
     targets: Int32
@@ -113,9 +113,9 @@ def pass_request(
     vocab_size: int,
     longest: int = MOST_TOKENS,
 ) -> tuple[PassRequest, Callable[[Path], str]]:
-    """The request, and the function that writes its packed arrays, as `RequestLog.append` takes
-    them. The same data gives the same bytes. Raises InvalidInput (fields `data.<i>...`) for data
-    that can't be computed.
+    """The request, and the function that writes its packed arrays, in the form in which
+    `RequestLog.append` takes them. The same data gives the same bytes. Raises InvalidInput (fields
+    `data.<i>...`) for data that can't be computed.
     """
     loss = named_loss(loss_name, config)
     if not data:
@@ -177,8 +177,8 @@ def _check(datum: Datum, loss: SFTLoss | RLLoss, vocab_size: int, longest: int, 
 
 
 def _sequence(datum: Datum) -> LinearSequence:
-    """The datum as a sequence in which every position is an item. The last target takes the slot
-    after the last token."""
+    """The datum as a sequence in which every position is an item. The last target is stored in the
+    slot after the last token."""
     logprobs = datum.logprobs
     if logprobs is not None and datum.sequence_ratio_mask is not None:
         logprobs = np.where(datum.sequence_ratio_mask != 0, logprobs, np.nan)
@@ -192,8 +192,9 @@ def _sequence(datum: Datum) -> LinearSequence:
 
 
 def _groups(sequences: Sequence[LinearSequence]) -> list[int]:
-    """Groups for the packer, numbered by their first sequences. Neighbours in lexicographic order
-    form a group if they share at least half of the shorter one, as samples of one prompt do."""
+    """Groups for the packer, numbered by the index of their first sequence. Sequences that are
+    neighbours in lexicographic order form a group if they share at least half of the shorter
+    sequence, as samples of one prompt do."""
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tokens.tolist())
     leader = {order[0]: order[0]}
     for before, after in pairwise(order):
@@ -205,7 +206,7 @@ def _groups(sequences: Sequence[LinearSequence]) -> list[int]:
 
 
 def _row_length(lengths: Sequence[int]) -> int:
-    """Slots of a row, a power of two: enough for all sequences, but not more than usual unless the
-    longest sequence needs it."""
+    """Slots of a row, a power of two. A row holds all sequences, but has more than USUAL_ROW slots
+    only if the longest sequence needs them."""
     wanted = max(SHORTEST_ROW, *lengths, min(sum(lengths), USUAL_ROW))
     return int(1 << (wanted - 1).bit_length())

@@ -1,21 +1,22 @@
-"""Turns the ways in which people and clients write a message, a call or a tool into OpenAI's.
-Imports no numpy and no torch.
+"""Converts other spellings of a message, a call or a tool to OpenAI's form. Imports no numpy and no
+torch.
 
-Values that are wrong in other ways stay as they are: `tandem.data.examples` refuses them.
+Other wrong values stay unchanged: `tandem.data.examples` refuses such values.
 """
 
 import json
 from typing import Any
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""The keys under which clients and templates put a message's reasoning."""
+"""The keys under which clients and templates store a message's reasoning."""
 _PLAIN = {"role", "content"}
-# More nested encodings as JSON do not occur.
+# The most times that a value may be encoded as JSON within JSON.
 _ENCODINGS = 3
 
 
 def decoded(value: Any) -> Any:
-    """The value of JSON text, even if it was encoded twice; other text as it is."""
+    """The value of JSON text, even if the value was encoded twice; other text is returned
+    unchanged."""
     for _ in range(_ENCODINGS):
         if not isinstance(value, str):
             break
@@ -27,13 +28,13 @@ def decoded(value: Any) -> Any:
 
 
 def message(item: Any) -> Any:
-    """A message with OpenAI's keys, without keys that clients write but that have no value."""
+    """A message with OpenAI's keys. Keys without a value are left out."""
     if not isinstance(item, dict) or (
         item.keys() == _PLAIN and isinstance(item["content"], str) and item["role"] != "function"
     ):
         return item
     made = {key: value for key, value in item.items() if value not in (None, "", [], {})}
-    # The content of a tool may be one of these.
+    # The content of a tool message may be an empty value.
     made |= {key: item[key] for key in ("role", "content") if item.get(key) is not None}
     _say_reasoning(made)
     _say_calls(made)
@@ -73,12 +74,12 @@ def _is_parts(content: Any) -> bool:
 
 
 def call(value: Any) -> Any:
-    """A call as OpenAI writes it; `{name, arguments}` alone is accepted too."""
+    """A call in OpenAI's form; a plain `{name, arguments}` is accepted too."""
     if not isinstance(value, dict):
         return value
     if "function" not in value and "name" in value:
         return {"function": value}
-    # Streams number calls.
+    # In streams, calls also have a number (`index`).
     kept = {key: one for key, one in value.items() if key != "index" and one is not None}
     if isinstance(kept.get("function"), str):
         kept["function"] = decoded(kept["function"])
@@ -86,9 +87,9 @@ def call(value: Any) -> Any:
 
 
 def tool(value: Any) -> Any:
-    """A tool as vLLM renders it: these keys in this order, null for an absent key, and no `strict`,
-    which the rollout door removes. `{name, parameters}` alone and Anthropic's form are accepted
-    too."""
+    """A tool in the form in which vLLM renders it: fixed keys in a fixed order, null for an absent
+    key. `strict` is left out, because the rollout door removes it. `{name, parameters}` alone and
+    Anthropic's form are accepted too."""
     value = decoded(value)
     if not isinstance(value, dict):
         return value

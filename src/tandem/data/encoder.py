@@ -1,6 +1,6 @@
-"""Turns texts into token ids by the model's own tokenizer. The package fastokens is many times as
-fast. It is used if it gives the same tokens for a sample of text; texts that it can't encode go to
-the model's tokenizer."""
+"""Turns texts into token ids by the model's own tokenizer. The package fastokens is many times
+faster. fastokens is used only if it gives the same tokens for a sample of text. Texts that it can't
+encode are encoded by the model's tokenizer."""
 
 from itertools import pairwise
 from typing import Any
@@ -19,8 +19,8 @@ _SAMPLE = (
 
 
 class Encoder:
-    """Encodes texts. `tokenizer`: transformers' own. No special tokens are added; special tokens in
-    a text are recognised."""
+    """Encodes texts. `tokenizer`: the tokenizer of transformers. No special tokens are added;
+    special tokens in a text are recognised."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -31,13 +31,15 @@ class Encoder:
         self._fast = self._checked()
 
     def encode(self, text: str) -> Int32:
+        """The token ids of a text, int32 [tokens]."""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: list[str]) -> list[Int32]:
+        """The token ids of each text, int32 [tokens]."""
         if self._fast is not None:
             try:
                 return _flat(self._fast, texts)
-            except ValueError:  # a limit of its regular expressions
+            except ValueError:  # fastokens refuses a regular expression of this tokenizer
                 pass
         return self._exact(texts)
 
@@ -53,7 +55,7 @@ class Encoder:
 
     def _checked(self) -> Any:
         """fastokens' tokenizer; None if it is not installed, can't read this tokenizer, or gives
-        other tokens."""
+        different tokens."""
         if self._backend is None:
             return None
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]

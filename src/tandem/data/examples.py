@@ -52,7 +52,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _joined(content: Any) -> Any:
-    """The text of a list of content parts, joined as vLLM joins it."""
+    """The text of a list of content parts, joined in vLLM's way."""
     if not isinstance(content, list):
         return content
     for i, part in enumerate(content):
@@ -75,14 +75,14 @@ JsonObject = Annotated[
 
 
 class FunctionCall(Record):
-    """A function's call. `arguments`: a JSON object, or its text, as OpenAI writes it."""
+    """A function's call. `arguments`: a JSON object, or its text, which is OpenAI's form."""
 
     name: Name = Field(min_length=1)
     arguments: Annotated[JsonObject, BeforeValidator(_parsed)] = Field(default_factory=dict)
 
 
 class ToolCall(Record):
-    """A call as OpenAI writes it; `{name, arguments}` alone is accepted too."""
+    """A call in OpenAI's form; a plain `{name, arguments}` is accepted too."""
 
     id: Name | None = None
     type: Literal["function"] = "function"
@@ -95,9 +95,9 @@ class ToolCall(Record):
 
 
 class Message(Record):
-    """A message as OpenAI writes it. `content`: text, or a list of text parts; for a tool any JSON.
-    `reasoning_content` may be called `reasoning` or `thinking`, and `tool_calls` may be called
-    `function_call`. Keys without a value count as absent. `weight` 0 or `train` false: this
+    """A message in OpenAI's form. `content`: text, or a list of text parts; for a tool message any
+    JSON. `reasoning_content` may be called `reasoning` or `thinking`, and `tool_calls` may be
+    called `function_call`. Keys without a value count as absent. `weight` 0 or `train` false: this
     assistant's message is context only.
     """
 
@@ -140,8 +140,8 @@ class Message(Record):
         return self.role == "assistant" and self.weight != 0 and self.train is not False
 
     def for_template(self) -> dict[str, Any]:
-        """The message as vLLM gives it to a chat template; reasoning under each name that templates
-        read."""
+        """The message in the form in which vLLM passes it to a chat template. The reasoning is
+        under each name that templates read."""
         message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
@@ -183,15 +183,15 @@ def _check_no_template(item: "SFTExample | PreferencePair") -> None:
 class SFTExample(Record):
     """An example in one of these forms; `tandem.data.render` turns it into tokens:
 
-    - `messages`, and optionally `tools` and `chat_template_kwargs` (variables that the chat
-      template reads, as vLLM's requests have them): the assistant's messages are trained;
+    - `messages`, and optionally `tools` and `chat_template_kwargs` (variables for the chat
+      template, as in vLLM's requests): the assistant's messages are trained;
     - `prompt` and `completion`, both texts or both messages (with `tools`): the completion is
       trained;
     - `text`: everything but its first token is trained;
     - `token_ids` with `trainable`, a flag for each (the first is false, since nothing predicts the
       first token);
-    - `token_ids` with `weights`, for each the factor of its loss, of either sign (the first is 0),
-      and optionally `targets`, for each the token to predict in its place.
+    - `token_ids` with `weights`: for each token the factor of its loss, of either sign (the first
+      is 0); optionally also `targets`: for each token the token to predict in its place.
 
     `weight` multiplies the loss of each trained token."""
 
@@ -269,9 +269,10 @@ class SFTExample(Record):
 
 
 class PreferencePair(Record):
-    """Two completions of a prompt; `chosen` is the better one. All are texts, or lists of messages.
-    Without `prompt`, the common beginning of the two is the prompt. A completion of messages begins
-    and ends with the assistant; tools' answers in between are context.
+    """Two completions of a prompt; `chosen` is the better one. All three fields are texts, or all
+    are lists of messages. Without `prompt`, the common beginning of `chosen` and `rejected` is the
+    prompt. A completion that is a list of messages begins and ends with an assistant's message;
+    tools' answers between them are context.
     """
 
     prompt: TextOrMessages | None = None
@@ -320,21 +321,22 @@ class Rendering(Record):
     """A preview of an example or a pair: how it is trained, or why it is refused.
 
     Attributes:
-        parts: for each sequence (a pair has two) its texts and their weights in the loss, 0 for
-            context.
-        lengths: the sequences' tokens.
-        slots: the slots that must fit a row: those of the longest sequence, or of a pair with the
-            common beginning of its two sequences counted once.
+        parts: for each sequence (a pair has two sequences) its texts, each with its weight in the
+            loss, 0 for context.
+        lengths: the number of tokens of each sequence.
+        slots: the slots that a row needs for the longest sequence. For a pair, the slots of both
+            sequences, with their common beginning counted once.
         trained: the number of trained tokens.
-        left_out: parts for which the chat template has no place: `reasoning` of a trained message,
-            `tools`.
-        trained_turns: of a conversation.
+        left_out: given fields that the chat template does not render: `reasoning` of a trained
+            message, `tools`.
+        trained_turns: the number of trained turns of a conversation.
         endless_turns: trained turns that do not end with a token at which vLLM stops.
-        empty_thoughts: trained turns that train a thought without a word.
-        control_tokens: how often messages contain the text of each special token, and so the token.
-        endless: what to do about the endless turns.
-        date: today's, if the template prints it.
-        error: why it is refused, at `field`.
+        empty_thoughts: trained turns whose thought contains no word.
+        control_tokens: for each special token, how often messages contain its text, which becomes
+            the token itself.
+        endless: what to do about the turns of `endless_turns`.
+        date: today's date, if the template prints it.
+        error: why the example is refused; `field` names the wrong value.
     """
 
     parts: list[list[tuple[str, float]]] = Field(default_factory=list)

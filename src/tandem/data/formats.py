@@ -54,8 +54,8 @@ def _tokens(record: Record) -> Record:
 
 
 def _preference(record: Record) -> Record:
-    """A text `prompt` beside chosen and rejected messages is the user's message before them, unless
-    they repeat it."""
+    """A `prompt` that is a text, beside lists of chosen and rejected messages, becomes the user's
+    message before these lists, unless the lists repeat it."""
     if "rejected_response" in record or "rejected_messages" in record:
         record = _swift(record)
     names = next(names for names in _CHOSEN_REJECTED if record.keys() >= set(names))
@@ -81,7 +81,7 @@ def _preference(record: Record) -> Record:
             answer(half) if isinstance(half, str) else half for half in (chosen, rejected)
         )
         if isinstance(chosen, list) and len(chosen) > 1 and prompt[-1:] and prompt[-1] in chosen:
-            # Both answers repeat the prompt, or its end.
+            # Both answers repeat the prompt, or its last messages.
             repeated = len(chosen) - chosen[::-1].index(prompt[-1])
             missing = prompt[:-repeated] if prompt[-repeated:] == chosen[:repeated] else []
             prompt, chosen, rejected = None, led(missing, chosen), led(missing, rejected)
@@ -94,8 +94,8 @@ def _is_answered(messages: list[Any]) -> bool:
 
 
 def _swift(record: Record) -> Record:
-    """ms-swift's pair: the conversation, and another end of it; also with Argilla's names of the
-    two."""
+    """ms-swift's pair: a conversation that ends with the chosen answer, and the rejected messages
+    or text. Argilla's names `chosen_response` and `rejected_response` are accepted too."""
     if "chosen_response" in record:
         both = {"chosen": record["chosen_response"], "rejected": record["rejected_response"]}
         return {**record, **both}
@@ -119,7 +119,7 @@ _CHOSEN_REJECTED = (
     ("messages", "rejected_response"),
     ("messages", "rejected_messages"),
 )
-# An empty value is an error here, not an absent one.
+# For these columns an empty value is an error; in other columns it counts as absent.
 _LISTS = {"messages", "conversations", "chosen", "rejected", "prompt", "completion"}
 _TEMPLATE = {"tools", "chat_template_kwargs", "enable_thinking"}
 # Format -> its kind, its conversion, sets of columns (a record must have all columns of one set),
@@ -182,10 +182,11 @@ class Examples:
     """The records of a file, or of a directory of the package datasets, as examples (`kind` "sft")
     or pairs ("dpo").
 
-    `format`: one of `FORMATS`, or auto to take the format that the first record has. `examples[i]`
-    is a record's place and the record in the shape of `SFTExample` or `PreferencePair`, without the
-    columns that its format does not know (`ignored`). `template_kwargs`: template variables of all
-    conversations. InvalidInput names the file, place and field of the mistake.
+    `format`: one of `FORMATS`, or `auto` for the format of the first record. `examples[i]` is a
+    pair: the record's place, and the record in the shape of `SFTExample` or `PreferencePair`.
+    Columns that the format does not use are left out (`ignored`). `template_kwargs`: chat template
+    variables for all conversations. Raises InvalidInput that names the file, the place and the
+    field of the mistake.
     """
 
     def __init__(
@@ -217,7 +218,8 @@ class Examples:
 
     @property
     def nulls(self) -> list[str]:
-        """Places of the rows read so far that lost a null which may mean something."""
+        """Places of the rows read so far in which a null was dropped that may have had a
+        meaning."""
         return list(getattr(self._records, "nulls", ()))
 
     def __getitem__(self, index: int) -> tuple[str, dict[str, Any]]:
@@ -228,7 +230,7 @@ class Examples:
             raise _at(place, error) from error
 
     def parse(self, index: int) -> tuple[str, SFTExample | PreferencePair]:
-        """A record's place, and the record after the controller's own checks."""
+        """A record's place, and the record after it has passed the controller's own checks."""
         place, record = self[index]
         model: type[SFTExample | PreferencePair] = (
             SFTExample if self.kind == "sft" else PreferencePair
@@ -302,8 +304,9 @@ class Examples:
 
 
 def _given(record: Record) -> dict[str, Any]:
-    """The columns that have a value. A name is lower-cased unless another column has that name
-    (Axolotl's oasst uses capitals). Empty lists of pictures and the like are dropped."""
+    """The columns that have a value. Column names are lower-cased, unless another column already
+    has the lower-case name (Axolotl's oasst uses capitals). Empty lists of pictures and the like
+    are dropped."""
     return {
         name if name.lower() in record else name.lower(): value
         for name, value in record.items()
@@ -328,8 +331,8 @@ def _needs(columns: tuple[set[str], ...]) -> str:
 
 
 def _fitting(record: Record, kind: Kind | None) -> list[str]:
-    """The formats whose columns a record has. A record with chosen and rejected is a pair, whatever
-    other columns it has."""
+    """The formats whose required columns the record has. A record with chosen and rejected counts
+    as a pair, even if it also has other columns."""
     given = _given(record).keys()
     fitting = [
         name

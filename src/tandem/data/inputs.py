@@ -1,10 +1,8 @@
 """The input of RL: trajectories as vLLM sampled them, and settings (examples are in
 `tandem.data.examples`). Imports no numpy and no torch.
 
-An OpenAI client gets a trajectory's tokens by sampling with `logprobs=True` and
-`extra_body={"return_token_ids": True}`: for each assistant message the prompt's token ids, the
-sampled token ids and their log-probs. The trainer trains these ids, and never tokenises the text
-again.
+The trainer trains on these ids and never tokenises the text again. The trainer trains these ids,
+and never tokenises the text again.
 """
 
 import re
@@ -24,20 +22,24 @@ from pydantic import (
 from tandem.errors import InvalidInput, from_validation_error
 from tandem.spool.schema import Record
 
-# vLLM's log-probs come from a float32 log-softmax, so rounding may lift the log-prob of a certain
-# token above 0.
+# vLLM's log-probs come from a float32 log-softmax, whose rounding may return a value slightly above
+# 0 for a certain token.
 LOGPROB_SLACK = 1e-4
-# No sampler draws a token of probability e^-100, and the ratio to it would be clamped: nothing
-# would be learned. vLLM's OpenAI server writes -9999 if it has no log-prob for the sampled token.
+# No sampler draws a token with probability e^-100. The ratio to such a probability would be
+# clamped, so nothing would be learned. vLLM's OpenAI server writes -9999 if it has no log-prob for
+# the sampled token.
 LOWEST_LOGPROB = -100.0
-# A smaller weight vanishes in float32, or is negligible beside Adam's eps.
+# A smaller weight vanishes in float32, or is negligible compared with Adam's eps.
 LOWEST_WEIGHT = 1e-6
-# Rewards of a group that differ by less are equal: the difference is rounding of a sum.
+# Rewards of a group that differ by less count as equal, because such a difference is rounding in a
+# sum.
 EQUAL_REWARDS = 1e-6
 MAX_TOKEN_ID = 2**31 - 1  # ids are stored as int32
-MAX_FLOAT32, MIN_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-126  # the least one has all its digits
+# the least one is the smallest normal number
+MAX_FLOAT32, MIN_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-126
 
-# Every list, dict and text of a request has a bound; values that go into a record have a small one.
+# Every list, dict and text of a request has an upper bound. Values that are copied into a record
+# have a small bound.
 MOST_ITEMS = 2**24
 MOST_KEYS = 256
 LONGEST_NAME = 256
@@ -56,7 +58,7 @@ def _check_ids(ids: list[int]) -> list[int]:
 
 
 def _as_float32(value: float) -> float:
-    """The value, or 0 if float32 would lose digits of it, such as exp(-90)."""
+    """The value, or 0 if it is too small for float32 to keep all digits, such as exp(-90)."""
     if abs(value) > MAX_FLOAT32:
         raise ValueError(f"{value} does not fit float32; it may be {MAX_FLOAT32:.7g} at most")
     return value if abs(value) >= MIN_FLOAT32 else 0.0
@@ -64,8 +66,8 @@ def _as_float32(value: float) -> float:
 
 StrictFloat = Annotated[float, Field(strict=True)]
 StoredFloat = Annotated[StrictFloat, AfterValidator(_as_float32)]
-# `fail_fast`, on each long list: otherwise pydantic makes an error for each wrong item, hundreds of
-# times the item's size.
+# With `fail_fast` on long lists, pydantic stops at the first wrong item. Otherwise pydantic makes
+# an error for each wrong item, which takes hundreds of times the item's size.
 TokenIds = Annotated[
     list[Annotated[int, Field(strict=True)]],
     Field(fail_fast=True, max_length=MOST_ITEMS),
@@ -77,17 +79,18 @@ class Turn(Record):
     """One sampled assistant message.
 
     Attributes:
-        prompt_token_ids: its whole context.
+        prompt_token_ids: the token ids of the whole context.
         token_ids: the sampled tokens, the end-of-turn token included.
-        logprobs: of each sampled token, in nats, at the sampling temperature (if that is not 1, run
-            vLLM with `--logprobs-mode processed_logprobs`).
-        policy_step: the checkpoint that sampled it.
-        routed_experts: for a mixture, the experts of each token but the last, as vLLM returns them
-            under `--enable-return-routed-experts` (base64 of NumPy's file format, integers [tokens
+        logprobs: the log-prob of each sampled token, in nats, at the sampling temperature (if the
+            temperature is not 1, run vLLM with `--logprobs-mode processed_logprobs`).
+        policy_step: the step of the checkpoint that sampled the turn.
+        routed_experts: for a mixture, the experts of each token but the last, in the form that vLLM
+            returns with `--enable-return-routed-experts` (base64 of NumPy's file format, integers
+            [tokens
             - 1, layers, experts per token]); training then uses these experts.
-        reward: this turn's, in addition to the trajectory's.
-        advantage: in place of the computed one.
-        advantages: of each sampled token, added to the turn's.
+        reward: the reward of this turn, in addition to the trajectory's.
+        advantage: replaces the computed advantage.
+        advantages: one for each sampled token, added to the turn's advantage.
     """
 
     prompt_token_ids: TokenIds = Field(min_length=1)
@@ -134,12 +137,12 @@ class Turn(Record):
 
 
 class Trajectory(Record):
-    """One sampled conversation. `messages` and `metrics` are for people only; `advantage` replaces
-    the computed one.
+    """One sampled conversation. `messages` and `metrics` are not used for training; `advantage`
+    replaces the computed advantage.
 
     A turn continues the linear sequence of the turn before it if its prompt starts with that turn's
-    prompt and sampled tokens. Any other turn starts another sequence of the trajectory. Both have
-    the same advantage, unless turns have rewards or advantages of their own."""
+    prompt and sampled tokens. Any other turn starts another sequence of the trajectory. Both turns
+    have the same advantage, unless turns have their own rewards or advantages."""
 
     turns: list[Turn] = Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)
     reward: StoredFloat
@@ -156,7 +159,7 @@ class Trajectory(Record):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest turn, its prompt included."""
+        """Tokens of the longest turn, including the turn's prompt."""
         return max(len(turn.prompt_token_ids) + len(turn.token_ids) for turn in self.turns)
 
 
@@ -190,11 +193,11 @@ class AdvantageSettings(Record):
 
 
 class PackingSettings(Record):
-    """`sequence_length`: slots of a row. `too_long`: the treatment of a longer sequence:
+    """`sequence_length`: slots of a row. `too_long`: what happens to a sequence longer than a row:
 
     - refuse: refuse the whole input, naming the trajectory;
     - drop: leave the trajectory out, after computing advantages over its whole group;
-    - truncate: cut off the sequence's end; drop a trajectory without a trained token left.
+    - truncate: cut off the sequence's end; drop a trajectory that then has no trained token.
 
     `PackedData` counts dropped and truncated trajectories."""
 
@@ -203,19 +206,19 @@ class PackingSettings(Record):
 
 
 def _as_dict(response: Any) -> Mapping[str, Any]:
-    # Without warnings: the openai package doesn't validate responses, and vLLM's nulls don't match
-    # its types.
+    # The openai package does not validate responses, and would warn because vLLM's nulls don't
+    # match its types.
     return response if isinstance(response, Mapping) else response.model_dump(warnings=False)
 
 
 def turn_from_openai(response: Any, choice: int = 0) -> Turn:
-    """The turn in choice number `choice` of a response of vLLM's OpenAI server.
+    """The turn in `response`'s choice with index `choice`, from vLLM's OpenAI server.
 
     `response`: an object of the openai package, or the same as a dict; a chat completion
     (`prompt_token_ids` beside `choices`, log-probs in `choices[i].logprobs.content[j].logprob`) or
     a completion (`prompt_token_ids` in the choice, log-probs in
     `choices[i].logprobs.token_logprobs`). A single choice is accepted if it came through the
-    rollout door. Raises InvalidInput (field: the path in the response) if it is incomplete.
+    rollout door. Raises InvalidInput (field: the path in the response) if data is missing.
     """
     data = _as_dict(response)
     choices, where = (
@@ -265,8 +268,8 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
 
 
 def _named_ids(tokens: Sequence[Any]) -> list[int] | None:
-    """The ids of tokens that vLLM's `return_tokens_as_token_ids` names `token_id:<n>`; None for
-    other names."""
+    """The token ids from names of the form `token_id:<n>`, which vLLM writes with
+    `return_tokens_as_token_ids`; None if the names have another form."""
     found = [re.fullmatch(r"token_id:(\d+)", str(token)) for token in tokens]
     return [int(match[1]) for match in found if match] if found and all(found) else None
 
@@ -304,12 +307,12 @@ class TrajectoryBuilder:
         self._turns.append(turn_from_openai(response, choice))
         data = _as_dict(response)
         sampled = data.get("choices", [data])[choice]["message"]
-        # A message with a tool call may have no content.
+        # A message with a tool call may lack content.
         message = {"role": sampled.get("role", "assistant"), "content": sampled.get("content")}
         if sampled.get("tool_calls") is not None:
             message["tool_calls"] = sampled["tool_calls"]
-        # Templates write the reasoning into the next prompt: without it the next turn would not
-        # continue this one.
+        # Chat templates write the reasoning into the next prompt, so without it the next turn would
+        # not continue this turn.
         if reasoning := _reasoning_text(sampled):
             message["reasoning"] = reasoning
         self.messages.append(message)
@@ -323,7 +326,7 @@ class TrajectoryBuilder:
         metrics: Mapping[str, float] | None = None,
         turn_rewards: Sequence[float] | None = None,
     ) -> Trajectory:
-        """The trajectory. Raises InvalidInput without a response, or with a NaN reward.
+        """The trajectory. Raises InvalidInput if no response was added, or if the reward is NaN.
 
         Args:
             turn_rewards: the reward of each sampled turn, in addition to `reward`.

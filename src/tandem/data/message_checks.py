@@ -1,4 +1,4 @@
-"""Refuses messages whose training would teach something else than they say."""
+"""Refuses messages whose training would teach something else than their content."""
 
 from typing import Any
 
@@ -9,7 +9,8 @@ INSTEAD = "give token_ids and trainable instead of messages"
 
 
 def check_blank(messages: list[Message], names: list[str], trained: set[int]) -> None:
-    """Refuses trained messages without content: they would train only the end of a turn."""
+    """Refuses trained messages without content: they would train only the end of a turn. Raises
+    InvalidInput; the field is the message's name."""
     for index in sorted(trained):
         message = messages[index]
         if (
@@ -24,8 +25,9 @@ def check_blank(messages: list[Message], names: list[str], trained: set[int]) ->
 
 
 def check_calls(text: str, messages: list[Any], name: str) -> None:
-    """Refuses messages whose trained text lacks their calls, or lacks the reasoning when there is
-    nothing else."""
+    """Refuses messages whose trained text lacks their calls. Also refuses messages with nothing but
+    reasoning whose trained text lacks it. Raises InvalidInput; the field is the conversation's
+    name."""
     for message in messages:
         said = [call["function"]["name"] for call in message.get("tool_calls", ())]
         if not (said or message["content"]) and message.get("reasoning_content"):

@@ -35,8 +35,8 @@ slots, N items, T trajectories and G groups:
     trajectory_reward     float32 [T]          reward; NaN for SFT
     group_num_items       int32 [G]            items of the group, over all rows
 
-A slot that several trajectories share has one item for each of them. The same arrays give the same
-bytes.
+A slot that several trajectories share has one item for each trajectory that trains it. The same
+arrays give the same bytes.
 """
 
 from contextlib import AbstractContextManager
@@ -86,7 +86,7 @@ class PackedRow:
 
 _ROW_SLOTS = ("tokens", "positions", "subtree_end", "slot_experts")
 _ROW_ITEMS = tuple(field.name for field in fields(PackedRow) if field.name.startswith("item_"))
-# The widest types come first, so that all arrays are aligned.
+# The widest types come first, so that every array is aligned.
 _FIELDS = (
     "format",
     "vocab_size",
@@ -107,7 +107,7 @@ _FIELDS = (
 
 
 def check_size(size: int) -> None:
-    """Raises InvalidInput for packed arrays of more bytes than the file can hold."""
+    """Raises InvalidInput if packed arrays of `size` bytes exceed the limit of the file."""
     if size > LARGEST_BYTES:
         remedy = (
             "make several jobs of it, lower packing.sequence_length, or raise optimizer.batch_size"
@@ -119,8 +119,8 @@ def check_size(size: int) -> None:
 
 def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> str:
     """Writes `arrays` into the directory `out`, which is made if absent and must not hold the file
-    yet; returns the file's SHA-256, lower-case hex. Raises InvalidInput if they are too large.
-    Raises SpoolUnusable if the volume can't take them, and then `out` may hold a part of the file.
+    yet; returns the file's SHA-256, lower-case hex. Raises InvalidInput if the arrays are too
+    large. Raises SpoolUnusable if the volume can't take the file; `out` may then hold a part of it.
     The caller commits `out` by renaming it."""
     arrays = {
         "format": np.array(FORMAT, np.int64),
@@ -131,7 +131,7 @@ def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> str:
     with fs.volume_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         with (out / FILE).open("xb") as file:
-            # NumPy's writer would need all arrays in memory a second time.
+            # NumPy's own writer would need a second copy of all arrays in memory.
             header = {"descr": dtype.descr, "fortran_order": False, "shape": ()}
             npy.write_array_header_1_0(file, header)  # type: ignore[no-untyped-call]
             for name in _FIELDS:
@@ -140,9 +140,9 @@ def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> str:
 
 
 class PackedBatch(AbstractContextManager["PackedBatch"]):
-    """A packed directory, memory-mapped. Slots and items stay on disk; the small arrays are read
-    into memory. After the context or `close()` the process does not map the file, so the directory
-    can be removed on any file system."""
+    """A packed directory, memory-mapped for reading. Slots and items stay on disk; the small arrays
+    are read into memory. After the `with` block or `close()` the file is no longer mapped, so the
+    directory can be removed on any file system."""
 
     def __init__(self, path: Path, arrays: Arrays) -> None:
         self.path = path
@@ -154,12 +154,13 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         self.trajectory_num_items: Int32 = np.array(arrays["trajectory_num_items"])
         self.trajectory_reward: Float32 = np.array(arrays["trajectory_reward"])
         self.group_num_items: Int32 = np.array(arrays["group_num_items"])
-        self._maps = {name: arrays[name] for name in (*_ROW_SLOTS, *_ROW_ITEMS)}  # empty: closed
+        # empty after `close`
+        self._maps = {name: arrays[name] for name in (*_ROW_SLOTS, *_ROW_ITEMS)}
 
     @classmethod
     def open(cls, path: Path, sha256: str | None = None) -> Self:
-        """Maps a packed directory. Raises InvalidInput if the file is missing, is of another
-        format, or is not the one whose SHA-256 `write_packed` gave."""
+        """Maps a packed directory. Raises InvalidInput if the file is missing, has another format,
+        or does not have the SHA-256 `sha256`."""
         try:
             altered = sha256 not in (None, fs.sha256_file(path / FILE))
         except FileNotFoundError as exc:
@@ -182,7 +183,8 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         return len(self.row_num_tokens)
 
     def row(self, index: int) -> PackedRow:
-        """Row `index` in [0, len)."""
+        """Row `index` in [0, len). Raises IndexError outside of this range, ValueError if the batch
+        is closed."""
         if not self._maps:
             raise ValueError(f"packed data in {self.path} is closed")
         if not 0 <= index < len(self):
@@ -195,7 +197,7 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         )
 
     def close(self) -> None:
-        """Drops every map. May be called more than once."""
+        """Drops every map. Safe to call more than once."""
         self._maps.clear()
 
     def __exit__(self, *exc_info: object) -> None:

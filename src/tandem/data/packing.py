@@ -1,10 +1,10 @@
 """Places sequences in rows, and turns rows into the packed arrays.
 
-A row is a prefix tree, kept as a sorted list. In lexicographic order a sequence shares its longest
-prefix with a neighbour, so the sorted list and the common prefix lengths of neighbours are the
-whole tree, without nodes. Every common prefix within a row is shared, whatever its length, sampled
-or not, between trajectories, groups and duplicates. A shared token saves a slot, and the mask costs
-the same.
+A row is a prefix tree, stored as a sorted list of sequences. In lexicographic order a sequence
+shares its longest prefix with a neighbour. So the sorted list and the lengths of the prefixes that
+neighbours share describe the whole tree, without nodes. Every common prefix within a row is shared,
+whatever its length, sampled or not, between trajectories, groups and duplicates. Each shared token
+saves a slot, and the mask's cost stays the same.
 """
 
 import math
@@ -18,8 +18,8 @@ import numpy as np
 
 from tandem.data.packed_format import Arrays, Float32, Int16, Int32, check_size
 
-# The next sequence of a split group may go to this many of the group's last rows. Bounds the
-# comparisons per sequence.
+# The number of a split group's last rows that are tried for its next sequence. The number limits
+# the comparisons per sequence.
 OPEN_ROWS = 8
 
 
@@ -28,15 +28,16 @@ class LinearSequence:
     """A sequence of tokens, some of them trained.
 
     Attributes:
-        tokens: int32 [n]; the last is trained.
+        tokens: int32 [n]; the last token is trained.
         trained: int32 [k], k >= 1: indices of the trained tokens in `tokens`, rising, the first >=
             1.
-        targets: int32 [k]: the tokens to predict there.
-        weights: float32 [k]: the factors of their losses.
-        logprobs: float32 [k]: the sampler's, nats; NaN for tokens that were not sampled.
-        policy_steps: int32 [k]: the checkpoints that sampled them, or -1.
-        expert_ids: int16 [.., layers, experts per token]: `slot_experts` of the first tokens, as
-            far as known.
+        targets: int32 [k]: the tokens to predict at these indices.
+        weights: float32 [k]: the factors of the tokens' losses.
+        logprobs: float32 [k]: the sampler's log-probs in nats; NaN for tokens that were not
+            sampled.
+        policy_steps: int32 [k]: the steps of the checkpoints that sampled the tokens, or -1.
+        expert_ids: int16 [m, layers, experts per token]: `slot_experts` of the first m tokens, for
+            which the experts are known.
         rejected: whether this is a pair's rejected answer.
     """
 
@@ -62,7 +63,8 @@ class LinearSequence:
         expert_ids: Int16 | None = None,
     ) -> Self:
         """The sequence without the tokens after the last trained one, because no trained token
-        attends to them. By default the targets are the tokens themselves, and the weights 1."""
+        attends to them. By default the targets are the tokens themselves, and the weights 1. The
+        shapes and dtypes of the arrays are those of the class's fields."""
         return cls(
             tokens[: trained[-1] + 1],
             trained,
@@ -74,8 +76,8 @@ class LinearSequence:
         )
 
     def cut(self, length: int) -> "LinearSequence | None":
-        """The first `length` tokens, less what follows the last trained one; None if no trained
-        token is left."""
+        """The first `length` tokens without the tokens after the last trained one; None if no
+        trained token is left."""
         count = int(np.searchsorted(self.trained, length))
         if not count:
             return None
@@ -92,8 +94,9 @@ class LinearSequence:
 
 @dataclass(frozen=True)
 class PackedTrajectory:
-    """The packed part of one trajectory: its sequences, each no longer than a row; `group`: 0, 1,
-    ... in order; `batch`: the value for the packed array `row_batch`, equal within a group."""
+    """The packed part of one trajectory: its sequences, each no longer than a row; `group`: the
+    number of its group, 0, 1, ... in order; `batch`: the value for the packed array `row_batch`,
+    equal within a group."""
 
     sequences: list[LinearSequence]
     group: int
@@ -105,7 +108,7 @@ class PackedTrajectory:
 
 
 def common_prefix(a: Int32, b: Int32) -> int:
-    """The number of leading tokens that are equal."""
+    """The number of equal tokens at the beginning of `a` and `b`. Both are int32 [tokens]."""
     shorter = min(len(a), len(b))
     differ = a[:shorter] != b[:shorter]
     first = int(differ.argmax()) if shorter else 0
@@ -113,7 +116,8 @@ def common_prefix(a: Int32, b: Int32) -> int:
 
 
 def slots_of(sequences: Iterable[LinearSequence]) -> int:
-    """The slots that these sequences take in one row, in which a common prefix is stored once."""
+    """The number of slots that these sequences take in one row, where a common prefix is stored
+    once."""
     ordered = sorted((one.tokens for one in sequences), key=_order)
     shared = sum(common_prefix(a, b) for a, b in pairwise(ordered))
     return sum(map(len, ordered)) - shared
@@ -128,10 +132,12 @@ class PrefixTree:
     """The sequences of one row (or group), and `num_slots`, the slots that their tree takes.
 
     `tokens` holds all sequences of the job, in lexicographic order. The tree holds sorted indices
-    into it.
+    into `tokens`.
     """
 
     def __init__(self, tokens: list[Int32], sequences: Iterable[int] = ()) -> None:
+        """`tokens`: int32 [length] for each sequence of the job; `sequences`: the indices of the
+        sequences to add."""
         self.num_slots = 0
         self.sequences: list[int] = []
         self._tokens = tokens
@@ -139,8 +145,8 @@ class PrefixTree:
             self.add(index)
 
     def cost(self, index: int) -> int:
-        """Slots that adding sequence `index` would take: its length minus the prefix that it shares
-        with a neighbour."""
+        """The number of slots that adding sequence `index` would take: its length minus the prefix
+        that it shares with a neighbour."""
         at = bisect_left(self.sequences, index)
         neighbours = [self._tokens[other] for other in self.sequences[max(at - 1, 0) : at + 1]]
         shared = max(
@@ -157,8 +163,8 @@ class PrefixTree:
         Returns the slots of each of `sequences`, int32, token by token.
 
         Depth-first order is lexicographic order: each sequence appends the tokens that it does not
-        share with the one before it. This ends the subtrees of the previous sequence's tokens that
-        the new sequence does not share.
+        share with the one before it. Each append ends the subtrees of the previous sequence's
+        tokens that the new sequence does not share.
         """
         subtree_end[: self.num_slots] = self.num_slots
         previous = path = np.empty(0, np.int32)
@@ -167,7 +173,7 @@ class PrefixTree:
         for index in self.sequences:
             own = self._tokens[index]
             shared = common_prefix(previous, own)
-            # Empty if this sequence extends or repeats the one before.
+            # The slice is empty if this sequence extends or repeats the previous one.
             subtree_end[path[shared:]] = filled
             end = filled + len(own) - shared
             row_tokens[filled:end] = own[shared:]
@@ -182,16 +188,16 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     """Packs trajectories (at least one, in the order of their groups). The same input gives the
     same arrays. Raises InvalidInput if the arrays are too large.
 
-    A row has groups of one batch. A group whose tree fits a row is kept whole: groups go, largest
-    first, into the row with the least free slots that suffice (best-fit decreasing). A group larger
-    than a row is split, which repeats prefixes.
+    All groups of a row belong to one batch. A group whose tree fits a row is kept whole: groups go,
+    largest first, into the row with the least free slots that suffice (best-fit decreasing). A
+    group larger than a row is split, which repeats prefixes.
     """
     owned = [
         (sequence, t)
         for t, trajectory in enumerate(trajectories)
         for sequence in trajectory.sequences
     ]
-    owned.sort(key=lambda pair: _order(pair[0].tokens))  # as PrefixTree requires
+    owned.sort(key=lambda pair: _order(pair[0].tokens))  # sorted as PrefixTree requires
     sequences = [sequence for sequence, _ in owned]
     group_of = np.array([trajectory.group for trajectory in trajectories], np.int32)
     tokens = [sequence.tokens for sequence in sequences]
@@ -209,8 +215,8 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         ),
         (0, 0),
     )
-    # Few tokens can make many rows (each batch has its own), so the check comes before the memory
-    # is taken.
+    # Few tokens can make many rows, because each batch has its own rows. So the size is checked
+    # before memory is allocated.
     check_size(math.prod(shape) * (3 * 4 + 2 * math.prod(token_shape)))
     row_tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     subtree_end = np.tile(np.arange(1, sequence_length + 1, dtype=np.int32), (len(rows), 1))
@@ -223,7 +229,7 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
             sources.append(path[sequences[index].trained - 1])
             if (expert_ids := sequences[index].expert_ids) is not None:
                 slots = path[: len(expert_ids)]
-                # A shared slot keeps the experts of the sequence before.
+                # A shared slot keeps the experts of the first sequence that has it.
                 new = slot_experts[r, slots, 0, 0] < 0
                 slot_experts[r, slots[new]] = expert_ids[: len(slots)][new]
 
@@ -283,8 +289,7 @@ def _batches(
 
 
 class _OpenRows:
-    """Rows that are being filled. A prefix that several groups of a row share takes its slots
-    once."""
+    """Rows that are being filled. A prefix that several groups of a row share is stored once."""
 
     def __init__(self, sequence_length: int) -> None:
         self.trees: list[PrefixTree] = []
@@ -296,7 +301,7 @@ class _OpenRows:
         return self._length - self.trees[row].num_slots
 
     def append(self, tree: PrefixTree) -> int:
-        """The number of a new row, which is `tree`."""
+        """Adds `tree` as a new row and returns the row's number."""
         self.trees.append(tree)
         row = len(self.trees) - 1
         insort(self._by_free, (self.free(row), row))
@@ -309,20 +314,20 @@ class _OpenRows:
         insort(self._by_free, (self.free(row), row))
 
     def tightest(self, size: int) -> int | None:
-        """The row with the least free slots that are at least `size`."""
+        """The row with the fewest free slots among the rows with at least `size` free slots."""
         at = bisect_left(self._by_free, (size, -1))
         return self._by_free[at][1] if at < len(self._by_free) else None
 
     def emptiest(self, size: int) -> int | None:
-        """The row with the most free slots, if these are at least `size`."""
+        """The row with the most free slots, if it has at least `size`."""
         return self._by_free[-1][1] if self._by_free and self._by_free[-1][0] >= size else None
 
 
 def _place(
     groups: Iterable[list[int]], tokens: list[Int32], sequence_length: int
 ) -> list[PrefixTree]:
-    """The rows, as trees. A group counts with its whole tree, whatever it shares with the row: so
-    no row overflows."""
+    """The rows as trees. A group is counted with all slots of its tree, even if it shares a prefix
+    with the row, so no row overflows."""
     trees = [PrefixTree(tokens, group) for group in groups]
     rows = _OpenRows(sequence_length)
     for tree in sorted(trees, key=lambda tree: -tree.num_slots):
@@ -339,9 +344,9 @@ def _split(tree: PrefixTree, tokens: list[Int32], rows: _OpenRows) -> None:
     """Places a tree that is larger than a row, sequence by sequence in lexicographic order.
 
     A sequence goes to one of the last `OPEN_ROWS` rows of this tree: the row in which it takes the
-    fewest slots and, of equal rows, the row with the fewest free slots. If it fits none of them, it
-    goes to the row with the most free slots, so that its siblings can follow. If it does not fit
-    there either, it goes to a new row.
+    fewest slots and, of equal rows, the row with the fewest free slots. If none of these rows has
+    enough free slots, the sequence goes to the row with the most free slots, so that its siblings
+    can follow. If that row has too few free slots, the sequence goes to a new row.
     """
     window: list[int] = []
     for index in tree.sequences:

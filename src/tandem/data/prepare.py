@@ -40,18 +40,18 @@ def prepare_rl(
     max_off_policy_steps: int | None = None,
     mixture: Mixture | None = None,
 ) -> PackedData:
-    """Writes `groups` as a packed directory `out`, and returns what the job records of it.
+    """Writes `groups` as a packed directory `out`, and returns its description for the job.
 
     `mixture`: the base model's mixture of experts. `batch_size`: groups per optimizer step, for
-    `row_batch`. With `max_off_policy_steps` every turn must name the step that sampled it, at most
-    that many steps before `base_step`, where the job starts.
+    `row_batch`. With `max_off_policy_steps`, every turn must name the step that sampled it, at most
+    that many steps before `base_step`, the step that the job starts from.
 
     Drops and counts a group whose advantages are all 0 (equal rewards give no policy gradient),
     unless `keep_zero_variance` is on. Reward statistics are over all of the client's trajectories.
     `PackedData.path` stays empty: the spool sets it when the directory gets its final name.
 
-    Raises InvalidInput (field: `groups.<i>.trajectories.<j>...`) and NothingToLearn, and writes
-    nothing then.
+    Raises InvalidInput (field: `groups.<i>.trajectories.<j>...`) or NothingToLearn, and then writes
+    nothing.
     """
     if not groups:
         raise InvalidInput("there is no group", field="groups")
@@ -105,7 +105,7 @@ def prepare_sft(
     signed: bool = False,
     day: date | None = None,
 ) -> PackedData:
-    """Like `prepare_rl`, for `examples`: each is a weighted trajectory and a group of its own.
+    """Like `prepare_rl`, for `examples`: each example is a weighted trajectory in its own group.
 
     `held_out` examples are only evaluated. `signed`: whether weights may be negative. `day`:
     today's date for chat templates that print it. Reads the tokenizer (a directory or a hub name)
@@ -151,8 +151,8 @@ def prepare_dpo(
     batch_size: int | None = None,
     day: date | None = None,
 ) -> PackedData:
-    """Like `prepare_sft`, for pairs: each is a group of two trajectories in one row, chosen and
-    rejected. The common beginning of the two is stored once. Fields of errors are `pairs.<i>...`.
+    """Like `prepare_sft`, for pairs: each is a group of two trajectories, chosen and rejected, in
+    one row. Their common beginning is stored once. Fields of errors are `pairs.<i>...`.
     """
     everything, fields = _listed(pairs, held_out, "pairs")
     tokenizer = load_tokenizer(tokenizer_path)
@@ -179,8 +179,8 @@ def prepare_dpo(
 
 
 def spread(rewards: NDArray[np.float64]) -> float:
-    """The divisor of rewards: their population standard deviation, sqrt(sum (r_i - m)^2 / n), plus
-    1e-6."""
+    """The divisor for rewards: the population standard deviation sqrt(sum (r_i - m)^2 / n), plus
+    1e-6. `rewards`: float64 [n]."""
     return float(rewards.std()) + 1e-6
 
 
@@ -223,12 +223,12 @@ def turn_advantages(
 ) -> list[list[NDArray[np.float64]]]:
     """The advantage of each sampled token, [tokens], by trajectory and turn.
 
-    Without turn rewards, it is the trajectory's advantage: its own, or the one from
-    `group_advantages`. With turn rewards, a turn's return is the trajectory's reward plus the turn
-    rewards from this turn on. It is compared with the other trajectories' returns at the turn of
-    the same number. A turn whose number no other trajectory reaches gets the advantage of its
-    trajectory's first return. A turn's own `advantage` replaces this value, and its `advantages`
-    are added to it.
+    Without turn rewards, a token's advantage is the advantage of its trajectory: the given
+    advantage, or the one from `group_advantages`. With turn rewards, a turn's return is the
+    trajectory's reward plus the turn rewards from this turn on. The return is compared with the
+    returns of the group's other trajectories at the turn with the same index. A turn with an index
+    that no other trajectory has gets the advantage of its trajectory's first return. The turn's own
+    `advantage` replaces the computed one; its `advantages` are added.
     """
     returns = [trajectory.returns for trajectory in group.trajectories]
     whole = group_advantages(
@@ -274,7 +274,7 @@ def _linked_turns(
     mixture: Mixture | None,
     field: str,
 ) -> list[LinearSequence]:
-    """Joins turns to sequences by the rule in `Trajectory`. The tokens between a sequence's turns
+    """Joins turns into sequences by the rule in `Trajectory`. The tokens between a sequence's turns
     are context."""
     sequences: list[LinearSequence] = []
     for k, turn in enumerate(trajectory.turns):
@@ -287,7 +287,7 @@ def _linked_turns(
         trained = np.arange(len(prompt), len(tokens), dtype=np.int32)
         step = -1 if turn.policy_step is None else turn.policy_step
         policy_steps = np.full(len(sampled), step, np.int32)
-        with np.errstate(over="ignore"):  # what does not fit is refused when all is packed
+        with np.errstate(over="ignore"):  # values that do not fit float32 are refused after packing
             weights = advantages[k].astype(np.float32)
         if sequences and np.array_equal(prompt[: len(sequences[-1].tokens)], sequences[-1].tokens):
             before = sequences.pop()
@@ -312,8 +312,8 @@ def _linked_turns(
 def _fit_to_row(
     sequences: list[LinearSequence], packing: PackingSettings, field: str
 ) -> tuple[list[LinearSequence], bool]:
-    """The sequences of one trajectory after `packing.too_long` was applied, and whether they
-    differ; none if the trajectory is dropped."""
+    """The sequences of one trajectory after `packing.too_long` was applied, and whether it changed
+    them; an empty list if the trajectory is dropped."""
     length = packing.sequence_length
     longest = max(len(sequence.tokens) for sequence in sequences)
     if longest <= length:
@@ -337,7 +337,7 @@ def _write(
 ) -> PackedData:
     """Writes the packed directory. Held-out trajectories come last, with `batch` -1."""
     kept: list[PackedTrajectory] = []
-    numbers: dict[int, int] = {}  # the new number of each group that has a trajectory left
+    numbers: dict[int, int] = {}  # old number -> new one, for groups with a trajectory left
     for trajectory in trajectories:
         if trajectory.sequences:
             group = numbers.setdefault(trajectory.group, len(numbers))

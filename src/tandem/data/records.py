@@ -1,5 +1,5 @@
-"""Random access to the records of a file: JSON lines, a JSON array, Parquet, or a directory of the
-package datasets."""
+"""Random access to the records of a file (JSON lines, a JSON array, Parquet) or of a directory
+saved by the package datasets."""
 
 import json
 import tempfile
@@ -15,13 +15,14 @@ _MEANT = {"arguments", "parameters", "input", "input_schema"}
 _WRAPPERS = {"data", "examples", "pairs", "train"}
 
 
-# Records with their places (`data.jsonl line 3`; elements of arrays and rows count from 0).
+# Records, each with its place (`data.jsonl line 3`; elements of arrays and rows are counted from
+# 0).
 type Records = _Lines | _TableRows | list[tuple[str, Any]]
 
 
 def open_records(path: Path) -> Records:
-    """The records of a file or directory. Raises InvalidInput if it can't be read, or has another
-    format."""
+    """The records of a file or directory. Raises InvalidInput if the file can't be read, or has
+    another format."""
     try:
         if path.is_dir():
             return _of_directory(path)
@@ -47,8 +48,8 @@ def open_records(path: Path) -> Records:
 
 
 def _of_lines(path: Path) -> Records:
-    """The records of JSON lines, of one object over several lines, or of an object with an array of
-    records."""
+    """The records of a file of JSON lines, of one JSON object over several lines, or of an object
+    that contains an array of records."""
     lines = _Lines(path)
     try:
         first = lines[0][1] if len(lines) else None
@@ -56,7 +57,7 @@ def _of_lines(path: Path) -> Records:
         try:
             return _elements(path)
         except InvalidInput:
-            return lines  # formats whose first line is refused
+            return lines  # formats that are refused at their first line
     wrapped = (
         len(lines) == 1
         and isinstance(first, dict)
@@ -94,7 +95,7 @@ def _loads(text: bytes, place: str) -> Any:
 
 
 def _check_letters(value: Any, field: str, dot: str = ".") -> None:
-    """Refuses texts with characters that a file can't hold, and names their field."""
+    """Refuses texts with characters that UTF-8 files can't hold, and names their field."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -111,8 +112,8 @@ def _check_letters(value: Any, field: str, dot: str = ".") -> None:
 
 
 class _Lines:
-    """JSON lines; blank lines don't count as records. The start of each line is in memory, 16 bytes
-    a line."""
+    """JSON lines; blank lines are skipped. The offset of each line is kept in memory, 16 bytes per
+    line."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._name = path.open("rb"), path.name
@@ -134,8 +135,8 @@ class _Lines:
 
 
 def _elements(path: Path) -> list[tuple[str, Any]]:
-    """The elements of a JSON array, or of the one array in an object. The whole file is in
-    memory."""
+    """The elements of a JSON array, or of the only array in a JSON object. The whole file is read
+    into memory."""
     if path.stat().st_size > LARGEST_ARRAY:
         raise InvalidInput("too large for a JSON array; save it as JSON lines", field="FILE")
     content = _loads(path.read_bytes(), path.name)
@@ -155,7 +156,8 @@ class _TableRows:
     file first."""
 
     def __init__(self, name: str, files: list[Path], *, parquet: bool) -> None:
-        self.nulls = dict[str, None]()  # places of rows with a null that may mean something
+        # places of rows that have a null in a call's arguments or a tool's parameters
+        self.nulls = dict[str, None]()
         try:
             import pyarrow as pa
             from pyarrow import ipc
@@ -189,7 +191,7 @@ class _TableRows:
 
 
 def _without_none(value: Any) -> Any:
-    """The row without keys that are None: Arrow gives all rows the same keys."""
+    """The row without keys whose value is None, because Arrow gives all rows the same keys."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value
@@ -205,8 +207,8 @@ def _has_null(value: Any, inside: bool = False) -> bool:
 
 
 def _of_directory(path: Path) -> Records:
-    """The records of a Dataset or DatasetDict that datasets has saved (the split train, or the only
-    one), or of Parquet files."""
+    """The records of a directory: a saved Dataset or DatasetDict (its split `train`, or its only
+    split), or Parquet files."""
     if (path / "dataset_dict.json").exists():
         splits = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
         if "train" not in splits and len(splits) != 1:

@@ -19,7 +19,7 @@ from tandem.data.template_variables import options, prints_date
 from tandem.errors import InvalidInput
 
 _CHUNK = 256  # examples that are tokenised together
-# A prompt that opens a thought does so within a few characters of its end.
+# A prompt that opens a thought does so within its last 24 characters.
 _OPENED = 24
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
 _FORMS = ("token_ids", "messages", "completion", "text")
@@ -29,14 +29,15 @@ type Item = SFTExample | PreferencePair
 def render(
     tokenizer: Any, items: Sequence[Item], fields: Sequence[str], day: date | None = None
 ) -> list[list[LinearSequence]]:
-    """The sequences of each item. A pair has two, chosen and rejected: the prompt, which is the
-    same in both, and the trained answer. `tokenizer` may be None if all items are `token_ids`.
+    """The sequences of each item, in the order of `items`. A pair has two sequences, chosen and
+    rejected: each is the common prompt and a trained answer. `tokenizer` may be None if all items
+    are `token_ids`.
 
-    InvalidInput (below the item's entry of `fields`) for an item that the template refuses or whose
-    mask is ambiguous.
+    Raises InvalidInput (below the item's entry of `fields`) for an item that the template refuses,
+    or whose trained tokens are ambiguous.
 
     Args:
-        day: today's date for chat templates (None: the clock's).
+        day: today's date for chat templates; None: the date of the clock.
     """
     found = []
     for chunk in batched(zip(items, fields, strict=True), _CHUNK):
@@ -51,7 +52,7 @@ def render(
 
 
 def check_ids(ids: Int32, vocab_size: int, field: str) -> None:
-    """Raises InvalidInput for a token id that the model does not have."""
+    """Raises InvalidInput for a token id outside the model's vocabulary. `ids`: int32 [tokens]."""
     index = int(ids.argmax())
     if ids[index] >= vocab_size:
         problem = (
@@ -64,7 +65,7 @@ def check_ids(ids: Int32, vocab_size: int, field: str) -> None:
 def check_vocabulary(
     item: Item, sequences: Sequence[LinearSequence], vocab_size: int, field: str
 ) -> None:
-    """Runs `check_ids` on the sequences that `render` made of an item."""
+    """Applies `check_ids` to the sequences that `render` made of one item."""
     tokens_field = targets_field = field
     if isinstance(item, SFTExample):
         form = next(form for form in _FORMS if getattr(item, form) is not None)
@@ -77,8 +78,8 @@ def check_vocabulary(
 def check_ends(
     tokenizer: Any, items: Sequence[Item], rendered: Sequence[Sequence[LinearSequence]], field: str
 ) -> None:
-    """Refuses conversations in which no trained turn ends with a token at which vLLM stops, if
-    their chat template is the cause."""
+    """Refuses conversations in which no trained turn ends with a token at which vLLM stops, if the
+    chat template is the cause. Raises InvalidInput (field `field`)."""
     chats = (
         one for item, ones in zip(items, rendered, strict=True) if _is_chat(item) for one in ones
     )
@@ -101,7 +102,7 @@ def preview(
     """A preview of each example, then of each pair; places are `examples.<i>` and `pairs.<i>`.
 
     Args:
-        vocab_size: the model's, if it is known.
+        vocab_size: the model's vocabulary size, if it is known.
     """
     fields = [f"examples.{i}" for i in range(len(examples))] + [
         f"pairs.{i}" for i in range(len(pairs))
@@ -204,7 +205,8 @@ def _control_tokens(tokenizer: Any, item: Item) -> dict[str, int]:
 
 
 def _left_out(tokenizer: Any, item: Item) -> list[str]:
-    """`Rendering.left_out`. It is not refused, because vLLM's prompts lack it too."""
+    """`Rendering.left_out`. A field that is left out is no error, because vLLM's prompts lack it
+    too."""
     if isinstance(item, PreferencePair):
         trained = (
             []
@@ -229,7 +231,7 @@ def _left_out(tokenizer: Any, item: Item) -> list[str]:
                 source.text
                 for source in _texts(tokenizer, item.model_copy(update={"tools": None}), "")
             ]
-        except InvalidInput:  # the template asks for them
+        except InvalidInput:  # the template asks for tools
             without = []
         renderer(tokenizer).shows_tools = texts != without
         found += ["tools"] if texts == without else []
@@ -317,8 +319,8 @@ def _finish(
 def _paired(
     pair: PreferencePair, field: str, chosen: list[LinearSequence], rejected: list[LinearSequence]
 ) -> list[list[LinearSequence]]:
-    """The two answers, with everything after their common prompt trained. An answer of several
-    turns may have several sequences, which all begin with the prompt."""
+    """The two answers of a pair, each with everything after the common prompt trained. An answer of
+    several turns may become several sequences, which all begin with the prompt."""
     halves = [chosen, rejected]
     tokens = [half[0].tokens for half in halves]
     if len(chosen) == len(rejected) and all(

@@ -1,4 +1,4 @@
-"""Reads the experts that vLLM's router chose, which a turn carries for routing replay (Ma et al.,
+"""Reads the experts that vLLM's router chose. A turn carries them for routing replay (Ma et al.,
 2025, arXiv:2510.11370)."""
 
 import base64
@@ -20,12 +20,13 @@ class Mixture(NamedTuple):
     num_experts: int
     per_token: int
     dense: int = 0
-    """The first `dense` layers have no experts. vLLM returns zeros for them."""
+    """The first `dense` layers have no experts. vLLM returns zeros for these layers."""
 
 
 def routed_expert_ids(turn: Turn, mixture: Mixture | None, field: str) -> Int16 | None:
-    """The experts of the prompt's and the sampled tokens but the last, [tokens - 1, layers, experts
-    per token]; None if they are not given."""
+    """The experts of all tokens of prompt and answer but the last, int16 [tokens - 1, layers,
+    experts per token]; None if the turn has none. Raises InvalidInput (field `field`) if the array
+    does not fit the turn or the model."""
     if turn.routed_experts is None:
         return None
     if mixture is None:
@@ -61,8 +62,9 @@ def routed_expert_ids(turn: Turn, mixture: Mixture | None, field: str) -> Int16 
 
 
 def joined(known: Int16 | None, more: Int16 | None) -> Int16 | None:
-    """The experts of a sequence after its next turn, which carries `more`: each token keeps the
-    experts of the turn that sampled it."""
+    """The experts of a sequence that its next turn extends. `known`: the experts so far; `more`:
+    the experts of the next turn. Each token keeps the experts of the turn that sampled it. Both are
+    int16 [tokens, layers, experts per token], or None if unknown."""
     if known is None or more is None:
         return more if known is None else known
     return np.concatenate([known, more[len(known) :]])

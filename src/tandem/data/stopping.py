@@ -10,8 +10,7 @@ import numpy as np
 from tandem.data.packing import LinearSequence
 from tandem.errors import InvalidInput
 
-# How many tokens may follow the last word of a turn: white space and special tokens behind the stop
-# token.
+# The number of tokens (white space and special tokens) that may follow a turn's stop token.
 _TAIL = 8
 
 
@@ -26,7 +25,7 @@ class Stops:
         }
 
     def endings(self, sequences: Iterable[LinearSequence]) -> list[int | None]:
-        """For each trained turn None if it ends with a stop token, else its last token. Special
+        """For each trained turn: None if it ends with a stop token, else its last token. Special
         tokens and white space may follow the stop token."""
         return [
             self._ending([int(token) for token in one.tokens[run[-_TAIL:]]])
@@ -43,7 +42,8 @@ class Stops:
         return last[-1]
 
     def problem(self, last: int) -> str:
-        """The message that turns end with `last` and not with a stop token, and what to do."""
+        """The error message if turns end with the token `last` instead of a stop token; it also
+        says what to do."""
         names = ", ".join(map(repr, self.texts))
         said = f"no trained turn ends with a token at which vLLM stops ({names})"
         if last in self._special:
@@ -58,8 +58,8 @@ class Stops:
 
 
 def stop_ids(tokenizer: Any) -> frozenset[int]:
-    """The stop ids that vLLM uses: the tokenizer's EOS, and `eos_token_id` of the model's
-    generation_config.json (without that file, of config.json)."""
+    """The token ids at which vLLM stops: the tokenizer's EOS, and `eos_token_id` of the model's
+    generation_config.json (of config.json if that file is missing)."""
     found = {tokenizer.eos_token_id}
     path = str(tokenizer.name_or_path)
     if path:
@@ -73,7 +73,7 @@ def stop_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def _json(path: str, name: str) -> dict[str, Any] | None:
-    """A JSON file of a model's directory or of a hub name; None if there is none."""
+    """A JSON file in a model's directory or at a hub name; None if it does not exist."""
     from transformers.utils import cached_file
 
     try:

@@ -8,20 +8,21 @@ from typing import Any
 
 from tandem.errors import InvalidInput
 
-# Tandem sets these, or transformers does.
+# Variables that Tandem or transformers sets.
 _OURS = {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"}
 
 
 @lru_cache(maxsize=8)
 def variables_read(template: str) -> frozenset[str]:
-    """The variables that the template reads, without functions and variables that Tandem sets."""
+    """The variables that the template reads, without functions and without variables that Tandem
+    sets."""
     from jinja2 import TemplateError, meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
         environment = _compile_jinja_template(template).environment
         found = meta.find_undeclared_variables(environment.parse(template))
-    except TemplateError:  # rendering says so
+    except TemplateError:  # rendering reports the error
         return frozenset()
     return frozenset(found - _OURS - environment.globals.keys())
 
@@ -33,9 +34,10 @@ def prints_date(template: str) -> bool:
 def options(
     template: str, given: Mapping[str, Any] | None, day: date | None, field: str
 ) -> dict[str, Any]:
-    """Variables for the template: `given`, and `day` as today's date (None: really today's).
+    """Variables for the template: the ones in `given`, and `day` as today's date. With `day` None,
+    the template gets the clock's date.
 
-    Raises InvalidInput for a variable that the template does not read: vLLM would leave it out
+    Raises InvalidInput for a variable that the template does not read, because vLLM would ignore it
     silently.
     """
     given = given or {}

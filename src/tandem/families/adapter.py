@@ -26,7 +26,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 UNSERVED: tuple[LoraTarget, ...] = ("kv_b_proj",)
-"""Targets whose adapters vLLM ignores: for tokens that it generates, it multiplies kv_b_proj's
+"""Targets whose adapters vLLM ignores. For generated tokens, vLLM multiplies kv_b_proj's base
 weight into the queries and outputs, without the adapter."""
 
 _OLD_PREFIX = "language_model.model."
@@ -34,9 +34,9 @@ _EXPERT = re.compile(r"(\.experts\.)\d+(\.)")
 
 
 def default_targets(arch: Arch) -> tuple[str, ...]:
-    """The targets of a run that names none: every linear layer. In a mixture of experts these are
-    the linear layers of attention only, because vLLM takes adapters on experts only with
-    `TANDEM_EXPERT_LORA`. `kv_b_proj` is left out, see `UNSERVED`."""
+    """The targets of a run that specifies none: every linear layer. In a mixture of experts, only
+    the linear layers of attention, because vLLM accepts adapters on experts only with
+    `TANDEM_EXPERT_LORA`. `kv_b_proj` is left out: see `UNSERVED`."""
     return tuple(
         target
         for target in all_targets(arch)
@@ -47,7 +47,7 @@ def default_targets(arch: Arch) -> tuple[str, ...]:
 
 
 def _values_of_keys(arch: Arch) -> bool:
-    """Whether some layers compute values from keys."""
+    """Whether some layers use their keys as values, so that there is no v_proj."""
     return arch.global_heads is not None and arch.global_heads.keys_are_values
 
 
@@ -61,7 +61,7 @@ def all_targets(arch: Arch) -> tuple[LoraTarget, ...]:
 
 def lora_modules(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
     """Each adapted linear layer's Hugging Face path -> (in_features, out_features), in layer order.
-    Every expert has linear layers of its own. Raises as `check_targets`."""
+    Each expert has its own linear layers. Raises InvalidInput as `check_targets` does."""
     check_targets(arch, lora)
     sources = {name: shape for rule in weight_rules(arch) for name, shape in rule.sources.items()}
     return {
@@ -77,10 +77,11 @@ def adapts_experts(lora: LoraShape) -> bool:
 
 
 def sums_experts_apart(arch: Arch, lora: LoraShape | None, sizes: Sizes) -> bool:
-    """Whether gradients of experts are summed over a group of ranks of their own.
+    """Whether gradients of experts are summed over a process group different from the one of other
+    parameters.
 
     Args:
-        lora: None trains all weights.
+        lora: None if all weights are trained.
     """
     return arch.moe is not None and sizes.experts_apart and (lora is None or adapts_experts(lora))
 
@@ -121,8 +122,8 @@ def in_targets(name: str, targets: Collection[str] | None) -> bool:
 
 def peft_keys(module: str) -> tuple[str, str]:
     """PEFT's names of A and B of the linear layer at Hugging Face path `module`."""
-    # Checkpoints of Mistral 3 have tensor names from before transformers 5, while PEFT uses the
-    # names of the modules.
+    # Checkpoints of Mistral 3 use tensor names from before transformers 5; PEFT uses the names of
+    # the modules.
     if module.startswith(_OLD_PREFIX):
         module = "model.language_model." + module.removeprefix(_OLD_PREFIX)
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
@@ -131,9 +132,9 @@ def peft_keys(module: str) -> tuple[str, str]:
 def misread_by_peft(keys: Collection[str]) -> bool:
     """Whether `PeftModel.from_pretrained` (0.21) would load an adapter with these tensors wrongly.
 
-    PEFT has one layer for gate and up of all experts. For target names that experts have, PEFT
-    looks in experts only, so it silently drops adapters of dense layers and shared experts. Experts
-    with gate and up but without down stay at their initial values.
+    PEFT has one layer for the gate and up projections of all experts. For target names that experts
+    have, PEFT looks in experts only, so it silently drops adapters of dense layers and shared
+    experts. Experts with adapters on gate and up but not on down keep their initial values.
     """
     modules = {key.rpartition(".lora_")[0] for key in keys}
     targets = {module.rpartition(".")[2] for module in modules if ".experts." in module}
@@ -160,15 +161,15 @@ def layer_of(name: str) -> int:
 
 
 def stacked_name(key: str) -> str:
-    """The policy's name of the parameter that holds the tensor of PEFT key `key`. An expert's key
-    gets `*` for the expert's number, because one parameter stacks the tensors of all experts in
-    order; other keys stay.
+    """The parameter of the policy that holds the tensor with PEFT key `key`. An expert's key gets
+    `*` for the expert's number, because one parameter stacks the tensors of all experts in order;
+    other keys stay.
     """
     return _EXPERT.sub(r"\1*\2", key)
 
 
 def write_adapter_config(directory: Path, lora: LoraShape, base_model: str) -> None:
-    """Write `adapter_config.json` as PEFT and vLLM read it."""
+    """Write `adapter_config.json` in the form that PEFT and vLLM read."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -1,10 +1,10 @@
-"""The shape of a decoder-only model, as its family reads it from `config.json`."""
+"""The shape of a decoder-only model, which its family reads from `config.json`."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
 EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")
-"""The LoRA targets that each expert of a mixture has for itself."""
+"""The LoRA targets that every expert of a mixture has."""
 
 
 @dataclass(frozen=True)
@@ -35,24 +35,25 @@ class YarnScaling:
     # pairs that rotate less often are stretched by `factor`; pairs in between are blended
     beta_slow: float
     original_max_positions: int
-    attention_factor: float  # of the cosines and sines
-    truncate: bool  # the blend begins and ends at whole dimensions
+    attention_factor: float  # factor on the cosines and sines
+    truncate: bool  # whether the blend begins and ends at whole dimensions
 
 
 @dataclass(frozen=True)
 class Window:
     """Layers whose attention is limited to the last tokens of a sequence."""
 
-    tokens: int  # that a token sees, itself included
+    tokens: int  # number of tokens that a token attends to, itself included
     layers: tuple[bool, ...]  # whether each layer has the window
-    # Theta of unscaled RoPE in the layers that have the window; None: as in the other layers.
+    # RoPE's theta, without scaling, in the layers that have the window; None: the same RoPE as in
+    # the other layers.
     rope_theta: float | None = None
 
 
 @dataclass(frozen=True)
 class ProportionalRope:
-    """RoPE that turns only the first `share` of a head's pairs of dimensions, `factor` times slower
-    (`rope_type: proportional`)."""
+    """RoPE that rotates only the first `share` of a head's pairs of dimensions, `factor` times
+    slower (`rope_type: proportional`)."""
 
     share: float
     factor: float
@@ -65,7 +66,7 @@ class GlobalHeads:
 
     head_dim: int
     num_kv_heads: int
-    # The keys before their norm serve as the values, and there is no v_proj.
+    # The keys before their norm also serve as values, so there is no v_proj.
     keys_are_values: bool
 
 
@@ -83,27 +84,27 @@ class MoE:
 
     num_experts: int
     experts_per_token: int
-    ffn_hidden_size: int  # of one expert
+    ffn_hidden_size: int  # MLP size of one expert
     norm_topk_prob: bool  # the chosen experts' probabilities are divided by their sum
-    # Of all logits. With sigmoid (DeepSeek-V3, 2024, arXiv:2412.19437) experts are chosen by
-    # probability plus a bias of each expert, among the best `groups_per_token` of `groups` equal
-    # groups.
+    # The function that turns the router's logits of all experts into probabilities. With sigmoid
+    # (DeepSeek-V3, 2024, arXiv:2412.19437) experts are chosen by probability plus a bias per
+    # expert, among the best `groups_per_token` of `groups` equal groups of experts.
     router: Literal["softmax", "sigmoid"] = "softmax"
     groups: int = 1
     groups_per_token: int = 1
-    scale: float = 1.0  # of the probabilities, with sigmoid
-    dense_layers: int = 0  # the first so many layers have MLPs
-    shared_size: int = 0  # features of an MLP for all tokens, beside the experts
-    shared_name: str = "shared_experts"  # of that MLP in Hugging Face's names
-    # Each token multiplies that MLP's output by a sigmoid.
+    scale: float = 1.0  # factor on the probabilities, with sigmoid
+    dense_layers: int = 0  # number of first layers that have MLPs instead
+    shared_size: int = 0  # size of an MLP that all tokens use in addition to their experts
+    shared_name: str = "shared_experts"  # name of the shared MLP in Hugging Face's checkpoints
+    # The shared MLP's output is multiplied by a sigmoid that each token computes.
     shared_gate: bool = False
-    # PEFT and vLLM adapt gate and up of all experts as one layer.
+    # PEFT and vLLM adapt gate and up of all experts as a single layer.
     fused_adapters: bool = False
     # GPT-OSS: the router and each expert's layers have biases, and the experts' activation is
     # `clamped_swiglu`.
     biases: bool = False
-    # Gemma 4: that MLP and the experts have norms of their own, and the router another input and a
-    # factor for each expert.
+    # Gemma 4: the layer's MLP and the experts each have their own norms. The router has another
+    # input, and a factor per expert.
     beside_mlp: bool = False
 
 
@@ -112,16 +113,17 @@ class GatedDeltaNet:
     """Layers whose attention is a gated delta net (Yang et al., 2024, arXiv:2412.06464). Each value
     head has a state that each token decays, corrects and reads."""
 
-    layers: tuple[bool, ...]  # for each layer, whether its attention is a delta net
+    layers: tuple[bool, ...]  # whether each layer's attention is a delta net
     key_heads: int
-    value_heads: int  # value heads; equally many value heads share a key head
+    value_heads: int  # value heads; each key head serves an equal number of value heads
     key_head_dim: int
     value_head_dim: int
-    conv_tokens: int  # tokens that the convolution before it sees, the token itself included
+    # tokens that the convolution before the delta net sees, the current one included
+    conv_tokens: int
 
     @property
     def key_size(self) -> int:
-        """Features of all queries, and of all keys."""
+        """Total features of the queries of all heads; keys have the same number."""
         return self.key_heads * self.key_head_dim
 
     @property
@@ -137,25 +139,26 @@ class GatedDeltaNet:
 @dataclass(frozen=True)
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434). Queries are made of one
-    normalised latent vector, keys and values of another. RoPE turns extra features: the last ones
-    of each query, and for keys features that all heads share."""
+    normalised latent vector, keys and values of another. RoPE rotates additional features: the last
+    ones of each query, and for keys features that all heads share."""
 
-    q_rank: int | None  # size of the queries' latent; None: queries are made of the hidden state
+    # size of the latent from which queries are made; None: queries are made from the hidden state
+    q_rank: int | None
     kv_rank: int
-    nope_size: int  # features of a query and of a key, without the features that RoPE turns
+    nope_size: int  # features of a query or key that RoPE does not rotate
     rope_size: int
     value_size: int
 
     @property
     def down(self) -> dict[str, int]:
-        """Output features of the projections to latents; kv_a's include the shared features of
-        keys."""
+        """Output features of the projections to latents. kv_a's number includes the key features
+        that all heads share."""
         queries = {} if self.q_rank is None else {"q_a_proj": self.q_rank}
         return queries | {"kv_a_proj_with_mqa": self.kv_rank + self.rope_size}
 
     @property
     def key_value_size(self) -> int:
-        """Output features of kv_b_proj for a head."""
+        """Output features of kv_b_proj per head."""
         return self.nope_size + self.value_size
 
 
@@ -179,31 +182,33 @@ class Arch:
     qkv_bias: bool
     rope_scaling: RopeScaling | LinearScaling | YarnScaling | ProportionalRope | None = None
     window: Window | None = None
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate
-    attention_scale: float | None = None  # of queries times keys; None: 1 / sqrt(head_dim)
-    embedding_scale: float | None = None  # of the embeddings
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # activation of the MLP's gate
+    attention_scale: float | None = None  # factor on query-key products; None: 1 / sqrt(head_dim)
+    embedding_scale: float | None = None  # factor on the embeddings
     offset_norms: bool = False  # norms multiply by 1 + weight
-    rotary_size: int | None = None  # the first dimensions of each head, which RoPE turns; None: all
+    # number of a head's first dimensions that RoPE rotates; None: all
+    rotary_size: int | None = None
     # The outputs of attention and MLP are normalised before they are added to the input.
     post_norms: bool = False
     moe: MoE | None = None
     output_bias: bool = False  # o_proj has a bias
-    # Each head has a logit of its own in the attention's softmax, without a value.
+    # Each head has a learned logit in its attention softmax that belongs to no key or value.
     sinks: bool = False
     gdn: GatedDeltaNet | None = None
-    # `head_dim` is then the size of queries and keys; their last `rotary_size` features are turned.
+    # With MLA, `head_dim` is the size of queries and keys; RoPE rotates their last `rotary_size`
+    # features.
     mla: LatentAttention | None = None
-    # q_proj has a gate for each query feature; the attention's output is multiplied by the gate's
-    # sigmoid.
+    # q_proj also outputs a gate per query feature; the attention's output is multiplied by the
+    # gate's sigmoid.
     output_gate: bool = False
-    weight_prefix: str = "model."  # of all tensors but the output layer's
-    # The norms of queries and keys are over all heads together.
+    weight_prefix: str = "model."  # prefix of all tensor names but the output layer's
+    # The norms of queries and keys are computed over all heads together.
     wide_qk_norm: bool = False
     pre_norms: bool = True  # the inputs of attention and MLP are normalised
     rope_layers: tuple[bool, ...] | None = None  # which layers have RoPE; None: all
     query_growth: QueryGrowth | None = None
     global_heads: GlobalHeads | None = None
-    keys_are_values: bool = False  # of all layers; see `GlobalHeads`
+    keys_are_values: bool = False  # whether all layers use keys as values; see `GlobalHeads`
     value_norm: bool = False  # values are normalised, without a weight
     layer_scalars: bool = False  # each layer's output is multiplied by a frozen number
     softcap: float | None = None  # logits are softcap * tanh(logits / softcap)
@@ -218,7 +223,7 @@ class Arch:
         )
 
     def of_layer(self, layer: int) -> "Arch":
-        """The shape with the heads of one layer."""
+        """The model's shape with the heads of one layer."""
         heads = self.global_heads
         if heads is None or (self.window is not None and self.window.layers[layer]):
             return self
@@ -232,14 +237,14 @@ class Arch:
 
     @property
     def kinds(self) -> list["Arch"]:
-        """The shapes of all layers (`of_layer`), without duplicates; one if all are equal."""
+        """The distinct shapes among all layers (`of_layer`); one if all layers are equal."""
         return [
             self.of_layer(layer) for layer in range(self.num_layers if self.global_heads else 1)
         ]
 
     @property
     def rope_sizes(self) -> tuple[int, int]:
-        """The number of a head's dimensions that RoPE turns, in layers without a window and in
+        """The number of a head's dimensions that RoPE rotates: in layers without a window, and in
         layers with one."""
         heads = self.global_heads
         size = self.head_dim if self.rotary_size is None else self.rotary_size
@@ -257,10 +262,10 @@ class Arch:
 
     @property
     def kv_size(self) -> int:
-        """Output features of k_proj, and of v_proj."""
+        """Output features of k_proj, which are also those of v_proj."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def value_size(self) -> int:
-        """Features of all heads' values."""
+        """Total features of the values of all heads."""
         return self.kv_size if self.mla is None else self.output_size

@@ -1,5 +1,5 @@
-"""The standard decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU. All families build on
-it."""
+"""The standard decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU. All families build on this
+decoder."""
 
 import math
 from collections.abc import Mapping
@@ -13,22 +13,23 @@ from tandem.families.weight_rules import WeightRule
 
 @dataclass(frozen=True)
 class Decoder:
-    """A family of models. Its fields say what is special; a family that differs in more overrides
-    methods."""
+    """A family of models. Its fields hold the differences from the standard decoder. A family that
+    differs in other ways overrides methods."""
 
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """The meaning of a key that config.json leaves out, as the family's class in transformers
-    defines it and vLLM uses it. A family with `sliding_window` has windows: from layer
-    `max_window_layers` on if there is such a key, else in all layers; with the key
-    `use_sliding_window` only if it is true."""
+    """Values for keys that config.json leaves out: the defaults of the family's class in
+    transformers, which vLLM uses too. A family whose defaults have `sliding_window` has windows:
+    from layer `max_window_layers` on if that key exists, else in all layers. If the key
+    `use_sliding_window` exists, it must be true."""
     qk_norm: bool = False  # RMSNorm over each query and key head before RoPE
-    activation: tuple[str, str] = ("hidden_act", "silu")  # the key and the only value
+    # the config's key and the only supported value
+    activation: tuple[str, str] = ("hidden_act", "silu")
     qkv_bias: bool = False  # biases on q, k and v, and on nothing else
-    partial_rope: bool = False  # RoPE on a part of each head is built
-    shared_experts: bool = False  # shared experts are built
-    yarn: bool = False  # YaRN's scaling of RoPE is built
-    mixture: bool = False  # every layer's MLP is a mixture of experts, as Qwen3's
+    partial_rope: bool = False  # RoPE on a part of each head is supported
+    shared_experts: bool = False  # shared experts are supported
+    yarn: bool = False  # YaRN's scaling of RoPE is supported
+    mixture: bool = False  # every layer's MLP is a mixture of experts like Qwen3's
 
     def arch(self, config: ModelConfig) -> Arch:
         """The model's shape. Raises InvalidInput for a wrong value, UnknownArchitecture for a
@@ -98,7 +99,7 @@ class Decoder:
         """The mixture of experts; None if all layers have MLPs."""
         if not self.mixture:
             return None
-        # transformers 5 writes num_local_experts.
+        # transformers 5 writes this number as num_local_experts.
         total = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
         moe = MoE(
             num_experts=config.positive(total, int),
@@ -140,9 +141,9 @@ class Decoder:
         return rules
 
     def layer_rules(self, arch: Arch, layer: int, parameter: str, source: str) -> list[WeightRule]:
-        """The rules of one layer. `parameter` and `source` begin Megatron's and Hugging Face's
-        names. Megatron's `linear_qkv` has one block of rows for each key head: its query heads, the
-        key head, the value head."""
+        """The rules of one layer. `parameter` and `source` are the prefixes of Megatron's and
+        Hugging Face's names. Megatron's `linear_qkv` has one block of rows for each key head: the
+        block's query heads, the key head, the value head."""
         hidden, groups, attention = arch.hidden_size, arch.num_kv_heads, source + "self_attn."
         qkv = attention_features(arch)
         qkv_weights = {f"{attention}{name}.weight": (rows, hidden) for name, rows in qkv.items()}
@@ -192,8 +193,8 @@ class Decoder:
         return rules
 
     def mlp_rules(self, arch: Arch, _layer: int, parameter: str, source: str) -> list[WeightRule]:
-        """The rules of one layer's MLP, whose `linear_fc1` is gate above up; or of its router and
-        of all experts, stacked."""
+        """The rules of one layer's MLP, in which `linear_fc1` stacks gate above up; or of the
+        layer's router and its stacked experts."""
         hidden, moe = arch.hidden_size, arch.moe
         ffn = arch.ffn_hidden_size if moe is None else moe.ffn_hidden_size
         each = (
@@ -252,8 +253,8 @@ class Decoder:
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
         """transformers 5 writes `rope_parameters`; older versions write `rope_theta` and, beside
-        it, `rope_scaling`. If a config has a value in several places, the first of `rope_scaling`,
-        `rope_parameters` and the top level counts, as in transformers."""
+        it, `rope_scaling`. If a config has a value in several places, the order of precedence is
+        `rope_scaling`, `rope_parameters`, top level, as in transformers."""
         default = self.defaults.get("rope_parameters", {})
         given: dict[str, Any] = (
             config.get("rope_scaling") or config.get("rope_parameters") or default
@@ -262,7 +263,7 @@ class Decoder:
 
 
 def attention_features(arch: Arch) -> dict[str, int]:
-    """Output features of q_proj, k_proj and v_proj, if the layer has v_proj."""
+    """Output features of q_proj and k_proj, and of v_proj if the layer has it."""
     query = arch.query_size * (2 if arch.output_gate else 1)
     features = {"q_proj": query, "k_proj": arch.kv_size}
     return features if arch.keys_are_values else features | {"v_proj": arch.kv_size}
@@ -288,7 +289,7 @@ def _rope_scaling(
         own, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
         own, of_all = (float(own), float(of_all)) if own and of_all else (1.0, 0.0)
         log = 0.1 * math.log(max(factor, 1))
-        # the paper's equation 22, except with `of_all`
+        # equation 22 of the YaRN paper, but `of_all` is an extension
         factors = (own * log + 1) / (of_all * log + 1)
         return YarnScaling(
             factor=factor,

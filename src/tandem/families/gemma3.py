@@ -23,7 +23,7 @@ class Gemma3(Decoder):
         )
 
     def window(self, config: ModelConfig) -> Window | None:
-        """The window. Without `layer_types`, every sixth layer has none."""
+        """The window. Without `layer_types`, every sixth layer has no window."""
         layers, kinds = config.positive("num_hidden_layers", int), config.get("layer_types")
         if kinds is None:
             every = config.positive("sliding_window_pattern", int, 6)
@@ -52,7 +52,8 @@ class Gemma3(Decoder):
         )
 
     def _rope(self, config: ModelConfig, kind: str, key: str, theta: float) -> dict[str, Any]:
-        """transformers 5 writes `rope_parameters` by kind of layer, older versions write `key`."""
+        """transformers 5 writes `rope_parameters` for each kind of layer, older versions write
+        `key`."""
         given = config.get("rope_parameters") or {}
         if given.keys() - {"full_attention", "sliding_attention"}:
             raise config.invalid(
@@ -74,8 +75,8 @@ class Gemma3(Decoder):
 
 
 def with_post_norms(rules: list[WeightRule], parameter: str, source: str) -> list[WeightRule]:
-    """A layer's rules with Gemma's norms. Hugging Face's `post_attention_layernorm` comes after the
-    attention here, not before the MLP."""
+    """A layer's rules, extended by Gemma's norms. In these checkpoints `post_attention_layernorm`
+    comes after the attention, not before the MLP."""
     norms = {
         "post_self_attn_layernorm": "post_attention_layernorm",
         "pre_mlp_layernorm": "pre_feedforward_layernorm",

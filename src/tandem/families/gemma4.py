@@ -1,7 +1,7 @@
 """Gemma 4's text models: windows in most layers; in the others larger heads, values computed from
-keys, and RoPE on a part of each head. Norms stand before and after each block and on values; a
-number multiplies each layer's output; logits are capped. Mixtures have experts beside each layer's
-MLP."""
+keys, and RoPE on a part of each head. Norms are applied before and after each block, and to values.
+A scalar multiplies each layer's output, and logits are capped. Mixtures have experts beside each
+layer's MLP."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,8 @@ class Gemma4(Decoder):
         )
 
     def window(self, config: ModelConfig) -> Window | None:
-        """The window. Without `layer_types`, every sixth layer has none; the last never has one."""
+        """The window. Without `layer_types`, every sixth layer has no window; the last layer never
+        has one."""
         layers, kinds = config.positive("num_hidden_layers", int), config.get("layer_types")
         if kinds is None:
             kinds = [_KINDS[(index + 1) % 6 == 0] for index in range(layers)]
@@ -115,7 +116,7 @@ class Gemma4(Decoder):
 
     def _global_heads(self, config: ModelConfig, arch: Arch) -> GlobalHeads:
         """The heads of layers without a window. transformers 5 writes `per_layer_config`; published
-        configs have keys of their own."""
+        configs use other keys."""
         keys_are_values = bool(config.get("attention_k_eq_v", False))
         own = {"head_dim": config.get("global_head_dim", 512)}
         if keys_are_values and config.get("num_global_key_value_heads") is not None:
@@ -151,7 +152,7 @@ class Gemma4(Decoder):
                 "attention in both directions": (
                     config.get("use_bidirectional_attention") == "all"
                 ),
-                # transformers reads the first key, vLLM the second.
+                # transformers reads the first key, and vLLM reads the second.
                 "num_experts without enable_moe_block": (
                     config.get("num_experts") is not None
                     and not config.get("enable_moe_block", False)
@@ -169,7 +170,7 @@ class Gemma4(Decoder):
 
 
 def _rope(config: ModelConfig, kind: str) -> dict[str, Any]:
-    """RoPE's parameters in layers of a kind."""
+    """RoPE's parameters in layers of kind `kind`."""
     found: dict[str, Any] = (config.get("rope_parameters") or _ROPE)[kind]
     return found
 

@@ -101,7 +101,7 @@ class GptOss(Decoder):
                 " directory"
             )
             raise config.unsupported(f"{problem}: {_DEQUANTISE.strip()}")
-        # vLLM computes it this way, whatever the config says.
+        # vLLM uses these values, even if the config has others.
         for key, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
             if config.get(key, value) != value:
                 raise config.unsupported(f"{key}={config.get(key)!r}, not {value}")

@@ -1,5 +1,5 @@
-"""Writes the identity adapter of step 0, which changes nothing. The controller writes it without
-torch or a GPU."""
+"""Writes the identity adapter of step 0, which changes nothing. The controller writes this adapter
+without torch or a GPU."""
 
 import zlib
 from pathlib import Path
@@ -18,8 +18,8 @@ def write_identity_adapter(
     """Write both adapter files into `directory`, which exists.
 
     The values are PEFT's initial ones: B is zero, A is Kaiming-uniform with a = sqrt(5), which is
-    U(-1/sqrt(in), 1/sqrt(in)). Every A has a random stream of its own, seeded by `seed` and the
-    layer's name, so the same seed gives the same bytes on every machine.
+    U(-1/sqrt(in), 1/sqrt(in)). Every A has its own random stream, seeded by `seed` and the layer's
+    name. So the same seed gives the same bytes on every machine.
     """
     tensors = {}
     for module, (in_features, out_features) in lora_modules(arch, lora).items():

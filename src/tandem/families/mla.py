@@ -56,8 +56,8 @@ class LatentMoe(Glm4Moe):
         return moe
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
-        """YaRN's `mscale` multiplies the cosines and sines, `mscale_all_dim` multiplies queries and
-        keys, the turned part included."""
+        """YaRN's `mscale` multiplies the cosines and sines; `mscale_all_dim` multiplies queries and
+        keys, including the rotated features."""
         rope = super().rope_parameters(config)
         one, all_dim = (rope.get(key) for key in _MSCALES)
         if not (one and all_dim):
@@ -79,8 +79,8 @@ class LatentMoe(Glm4Moe):
     def _attention_rules(
         self, arch: Arch, mla: LatentAttention, parameter: str, source: str
     ) -> list[WeightRule]:
-        """The rules of the attention. `linear_down` makes the two latents, which all heads share;
-        `linear_q_up` and `linear_kv_up` make the heads from them."""
+        """The rules of the attention. `linear_down` computes the two latents, which all heads
+        share; `linear_q_up` and `linear_kv_up` compute the heads from the latents."""
         hidden, heads = arch.hidden_size, arch.num_heads
         down = {source + f"{name}.weight": (rows, hidden) for name, rows in mla.down.items()}
         q_name, q_in = ("q_proj", hidden) if mla.q_rank is None else ("q_b_proj", mla.q_rank)
@@ -110,14 +110,15 @@ class LatentMoe(Glm4Moe):
         ]
 
     def _mscale(self, config: ModelConfig) -> float:
-        """A factor of queries and of keys."""
+        """The factor on queries and on keys."""
         rope = Decoder.rope_parameters(self, config)
         if not rope.get("mscale_all_dim"):
             return 1.0
         return _magnitude(float(rope["factor"]), rope["mscale_all_dim"])
 
     def _refuse_variants(self, config: ModelConfig) -> None:
-        """Refuse variants. vLLM 0.32 silently computes some of them otherwise than transformers."""
+        """Refuse variants. vLLM 0.32 silently computes some of these variants differently from
+        transformers."""
         super()._refuse_variants(config)
         rope = Decoder.rope_parameters(self, config)
         kind = rope.get("rope_type", rope.get("type", "default"))
@@ -145,7 +146,8 @@ class LatentMoe(Glm4Moe):
 
 
 def _magnitude(factor: float, mscale: float) -> float:
-    """YaRN's growth of attention's magnitude for a context `factor` times as long."""
+    """YaRN's factor on the attention logits for a context `factor` times as long as the
+    original."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -11,8 +11,8 @@ from tandem.errors import HubUnreachable, InvalidInput, TandemError, UnknownArch
 from tandem.system.plain_files import open_plain, read_plain
 
 JSON_BYTES = 2**26
-"""The most bytes that a model's `config.json` or index may have. An index takes some 100 bytes for
-a tensor."""
+"""The maximum size in bytes of a model's `config.json` or index. An index takes about 100 bytes per
+tensor."""
 
 MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
 """Patterns of the names of configuration, tokenizer and weights."""
@@ -21,9 +21,10 @@ MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
 def model_directory(
     model: str, files: tuple[str, ...] = MODEL_FILES, *, cached: bool = False
 ) -> Path:
-    """`model` if it is a directory, else the snapshot of that hub name. `files` are downloaded
-    once; with `cached`, nothing is downloaded, and the hub is not asked. Raises InvalidInput if
-    neither exists; HubUnreachable or VolumeFull if a retry can help."""
+    """`model` if it is a directory, else the local snapshot of the hub name `model`. `files` are
+    downloaded if they are not in the cache. With `cached`, nothing is downloaded, and the hub is
+    not contacted. Raises InvalidInput if there is neither a directory nor a hub model;
+    HubUnreachable or VolumeFull if a retry can help."""
     if Path(model).is_dir():
         return Path(model)
     # imported late: a local directory needs no hub client
@@ -57,11 +58,12 @@ def base_model_digest(model: str) -> tuple[str, str]:
 
 
 def _from_client(error: Exception, model: str, *, cached: bool) -> TandemError:
-    """The error that an error of the hub's client means: the model's name is wrong, or the cause
-    may pass."""
+    """The Tandem error for an error of the hub's client: the model's name is wrong, or the cause
+    may be temporary."""
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
-    # If the client looks into its cache after an error, it raises another error from that one.
+    # If the client searches its cache after an error, the client raises a second error, whose cause
+    # is the first.
     first = error.__cause__ if isinstance(error.__cause__, Exception) else error
     status = getattr(getattr(first, "response", None), "status_code", 0)
     if (
@@ -80,8 +82,8 @@ def _from_client(error: Exception, model: str, *, cached: bool) -> TandemError:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """A model's safetensors files: the files that the index names if there is one, else
-    `model.safetensors`."""
+    """A model's safetensors files: the files that the index lists or, without an index,
+    `model.safetensors`. Raises InvalidInput if a file is missing."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     try:
         if index.is_file():
@@ -117,14 +119,14 @@ class ModelConfig:
     """A parsed `config.json`."""
 
     values: dict[str, Any]
-    source: str  # for messages
-    # The family's values of missing keys.
+    source: str  # source of the config in error messages
+    # The family's values for missing keys.
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: str) -> Self:
-        """The config of `model`, a directory or a hub name. Raises InvalidInput if it can't be
-        read."""
+        """The config of `model`, a directory or a hub name. Raises InvalidInput if the config can't
+        be read."""
         path = model_directory(model, ("config.json", "hf_quant_config.json")) / "config.json"
         try:
             values = json.loads(read_plain(path, most=JSON_BYTES, links="any"))
@@ -141,18 +143,19 @@ class ModelConfig:
         return cls(values, str(path))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value; if the key is missing, the family's default, or else `default`."""
+        """The value of `key`; if the key is missing, the family's default, or else `default`."""
         return self.values.get(key, self.defaults.get(key, default))
 
     def given(self, key: str, default: Any = None) -> Any:
-        """Like `get`, with the default also for null."""
+        """Like `get`, but null also gives the default."""
         value = self.values.get(key)
         return self.defaults.get(key, default) if value is None else value
 
     def positive(
         self, key: str, kind: type[int] | type[float], default: float | None = None
     ) -> Any:
-        """A positive number, as `given` reads it. Raises InvalidInput."""
+        """The value of `given`, which must be a positive number. Raises InvalidInput if the number
+        is not positive."""
         value = self.given(key, default)
         if (
             isinstance(value, bool)
@@ -168,14 +171,14 @@ class ModelConfig:
         return InvalidInput(f"{self.source}: {problem}", field="base_model")
 
     def unsupported(self, variant: str) -> UnknownArchitecture:
-        """The error to raise for a variant that would give other logits."""
+        """The error to raise for a variant that would compute different logits."""
         return UnknownArchitecture(
             f"{self.source} asks for {variant}, which Tandem doesn't build", field="base_model"
         )
 
     def refuse(self, variants: Mapping[str, object]) -> None:
-        """Raise `unsupported` for the first variant with a true value. `variants`: words -> whether
-        the config asks for the variant."""
+        """Raise `unsupported` for the first variant whose value is true. `variants`: description ->
+        whether the config asks for the variant."""
         for variant, asked in variants.items():
             if asked:
                 raise self.unsupported(variant)

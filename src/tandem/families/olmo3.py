@@ -18,7 +18,7 @@ class Olmo3(Decoder):
         return replace(super().arch(config), post_norms=True, pre_norms=False, wide_qk_norm=True)
 
     def window(self, config: ModelConfig) -> Window | None:
-        """The window. Without `layer_types`, every fourth layer has none."""
+        """The window. Without `layer_types`, every fourth layer has no window."""
         layers, kinds = config.positive("num_hidden_layers", int), config.get("layer_types")
         if kinds is None:
             kinds = [_KINDS[(index + 1) % 4 == 0] for index in range(layers)]
@@ -33,7 +33,7 @@ class Olmo3(Decoder):
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
         """RoPE's parameters of the layers without a window. Published configs have `rope_scaling`,
-        which is for these layers alone."""
+        which applies only to these layers."""
         scaling = config.get("rope_scaling") or {}
         return {"rope_theta": _THETA} | self._rope(config, _KINDS[1]) | scaling
 
@@ -81,7 +81,7 @@ class Olmo3(Decoder):
         config.refuse(
             {
                 "layers with a sliding window of no size": config.get("sliding_window") is None,
-                # transformers scales RoPE in only one of the two kinds of layers.
+                # transformers would scale RoPE in only one of the two kinds of layers.
                 "a rope_theta outside of rope_parameters": (
                     config.get("rope_theta", _THETA) != _THETA
                 ),

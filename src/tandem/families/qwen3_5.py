@@ -1,9 +1,10 @@
-"""Qwen3.5's text models, 3.6 and 3.8 too: gated delta nets in three of four layers, elsewhere
-attention with an output gate and RoPE on a quarter of each head. Mixtures have a shared expert
-with a gate in every layer.
+"""Text models of Qwen3.5, 3.6 and 3.8: three of four layers are gated delta nets; the others are
+attention with an output gate and RoPE on a quarter of each head. Mixtures have a shared expert with
+a gate in every layer.
 
 Checkpoints with a vision tower have the text model's config in `text_config` and its tensors under
-`model.language_model.`. The tower and the layers that predict further tokens (MTP) are not read.
+`model.language_model.`. The vision tower and the layers that predict further tokens (MTP) are not
+read.
 """
 
 from dataclasses import dataclass, replace
@@ -40,7 +41,7 @@ class Qwen35(Decoder):
         return None
 
     def moe(self, config: ModelConfig) -> MoE | None:
-        """The mixture. The router's probabilities are always normalised."""
+        """The mixture. The router always normalises its probabilities."""
         moe = super().moe(config)
         if moe is None:
             return None
@@ -69,8 +70,8 @@ class Qwen35(Decoder):
         ]
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
-        """RoPE's parameters. Text has one position per token, so all sections of MRoPE are turned
-        by it."""
+        """RoPE's parameters. Text has one position per token, so all sections of MRoPE rotate by
+        the same position."""
         factor = config.given("partial_rotary_factor", 0.25)
         return {"partial_rotary_factor": factor} | super().rope_parameters(config)
 
@@ -154,7 +155,7 @@ class Qwen35(Decoder):
                 "another gate of the delta net than SiLU": (
                     config.given("output_gate_type", "silu") not in ("silu", "swish")
                 ),
-                # transformers ignores it, vLLM does not.
+                # transformers ignores this option, vLLM does not.
                 "a router's probabilities as they are": (
                     self.mixture and not config.given("norm_topk_prob", True)
                 ),
@@ -166,7 +167,7 @@ _DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4}
 FAMILY = Qwen35("qwen3_5", _DEFAULTS, qk_norm=True, partial_rope=True, vision=True)
 TEXT = Qwen35("qwen3_5_text", _DEFAULTS, qk_norm=True, partial_rope=True)
 _MIXTURE: dict[str, Any] = {
-    # No layer has an MLP of `intermediate_size`.
+    # `intermediate_size` is a dummy: no layer has such an MLP.
     "defaults": {"head_dim": 256, "num_key_value_heads": 2, "intermediate_size": 1},
     "qk_norm": True,
     "partial_rope": True,

@@ -12,7 +12,7 @@ from tandem.families.weight_rules import WeightRule
 
 class Qwen3VLMoe(Decoder):
     def moe(self, config: ModelConfig) -> MoE:
-        """The mixture. The router's probabilities are always normalised."""
+        """The mixture. The router always normalises its probabilities."""
         moe = super().moe(config)
         assert moe is not None
         if moe.experts_per_token == 1:
@@ -20,8 +20,8 @@ class Qwen3VLMoe(Decoder):
         return replace(moe, norm_topk_prob=True, fused_adapters=True)
 
     def mlp_rules(self, arch: Arch, layer: int, parameter: str, source: str) -> list[WeightRule]:
-        """The rules of the MLP. One tensor has the gates and then the ups of all experts, another
-        tensor the downs, both [experts, in, out]."""
+        """The rules of the MLP. One tensor contains the gates and then the ups of all experts,
+        another contains the downs; both are [experts, in, out]."""
         router, *_experts = super().mlp_rules(arch, layer, parameter, source)
         assert arch.moe is not None
         count, ffn, hidden = arch.moe.num_experts, arch.moe.ffn_hidden_size, arch.hidden_size
@@ -52,7 +52,7 @@ _TEXT = Decoder(
 )
 _MIXTURE = Qwen3VLMoe(
     "qwen3_vl_moe_text",
-    # No layer has an MLP of `intermediate_size`.
+    # `intermediate_size` is a dummy: no layer has such an MLP.
     {**_ROPE, "num_key_value_heads": 16, "tie_word_embeddings": True, "intermediate_size": 1},
     qk_norm=True,
     mixture=True,

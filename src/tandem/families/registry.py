@@ -1,4 +1,4 @@
-"""The families that Tandem knows, by `model_type`."""
+"""The families that Tandem supports, by `model_type`."""
 
 import functools
 from pathlib import Path
@@ -63,8 +63,8 @@ FAMILIES: dict[str, Decoder] = {
 
 def read_arch(model: str) -> Arch:
     """The architecture of `model`, a directory or a hub name; only its `config.json` is read.
-    Raises InvalidInput for what can't be read or is wrong, UnknownArchitecture for a family, or a
-    variant of one, that Tandem doesn't build.
+    Raises InvalidInput for a config that is unreadable or wrong. Raises UnknownArchitecture for a
+    family or variant that Tandem doesn't build.
     """
     config = ModelConfig.of(model)
     # ModelOpt writes this file, and vLLM reads it.
@@ -74,7 +74,8 @@ def read_arch(model: str) -> Arch:
 
 
 def arch_from_config(values: dict[str, Any], source: str = "config.json") -> Arch:
-    """`read_arch` for a config already parsed; errors name `source`."""
+    """Like `read_arch`, for a config that is already parsed; errors name `source`. Raises
+    InvalidInput and UnknownArchitecture as `read_arch` does."""
     config = ModelConfig(values, source)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:

@@ -13,10 +13,10 @@ from tandem.families.weight_rules import WeightRule
 @dataclass(frozen=True)
 class TextOfVision(Decoder):
     texts: Mapping[str, Decoder] = field(default_factory=dict)
-    """The text models by `model_type` of text_config. The first is the default if text_config has
-    no `model_type`."""
-    prefix: str = "model.language_model."  # of the text model's tensors
-    tied: bool | None = False  # what `tie_word_embeddings` means; None: what text_config says
+    """The text models by `model_type` of text_config. The first model is the default if text_config
+    has no `model_type`."""
+    prefix: str = "model.language_model."  # prefix of the text model's tensors
+    tied: bool | None = False  # the value of `tie_word_embeddings`; None: the value in text_config
 
     def arch(self, config: ModelConfig) -> Arch:
         first = next(iter(self.texts))
@@ -37,13 +37,13 @@ def text_of(
     """The text model's config.
 
     Args:
-        tied: see `TextOfVision`.
-        defaults: the text model's.
+        tied: see `TextOfVision.tied`.
+        defaults: default values of the text model's config.
     """
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise config.invalid("text_config is missing, or is not an object")
-    # transformers ties by the first key, vLLM by the second.
+    # transformers ties the tables by the first key, vLLM by the second.
     of_text = bool(text.get("tie_word_embeddings", (defaults or {}).get("tie_word_embeddings")))
     of_all = bool(config.get("tie_word_embeddings", of_text if tied is None else tied))
     if of_all != of_text:

@@ -1,4 +1,4 @@
-"""Maps Hugging Face tensors to Megatron's parameters, and cuts these over ranks."""
+"""Maps Hugging Face tensors to Megatron's parameters, and cuts the parameters over ranks."""
 
 import re
 from collections.abc import Mapping
@@ -9,28 +9,32 @@ from tandem.families.arch import Arch
 from tandem.topology.sizes import Place, Sizes
 
 Cut = Literal["whole", "rows", "columns"]
-"""The dimension along which ranks hold equal consecutive parts; `whole`: each rank holds all.
-These are tensor-parallel ranks; for experts, expert-tensor-parallel ranks."""
+"""The dimension along which the ranks' equal, consecutive parts are cut; `whole`: each rank holds
+the whole tensor. The ranks are tensor-parallel ranks; for experts, expert-tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
 class WeightRule:
-    """One Megatron parameter: its sources stacked along the rows, in order."""
+    """The rule for one Megatron parameter: its source tensors are stacked along the rows, in
+    order."""
 
     parameter: str
-    sources: Mapping[str, tuple[int, ...]]  # Hugging Face name -> uncut shape
+    sources: Mapping[str, tuple[int, ...]]  # Hugging Face name -> shape before the cut
     cut: Cut = "whole"
-    # Blocks of rows, each with its share of every source; for Megatron's `linear_qkv`.
+    # Number of blocks of rows, each of which has an equal share of every source; for Megatron's
+    # `linear_qkv`.
     groups: int = 1
-    # Stacked [experts, rows, columns] or [experts, rows]; the sources come expert by expert.
+    # If not None, the parameter is [experts, rows, columns] or [experts, rows], and the sources are
+    # listed expert by expert.
     num_experts: int | None = None
-    # The only source stacks all experts, [experts, columns, rows] or [experts, rows]. Its rows are
-    # interleaved from this many blocks of the parameter: with 2, even rows are gate and odd rows
-    # are up. None: the sources are matrices.
+    # If not None, a single source stacks all experts: [experts, columns, rows] or [experts, rows].
+    # Its rows are interleaved from this many blocks of the parameter: with 2, even rows are gate
+    # and odd rows are up. None: the sources are matrices.
     interleaved: int | None = None
-    # The parameter is fp32, whatever the others' dtype. Only for parameters that are not cut.
+    # The parameter is fp32, even if the other parameters are not. Allowed only for parameters that
+    # are not cut.
     fp32: bool = False
-    # Sizes of consecutive sections of a source's rows, by source. The ranks cut each section
+    # For each source, the sizes of consecutive sections of its rows. The ranks cut each section
     # separately.
     sections: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -65,7 +69,7 @@ class WeightRule:
         return place.tensor if self.num_experts is None else place.expert_tensor
 
     def first_expert(self, sizes: Sizes, place: Place) -> int:
-        """The first of the experts that the rank has; expert-parallel ranks have equal consecutive
+        """The first expert that this rank holds; expert-parallel ranks hold equal, consecutive
         parts."""
         return 0 if self.num_experts is None else place.expert * (self.num_experts // sizes.expert)
 

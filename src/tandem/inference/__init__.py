@@ -1,30 +1,31 @@
 """The vLLM server and the publisher, and the code for weights that both share, without torch.
 
 `tensor_files.py` merges an adapter into weights. `merged_model.py` writes the merged model as
-files. `spot_check.py` computes rows of it, to compare with vLLM's.
+files. `spot_check.py` computes rows of the merged model, to compare with vLLM's.
 
 Tandem protects vLLM from faults that were found in 0.26 and 0.32, here and in `vllm_client/`:
 
-- A request with prompt log-probs next to a running one ends the engine if LoRA may touch `lm_head`:
-  the LoRA targets are named.
-- An evicted adapter whose files are gone ends the engine: adapters are loaded from local copies,
+- A request for prompt log-probs beside a running request ends the engine if LoRA may touch
+  `lm_head`. So the LoRA targets are listed without `lm_head`.
+- An evicted adapter whose files are gone ends the engine. So adapters are loaded from local copies,
   which are named by their content.
-- Cached prefixes survive a reload under the same name: the path contains the content's hash.
-- `kill -9` of the API server leaves the engine on the GPU: a plugin ties the engine's life to its
-  server's.
-- A call to the workers never returns if the engine dies meanwhile: `merged_server.py` looks at the
-  engine every second.
+- Cached prefixes survive a reload of an adapter under the same name. So the path contains the
+  content's hash.
+- `kill -9` of the API server leaves the engine on the GPU. So a plugin makes the engine end with
+  its server.
+- A call to the workers never returns if the engine dies during it. So `merged_server.py` checks
+  every second that the engine is alive.
 - If one worker raises in a call, the next call gets the other workers' answers to the failed call.
   So the calls that load adapters and the calls of merged weights return errors as answers. The
   calls of merged weights have no timeout in the executor.
-- Without nvcc some kernels of FlashInfer are chosen all the same, and end the engine: the plugin
-  hides FlashInfer where it can't compile.
-- A seeded request whose prefill is split ends the CPU engine: prefill is not split on the CPU.
+- vLLM chooses some kernels of FlashInfer even without nvcc, and they end the engine. So the plugin
+  hides FlashInfer if it can't compile.
+- A seeded request whose prefill is split ends the CPU engine. So on the CPU prefills are not split.
 
-vLLM serves a mixture with adapters on attention as it serves a dense model. On the CPU (0.32) a
-test shows this; on CUDA no test does yet. Tandem's plugin keeps vLLM on the CPU from its Triton
-kernels, which vLLM would use for any mixture once LoRA is on. Adapters on experts need CUDA and
-`TANDEM_EXPERT_LORA=1` (`test_experts_on_a_gpu.py`). vLLM on the CPU loads such an adapter without
-an error and ignores the experts' part. So a controller without the setting refuses adapters on
-experts, and the verification would refuse them too.
+vLLM serves a mixture of experts with adapters on attention in the same way as a dense model. A test
+shows this on the CPU (0.32); on CUDA no test shows it yet. Tandem's plugin keeps vLLM on the CPU
+from its Triton kernels, which vLLM would use for any mixture once LoRA is on. Adapters on experts
+need CUDA and `TANDEM_EXPERT_LORA=1` (`test_experts_on_a_gpu.py`). vLLM on the CPU loads such an
+adapter without an error and ignores the experts' part. So without the setting a controller refuses
+adapters on experts. The verification would refuse such adapters too.
 """

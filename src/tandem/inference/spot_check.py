@@ -1,7 +1,8 @@
 """Computes one random row of every tensor that vLLM must have to the bit, without torch.
 
-Log-probs show what the weights compute. Rows show the weights themselves: each tensor was written,
-from the base model with this adapter and this scale, or from this model.
+Log-probs show the function that the weights compute. Rows show the weights themselves: they prove
+that each tensor was written from the base model with this adapter and this scale, or from this
+model.
 """
 
 import random
@@ -32,7 +33,7 @@ from tandem.spool.schema import LoraShape
 
 @dataclass
 class ExpectedRows:
-    """`rows`: the row's number for each tensor, by name; `expected`: the values that vLLM must have
+    """`rows`: for each tensor name the index of a row; `expected`: the values that vLLM must have
     there, in the served dtype."""
 
     rows: dict[str, int]
@@ -42,8 +43,8 @@ class ExpectedRows:
         """The difference between the expected rows and the rows that vLLM's workers have; empty if
         there is none.
 
-        `found`: for each part of a row its `name`, its columns from `begin` to `end` and the
-        `sha256` of its bytes.
+        `found`: for each part of a row its tensor's `name`, its columns from `begin` to `end`, and
+        the `sha256` of its bytes.
         """
         missing = {name: np.ones(row.shape, bool) for name, row in self.expected.items()}
         for part in found:
@@ -56,12 +57,12 @@ class ExpectedRows:
 
 
 class SpotCheck:
-    """Random rows of each tensor that changes, as vLLM must have them, computed without vLLM's
-    code."""
+    """Random rows of each tensor that changes, with the values that vLLM must have, computed
+    without vLLM's code."""
 
     def __init__(self, base_model: str, dtype: str) -> None:
-        """`base_model`: a directory or a hub name in the cache; `dtype`: vLLM's, `float32` or
-        `bfloat16`."""
+        """`base_model`: a directory or a hub name in the cache; `dtype`: the served dtype,
+        `float32` or `bfloat16`."""
         self._model, self._dtype = base_model, "F32" if dtype == "float32" else "BF16"
 
     @cached_property
@@ -69,8 +70,8 @@ class SpotCheck:
         return model_files(model_directory(self._model, cached=True))
 
     def adapter_rows(self, adapter: Path, lora: LoraShape) -> ExpectedRows:
-        """Rows of each tensor that the adapter in this directory touches, merged into the base
-        model. Raises CheckpointDamaged if it is not an adapter of this shape."""
+        """Rows of each tensor that the adapter in the directory `adapter` changes, merged into the
+        base model. Raises CheckpointDamaged if the files are not an adapter of shape `lora`."""
         arch = read_arch(self._model)
         factors, rows, expected = adapter_file(adapter, arch, lora, self._model), {}, {}
         for module, (_, count) in lora_modules(arch, lora).items():
@@ -83,7 +84,7 @@ class SpotCheck:
         return ExpectedRows(rows, expected)
 
     def model_rows(self, directory: Path) -> ExpectedRows:
-        """Rows of each matrix of the model in this directory. Raises CheckpointDamaged if its files
+        """Rows of each matrix of the model in `directory`. Raises CheckpointDamaged if its files
         can't be read. A model that ties its output layer may still have that layer in its files;
         vLLM does not load it."""
         names = {name for rule in weight_rules(read_arch(self._model)) for name in rule.sources}
@@ -104,5 +105,5 @@ class SpotCheck:
             raise CheckpointDamaged(f"the model in {directory} can't be read: {error}") from error
 
     def _served(self, file: TensorFile, name: str, row: int) -> NDArray[Any]:
-        """A row as vLLM loads it, in the served dtype."""
+        """A row as float array in the form in which vLLM loads it, in the served dtype."""
         return rounded(widened(file[name][row]), self._dtype)

@@ -25,8 +25,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
 }
-"""The dtypes of weights that an adapter can be merged into: the name in files -> NumPy's dtype for
-their bytes."""
+"""The dtypes of weights that an adapter can be merged into: the dtype's name in the file -> NumPy's
+dtype for its bytes."""
 
 
 class TensorFile(Mapping[str, NDArray[Any]]):
@@ -51,7 +51,7 @@ class TensorFile(Mapping[str, NDArray[Any]]):
 
 
 def model_files(directory: Path) -> dict[str, TensorFile]:
-    """The file of each tensor of the model in `directory`. Raises InvalidInput if a file can't be
+    """Tensor name -> its file, for the model in `directory`. Raises InvalidInput if a file can't be
     read."""
     return {name: file for file in map(TensorFile, weight_files(directory)) for name in file}
 
@@ -81,22 +81,25 @@ def merge_arrays(
     lora: LoraShape,
     dtype: str,
 ) -> NDArray[Any]:
-    """`base` with an adapter, in a file's `dtype`: either a weight with its A and B, or a row with
-    A and the row of B."""
+    """`base` merged with an adapter, in the file dtype `dtype`. `base` is a weight, with its A and
+    B; or a row of it, with A and the row of B. Shapes: weight [out, in], A [rank, in] and B [out,
+    rank]; or row [in] and B's row [rank]."""
     delta = b.astype(np.float64) @ a.astype(np.float64)
     with np.errstate(over="ignore"):
         return rounded((base + lora.alpha / lora.rank * delta).astype(np.float32), dtype)
 
 
 def widened(values: NDArray[Any]) -> NDArray[np.float32]:
-    """A tensor of a file as float32."""
+    """A tensor from a file, converted to float32. The shape stays the same. bfloat16 values are
+    passed as uint16."""
     if values.dtype != np.uint16:
         return values.astype(np.float32, copy=False)
     return (values.astype(np.uint32) << 16).view(np.float32)
 
 
 def rounded(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    """Values in a file's `dtype`, rounded to nearest, ties to even."""
+    """Values in a file's `dtype`, rounded to nearest, ties to even. The shape stays the same.
+    bfloat16 values are returned as uint16."""
     if dtype != "BF16":
         return values.astype(DTYPES[dtype], copy=False)
     bits = values.view(np.uint32)

@@ -12,7 +12,7 @@ from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
 from tandem.metrics.publish import MergedCollector, PublishCollector, ReplicasCollector
 from tandem.metrics.ranks import RanksCollector
 
-# prometheus_client makes these metrics of the exporter's or the controller's own process.
+# The kinds of prometheus_client's metrics about the exporter's or controller's own process.
 _KINDS: dict[str, Kind] = {"gauge": "gauge", "counter": "counter"}
 PROCESS_METRICS = tuple(
     Metric(

@@ -1,7 +1,8 @@
-"""Collectors run in a thread each and keep their last results, which a scrape only reads.
+"""Collectors run in one thread each and keep their last results. A scrape only reads these results.
 
-A collector that fails or hangs (a network volume, a driver) shows in `tandem_collector_success` and
-delays neither the scrape nor the other collectors. docs/metrics.md describes this for users.
+A collector that fails or hangs (on a network volume, in a driver) shows in
+`tandem_collector_success`. Such a collector delays neither the scrape nor the other collectors.
+docs/metrics.md describes this for users.
 """
 
 import abc
@@ -36,7 +37,8 @@ COLLECTORS = (
     "queue",
 )
 OpenSpool = Callable[[], Spool]
-"""Returns the same spool every time, because it remembers the directories that have not changed."""
+"""Returns the same spool each time, because a spool caches the directories that have not
+changed."""
 
 _about_collector = partial(
     Metric, source="exporter", exporters=ALL, labels={"collector": COLLECTORS}
@@ -60,8 +62,7 @@ log = Log("exporter")
 
 
 class Collector(abc.ABC):
-    """Collects `metrics` every `interval` seconds, in a thread of its own, and keeps the last
-    gauges."""
+    """Collects `metrics` every `interval` seconds in its own thread, and keeps the last gauges."""
 
     name: ClassVar[str]  # one of COLLECTORS
     metrics: ClassVar[Sequence[Metric]]
@@ -69,11 +70,11 @@ class Collector(abc.ABC):
 
     def __init__(self) -> None:
         self.counts = Samples(metric for metric in self.metrics if metric.kind != "gauge")
-        self.errors: list[str] = []  # the parts that a collection could not collect
+        self.errors: list[str] = []  # errors of the parts that this collection could not collect
         self._gauges = Samples(())
-        self._gauges_at = 0.0  # monotonic, as is _began
-        self._began: float | None = None  # while a collection runs
-        self._failure: str | None = None  # of the last collection; "" if that succeeded
+        self._gauges_at = 0.0  # monotonic time of the last gauges
+        self._began: float | None = None  # monotonic start of a running collection, else None
+        self._failure: str | None = None  # error of the last collection; "" if it succeeded
         self._seconds: float | None = None
         self._last_success = 0.0  # Unix seconds
 
@@ -81,8 +82,8 @@ class Collector(abc.ABC):
     def collect(self, gauges: Samples) -> None:
         """Sets `gauges`, which are empty at first, and adds to `self.counts`.
 
-        Exceptions and entries in `self.errors` make the collection a failure. After an exception
-        the previous collection's gauges stay, perishable ones for STALE_SECONDS.
+        Exceptions and entries in `self.errors` make the collection a failure. After an exception,
+        the gauges of the previous collection are kept; perishable gauges only for STALE_SECONDS.
         """
 
     def try_each[T](self, items: Iterable[T], action: Callable[[T], None]) -> None:
@@ -94,7 +95,7 @@ class Collector(abc.ABC):
 
     @contextmanager
     def part(self, what: object) -> Iterator[None]:
-        """Records an exception in this part of a collection as one of its errors; the other parts
+        """Records an exception in the block as an error of this collection; the other parts
         continue."""
         try:
             yield
@@ -104,7 +105,7 @@ class Collector(abc.ABC):
             )
 
     def start(self, stop: threading.Event) -> None:
-        """Collects in a thread until `stop` is set. Nobody waits for the thread's end, because a
+        """Collects in a thread until `stop` is set. The thread is never joined, because a
         collection may hang."""
 
         def run() -> None:
@@ -128,7 +129,7 @@ class Collector(abc.ABC):
         if not failure:
             self._last_success = time.time()
         self._seconds, self._began = time.monotonic() - begin, None
-        # One line when it begins to fail, and one when it works again.
+        # One line is logged when the collector begins to fail, and one when it works again.
         if failure and not self._failure:
             log.warning("can't collect", collector=self.name, error=failure)
         elif self._failure and not failure:
@@ -143,8 +144,8 @@ class Collector(abc.ABC):
         yield from self.counts.families()
 
     def describe(self, gauges: Samples) -> None:
-        """Sets COLLECTOR_METRICS of this collector."""
-        began = self._began  # read once, because the collection may end in between
+        """Sets the metrics COLLECTOR_METRICS for this collector."""
+        began = self._began  # read once, because the collection may end in another thread
         hangs = began is not None and time.monotonic() - began > STALE_SECONDS
         gauges.set(
             "tandem_collector_success",
@@ -161,7 +162,7 @@ class Collector(abc.ABC):
 
 
 class SpoolCollector(Collector):
-    """Collects from the spool, which may be missing for a while."""
+    """A collector that reads the spool, which may be missing for a while."""
 
     def __init__(self, open_spool: OpenSpool) -> None:
         super().__init__()
@@ -177,7 +178,7 @@ class SpoolCollector(Collector):
 class Page(PrometheusCollector):
     """All metrics of this process, in the form that prometheus_client asks for at each scrape.
 
-    `counts`: counters and histograms without a collector.
+    `counts`: counters and histograms that belong to no collector.
     """
 
     def __init__(self, collectors: Sequence[Collector], counts: Samples | None = None) -> None:

@@ -83,7 +83,7 @@ class SupervisorCollector(Collector):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self._settings = settings
-        self._pids: dict[str, int] = {}  # program -> its last process
+        self._pids: dict[str, int] = {}  # program -> its last process id
 
     def collect(self, gauges: Samples) -> None:
         programs = statuses(self._settings)
@@ -136,7 +136,7 @@ class VolumesCollector(SpoolCollector):
     def __init__(self, open_spool: OpenSpool, directories: dict[str, Path]) -> None:
         super().__init__(open_spool)
         self._directories = directories
-        self._probed_at = -PROBE_SECONDS  # monotonic time of the last probe that succeeded
+        self._probed_at = -PROBE_SECONDS  # monotonic time of the last successful probe
         self._probe_seconds = 0.0
 
     def collect(self, gauges: Samples) -> None:
@@ -161,7 +161,7 @@ def _set_sizes(gauges: Samples, volume: str, path: Path) -> None:
 
 
 def local_directories() -> dict[str, Path]:
-    """The volume of downloaded models, and the volumes of this container alone."""
+    """The volume of downloaded models, and the volumes that belong to this container only."""
     return downloads() | {
         "shm": Path("/dev/shm"),
         "cache": _cache(),
@@ -170,8 +170,8 @@ def local_directories() -> dict[str, Path]:
 
 
 def downloads() -> dict[str, Path]:
-    """The directory of downloaded models. Before the first download it may not exist; then it is
-    the nearest directory above."""
+    """The directory of downloaded models. Before the first download this directory may not exist;
+    then the nearest existing directory above it is returned."""
     home = Path(os.environ.get("HF_HOME") or _cache() / "huggingface").absolute()
     return {"downloads": next(path for path in (home, *home.parents) if path.is_dir())}
 

@@ -1,10 +1,11 @@
 """Serves the metrics of the trainer's and the inference container to Prometheus (`python -m
-tandem.metrics.exporter`), and lists where each vLLM of the container serves its own.
+tandem.metrics.exporter`), and lists the address of each vLLM of the container.
 
-It does not depend on the watched programs: it imports no torch, makes no CUDA context and writes
-nothing but the write probe. TANDEM_ROLE (trainer, inference; else both) decides what it collects.
-It starts before the spool and the programs exist; until they do, `tandem_collector_success` is 0.
-Exits with 0 on SIGTERM, 2 for wrong settings, 1 if its address is taken.
+The exporter does not depend on the programs that it watches: it imports no torch, creates no CUDA
+context, and writes nothing but the write probe. TANDEM_ROLE selects the metrics that it collects:
+those of `trainer`, of `inference`, or both if unset. The exporter starts before the spool and the
+programs exist; until then `tandem_collector_success` is 0. Exits with 0 on SIGTERM, 2 for wrong
+settings, 1 if its address is taken.
 """
 
 import json
@@ -53,11 +54,11 @@ def exported_sides() -> tuple[Exporter, ...]:
 
 
 def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Collector]:
-    # A full or read-only volume can still be read.
+    # A spool on a full or read-only volume can still be read.
     open_spool = cache(partial(Spool, settings.root))
-    # One side's container may see the other side's devices too.
+    # The container of one side may see the devices of the other side too.
     selected = getattr(settings, f"{sides[0]}_devices") if len(sides) == 1 else ()
-    # A runner of Jobs has no GPU; the ranks' GPUs belong to the Jobs' pods.
+    # A runner that starts Kubernetes Jobs has no GPU; the ranks' GPUs belong to the Jobs' pods.
     device = (
         "cpu" if sides == ("trainer",) and settings.executor == "kubernetes" else settings.device
     )
@@ -84,16 +85,19 @@ def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Col
 
 
 class MetricsServer(ThreadingTCPServer):
-    """Serves `page` at `/metrics`, and at `/targets` the vLLM servers of this container, in the
-    form of Prometheus' HTTP service discovery. Raises OSError if the address is taken.
+    """Serves `page` at `/metrics`. At `/targets` the server lists the vLLM servers of this
+    container, in the format of Prometheus' HTTP service discovery. Raises OSError if the address is
+    taken.
 
-    `targets`: the port of each vLLM by its name; an only vLLM has an empty name.
+    `targets`: vLLM's name -> its port; if there is only one vLLM, its name is empty.
 
-    It is not an HTTPServer, which looks up the host's name when it starts; that may take seconds.
+    The class is not an HTTPServer, because an HTTPServer looks up the host's name when it starts,
+    which may take seconds.
     """
 
     daemon_threads = True
-    # `tandem up` holds the port for this process, and it may have a connection in TIME_WAIT.
+    # `tandem up` reserves the port for this process, and the port may have a connection in
+    # TIME_WAIT.
     allow_reuse_address = True
 
     def __init__(
@@ -128,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _targets(self) -> list[dict[str, Any]]:
-        """Each vLLM's address, with the host by which Prometheus has reached this server."""
+        """Each vLLM's address, with the host name by which Prometheus has reached this server."""
         host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or "127.0.0.1"
         host = f"[{host}]" if ":" in host else host
         return [
@@ -177,4 +181,4 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     sys.stderr.flush()
-    os._exit(status)  # without waiting for a collector that hangs in a driver or on a volume
+    os._exit(status)  # does not wait for a collector that hangs in a driver or on a volume

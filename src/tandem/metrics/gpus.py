@@ -1,4 +1,4 @@
-"""Collects the GPUs' memory, load, temperature, power and errors, as the driver reports them."""
+"""Collects the GPUs' memory, load, temperature, power and errors from the driver."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -91,10 +91,10 @@ class NvmlCollector(Collector):
         super().__init__()
         self._device = device
         self._selected = tuple(selected)
-        # The driver stays open between collections: without persistence mode, a GPU that no process
-        # has open loses its state.
+        # The driver stays open between collections, because without persistence mode a GPU that no
+        # process has open loses its state.
         self._driver: Driver | None = None
-        self._seen = False  # whether a GPU was ever found
+        self._seen = False  # whether a GPU has ever been found
 
     def collect(self, gauges: Samples) -> None:
         if self._device == "cpu":
@@ -116,14 +116,14 @@ class NvmlCollector(Collector):
             self._seen = self._seen or measured > 0
         finally:
             if self.errors or not measured:
-                # The next collection opens the driver again, because a reloaded driver answers only
-                # a new client.
+                # The next collection opens the driver again, because after a reload the driver
+                # answers only new clients.
                 self._driver.close()
                 self._driver = None
 
     def _measure(self, driver: Driver, gpu: Gpu, gauges: Samples) -> None:
-        """Measures a device. A MIG device has its own memory and processes, and shares the rest
-        with its whole GPU."""
+        """Measures a device. A MIG device has its own memory and processes; other values come from
+        the whole GPU."""
         nvml, ask = driver.nvml, driver.ask
         self._describe(driver, gpu, gauges)
 
@@ -138,7 +138,7 @@ class NvmlCollector(Collector):
         utilization = None if gpu.is_mig else ask("nvmlDeviceGetUtilizationRates", gpu.handle)
         gauge("tandem_gpu_utilization_ratio", utilization and utilization.gpu, 100)
         temperature = ask("nvmlDeviceGetTemperatureV", gpu.whole, nvml.NVML_TEMPERATURE_GPU)
-        if temperature is None:  # an older driver
+        if temperature is None:  # older drivers lack this call
             temperature = ask("nvmlDeviceGetTemperature", gpu.whole, nvml.NVML_TEMPERATURE_GPU)
         gauge("tandem_gpu_temperature_celsius", temperature)
         gauge(

@@ -1,9 +1,9 @@
-"""Collects jobs' metrics from their events. Each event is counted once. Counters begin when the
-exporter starts.
+"""Collects metrics of jobs from the jobs' events. Each event is counted once. Counters begin when
+the exporter starts.
 
-The cost does not grow with the number of queued or finished jobs: only jobs that have begun are
-read, and of the jobs that ended before the exporter started, only the newest. A directory of
-finished jobs is listed only after it has changed.
+The cost does not grow with the number of queued or finished jobs: the collector reads only jobs
+that have begun, and only the newest of the jobs that ended before the exporter started. A directory
+of finished jobs is listed only after it has changed.
 """
 
 from contextlib import suppress
@@ -53,7 +53,8 @@ ERRORS = (
 """Reasons why an attempt failed (docs/jobs.md); an error that is not listed counts as "other"."""
 
 _STEP_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
-# How many jobs of each terminal state a new exporter reads to find the one that ended last.
+# The number of jobs of each terminal state that a new exporter reads to find the job that ended
+# last.
 _MOST_ENDED = 20
 _JOB_BUCKETS = (1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600)
 
@@ -89,7 +90,7 @@ _LAST_STEP = {
 }
 _HELD_OUT = "tandem_train_held_out_loss"
 _LAST_STEP_AT = "tandem_train_last_step_timestamp_seconds"
-# Key in the event `step` -> the counter that adds it up, and its meaning.
+# Key in the event `step` -> the counter to which its value is added, and the counter's meaning.
 _TOTALS = {
     "tokens": (
         "tandem_train_tokens_total",
@@ -203,10 +204,11 @@ class _Followed:
     kind: str
     run: str
     created: float  # Unix seconds
-    offset: int = 0  # bytes of its event file that have been read
+    offset: int = 0  # bytes of the job's event file that have been read
     attempts: LivingAttempts = field(default_factory=LivingAttempts)
     first_claimed: float | None = None  # Unix seconds
-    ended: bool = False  # its terminal event was read, which is written before the job's file moves
+    # its terminal event was read; this event is written before the job's directory moves
+    ended: bool = False
 
 
 class JobsCollector(SpoolCollector):
@@ -217,14 +219,15 @@ class JobsCollector(SpoolCollector):
     def __init__(self, open_spool: OpenSpool) -> None:
         super().__init__(open_spool)
         self._followed: dict[str, _Followed] = {}
-        self._unread: set[str] = set()  # ids of jobs to follow that could not be read yet
-        # Directories of ended jobs, as they were last listed.
+        self._unread: set[str] = set()  # ids of jobs that could not be read yet
+        # Directory of ended jobs -> its last listing.
         self._listed: dict[Path, tuple[JobDir, ...]] = {}
         self._caught_up = False
-        # Events from before this process only set gauges.
+        # Receives the counts of events from before this process, which only set gauges.
         self._uncounted = Samples(self.metrics)
         self._last: dict[str, float] = {}  # gauges without labels
-        self._last_step_at: dict[str, float] = {}  # run -> Unix seconds, of its running job
+        # run -> time of the last step of its running job, Unix seconds
+        self._last_step_at: dict[str, float] = {}
         self._per_device: dict[str, dict[str, float]] = {}  # gauge -> UUID -> bytes
 
     def collect(self, gauges: Samples) -> None:
@@ -232,7 +235,8 @@ class JobsCollector(SpoolCollector):
         if not self._caught_up:
             self.try_each(self._begun(spool), lambda job_id: self._follow(spool, job_id))
         found = self._find(spool)
-        # An ended job stays known until its file has moved, so that it is not counted twice.
+        # An ended job stays in this list until its directory has moved, so that it is not counted
+        # twice.
         self._followed = {
             known: job for known, job in self._followed.items() if known in found or not job.ended
         }
@@ -249,9 +253,9 @@ class JobsCollector(SpoolCollector):
                 gauges.set(name, value, uuid=uuid)
 
     def _begun(self, spool: Spool) -> list[str]:
-        """Ids of the jobs whose attempts began before this process: first the last one that ended,
-        then requeued ones, then running ones, which set the gauges last. `_find` lists the running
-        jobs again, since a requeued job may be claimed in between."""
+        """Ids of jobs whose attempts began before this process: first the job that ended last, then
+        requeued jobs, then running jobs, whose values of the gauges are the final ones. `_find`
+        lists the running jobs again, because a requeued job may have been claimed in between."""
         running = [key.id for key in spool.jobs.index.running()]
         requeued = []
         for head in spool.jobs.index.heads():
@@ -261,8 +265,8 @@ class JobsCollector(SpoolCollector):
         return list(dict.fromkeys([*_last_ended(spool), *requeued, *running]))
 
     def _find(self, spool: Spool) -> set[str]:
-        """Ids of running jobs, of jobs that ended since the last collection, and of jobs that could
-        not be read then."""
+        """Ids of running jobs, of jobs that ended since the last collection, and of jobs that the
+        last collection could not read."""
         index = spool.jobs.index
         # Running jobs are listed first, so a job that ends in between is in at least one of the two
         # lists.
@@ -275,7 +279,7 @@ class JobsCollector(SpoolCollector):
         return found
 
     def _follow(self, spool: Spool, job_id: str) -> None:
-        with suppress(NotFound):  # its file was damaged and is set aside
+        with suppress(NotFound):  # its record was damaged and has been set aside
             spec = spool.jobs.get(job_id)[1].spec
             self._followed[job_id] = _Followed(spec.kind, spec.run, spec.created)
         self._unread.discard(job_id)
@@ -341,9 +345,9 @@ class JobsCollector(SpoolCollector):
 
 
 def _last_ended(spool: Spool) -> list[str]:
-    """The id of the job that ended last, among the jobs submitted last; None if the current or last
-    runner has ended no job. Jobs of an earlier runner left nothing on the devices, because resident
-    ranks end with their runner.
+    """A list with the id of the job that ended last, among the jobs that were submitted last; empty
+    if the current or last runner has ended no job. Jobs of earlier runners have left no memory on
+    the devices, because resident ranks end with their runner.
     """
     ended = list[tuple[float, str]]()
     runner = spool.runner()
@@ -370,14 +374,14 @@ def _count_phases(counts: Samples, values: object, prefix: str = "") -> None:
 
 
 def _device_memory(released: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Gauge -> UUID -> bytes, from the data of an event `released`, in which None is a size that
-    could not be measured."""
+    """Gauge -> UUID -> bytes, from the data of an event `released`. There, None stands for a size
+    that could not be measured."""
     before, left, floor, kept = (
         released.get(key) or {} for key in ("before", "devices", "floor", "resident")
     )
     resident = {uuid: size for uuid, size in kept.items() if size is not None}
-    # Memory below the floor belongs to a sleeping vLLM, and resident ranks keep theirs: the job
-    # left neither.
+    # Neither memory below the floor, which belongs to a sleeping vLLM, nor the memory of resident
+    # ranks was left by the job.
     before, left = beyond(before, floor), beyond(beyond(left, floor), resident)
     measured = {uuid: size for uuid, size in left.items() if size is not None}
     given_back = {

@@ -1,10 +1,10 @@
-"""The type of a metric, and the values of some metrics between their collection and a scrape.
+"""The type of a metric, and `Samples`, which stores values between their collection and a scrape.
 
 The file of each collector lists the metrics that it collects; `catalogue.py` joins these lists.
 
-No metric has the labels that say where a series comes from (job, instance, namespace, pod, role):
-the scrape adds them. Devices are named by UUID, because an index restarts at 0 in each container;
-"cpu" is the machine without a GPU.
+No metric has the labels for the origin of a series (job, instance, namespace, pod, role), because
+the scrape adds them. Devices are named by UUID, because indices restart at 0 in each container.
+"cpu" stands for a machine without a GPU.
 """
 
 import bisect
@@ -25,7 +25,7 @@ BOTH: tuple[Exporter, ...] = ("trainer", "inference")
 ALL: tuple[Exporter, ...] = ("trainer", "inference", "controller")
 
 OPEN: tuple[str, ...] = ()
-"""The values of a label that are not known beforehand."""
+"""The values of a label if they are not known in advance."""
 JOB_KINDS: tuple[str, ...] = get_args(JobKind)
 PHASES = (
     "rendezvous",
@@ -44,22 +44,23 @@ PHASES = (
     "offload",
 )
 """The phases of a rank, in this order. "old_logprobs" to "optimizer" repeat for each optimizer
-step. Only resident ranks offload, and only ranks on a GPU rehearse a new model's first pass."""
+step. `offload` occurs only in resident ranks; `rehearsal` only on a GPU with a model that is new to
+the process."""
 
 STALE_SECONDS = 60.0
-"""A rank without a new heartbeat for this many seconds is not up. Perishable metrics of a collector
-that has failed for this long are no longer exported."""
+"""A rank without a new heartbeat for this many seconds is not up. The perishable metrics of a
+collector that has failed for this long are no longer exported."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric. `name` is PromQL's: counters end in `_total`; histograms add `_bucket`, `_sum` and
-    `_count`."""
+    """A metric. `name` is the name in PromQL: counters end in `_total`; histograms add `_bucket`,
+    `_sum` and `_count`."""
 
     name: str
     help: str
     source: str
-    """The value's origin, for docs/metrics.md."""
+    """The origin of the value, for docs/metrics.md."""
     kind: Kind = "gauge"
     exporters: tuple[Exporter, ...] = ("trainer",)
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -68,7 +69,7 @@ class Metric:
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets, without +Inf."""
     perishable: bool = False
-    """A measurement that is void once it is STALE_SECONDS old."""
+    """Whether the value is no longer exported once it is STALE_SECONDS old."""
 
 
 _Series = dict[tuple[str, ...], tuple[float, ...]]
@@ -78,11 +79,11 @@ observed values."""
 
 
 class Samples:
-    """The series of some metrics. Several threads may write and read them.
+    """The series of some metrics. The series of a set of metrics.
 
     A counter or histogram without open labels has all its series from the start, at 0, because
     PromQL's increase() does not see a series' first event. Every method raises KeyError for an
-    unknown metric, and for labels that are not the metric's.
+    unknown metric, and for labels that the metric does not have.
     """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
@@ -95,7 +96,7 @@ class Samples:
                     self._series[metric.name][values] = _zero(metric)
 
     def set(self, name: str, value: float, /, **labels: str) -> None:
-        """Sets a gauge, or a counter whose total is counted elsewhere."""
+        """Sets a gauge, or a counter whose total is known from elsewhere."""
         key = self._key(name, labels)
         with self._lock:
             self._series[name][key] = (float(value),)
@@ -153,6 +154,7 @@ def _family(metric: Metric, series: _Series) -> Family:
 
 
 def number(values: Any, key: str) -> float | None:
-    """`values[key]` if it is a number. Events have null in place of numbers that are not finite."""
+    """`values[key]` if it is a number, else None. Events have null in place of numbers that are not
+    finite."""
     value = values.get(key) if isinstance(values, dict) else None
     return float(value) if isinstance(value, int | float) else None

@@ -1,4 +1,4 @@
-"""Collects, for each run, the newest step and the served step; and the newest checkpoint of all
+"""Collects the newest step and the served step of each run, and the newest checkpoint of all
 runs."""
 
 from tandem.metrics.collector import OpenSpool, SpoolCollector
@@ -7,8 +7,8 @@ from tandem.spool import Spool
 
 PARTS = ("copy", "stage", "drain", "swap", "load", "verify", "since_checkpoint")
 RUNS = 20
-"""At most this many runs are exported, the ones that changed last: each run is a label value, which
-stays in Prometheus."""
+"""The maximum number of exported runs; the runs that changed last are exported. Each run is a label
+value, which stays in Prometheus."""
 
 
 class PolicyCollector(SpoolCollector):
@@ -64,7 +64,7 @@ class PolicyCollector(SpoolCollector):
 
     def collect(self, gauges: Samples) -> None:
         spool = self.spool()
-        changed: dict[str, float] = {}  # run -> Unix seconds
+        changed: dict[str, float] = {}  # run -> time of its last change, Unix seconds
 
         def read_change(run: str) -> None:
             changed[run] = max(spool.checkpoints.changed(run), spool.served.changed(run) or 0.0)
@@ -103,7 +103,7 @@ class CheckpointsCollector(SpoolCollector):
 
     def __init__(self, open_spool: OpenSpool) -> None:
         super().__init__(open_spool)
-        self._newest_step: dict[str, int] = {}  # of each run
+        self._newest_step: dict[str, int] = {}  # run -> its newest step
         # Unix seconds and bytes of the newest checkpoint of all runs.
         self._newest: tuple[float, int] | None = None
 

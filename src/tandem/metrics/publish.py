@@ -58,9 +58,9 @@ class PublishCollector(SpoolCollector):
 
     def __init__(self, open_spool: OpenSpool) -> None:
         super().__init__(open_spool)
-        # Run -> time and content of served.json.
+        # Run -> modification time and content of served.json.
         self._records: dict[str, tuple[float, Served | None]] = {}
-        # Unix seconds, error and allowed error in nats of the last verification.
+        # The last verification: its time in Unix seconds, its error and the allowed error in nats.
         self._error: tuple[float, float, float] | None = None
         self._caught_up = False
 
@@ -93,11 +93,11 @@ class PublishCollector(SpoolCollector):
             self.counts.inc("tandem_publish_total", outcome="refused")
         if before is not None and before.step == record.step:
             return
-        # Several steps may have been served since the last collection; after a rollback an older
-        # one is served.
+        # Several steps may have been served since the last collection. After a rollback, an older
+        # step may be served.
         first = record.step if before is None or before.step > record.step else before.step + 1
         for step in [step for step in spool.checkpoints.steps(run) if first <= step < record.step]:
-            with suppress(NotFound):  # it was removed in between
+            with suppress(NotFound):  # the record was removed in between
                 job = spool.checkpoints.manifest(run, step).job
                 events = [] if job is None else spool.events.read(job)
                 if event := next((event for event in events if event.type == "served"), None):
@@ -113,11 +113,11 @@ class PublishCollector(SpoolCollector):
 
 
 class MergedCollector(SpoolCollector):
-    """Collects whether vLLM has whole and verified merged weights, and which runs want to be
+    """Collects whether vLLM has complete and verified merged weights, and which runs request to be
     served.
 
-    Asks vLLM's server itself, which answers while the publisher waits for a swap, and without a
-    publisher.
+    Asks vLLM's server itself, because it answers even while the publisher waits for a swap or does
+    not run.
     """
 
     name = "merged"
@@ -159,14 +159,14 @@ class MergedCollector(SpoolCollector):
         for replica, settings in self._servers.items():
             if replica not in self._clients:
                 self._clients[replica] = VllmClient(settings, timeout=5.0)
-            # vLLM is starting, or gone: Prometheus' `up` of vLLM tells.
+            # vLLM is starting, or gone, which Prometheus' metric `up` shows.
             with suppress(InferenceUnavailable):
                 current = self._clients[replica].merged()["phase"]
                 for phase in PHASES:
                     gauges.set(
                         "tandem_merged_phase", phase == current, replica=replica, phase=phase
                     )
-        with self.part("runs"):  # vLLM's answer does not depend on the volume
+        with self.part("runs"):  # this answer of vLLM does not depend on the volume
             gauges.set(
                 "tandem_merged_runs",
                 sum(run.weights == "merged" for run in self.spool().runs.list()),
@@ -174,7 +174,7 @@ class MergedCollector(SpoolCollector):
 
 
 class ReplicasCollector(SpoolCollector):
-    """Collects the inference servers: which are ready, and how far each is behind."""
+    """Collects which inference servers are ready, and how many steps each is behind."""
 
     name = "replicas"
     metrics = (

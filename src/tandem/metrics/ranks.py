@@ -1,5 +1,5 @@
-"""The ranks of the running jobs, from the heartbeats that they write to the attempt's work
-directory."""
+"""Collects metrics of the ranks of running jobs, from the heartbeats that ranks write to the
+attempt's work directory."""
 
 import time
 from dataclasses import dataclass, field
@@ -12,12 +12,13 @@ from tandem.spool.attempt import Attempt
 from tandem.spool.schema import Beat, Job
 
 _CPU = "; on the CPU the resident set"
-_RUN = {"run": OPEN}  # which has one running job at most
+_RUN = {"run": OPEN}  # a run has at most one running job
 _RANK = _RUN | {"rank": OPEN}
 _RANK_AND_GPU = {"uuid": OPEN, "rank": OPEN}
 
-# Each dictionary's keys are those of a heartbeat's `memory` or `phases`. `tandem memory` shows the
-# other values of a heartbeat: an alert needs none of them, and each would be a series per rank.
+# The keys of each dictionary are keys of a heartbeat's `memory` or `phases`. `tandem memory` shows
+# the other values of a heartbeat. No alert needs these values, and each would be one more series
+# per rank.
 _ALLOCATOR_BYTES = {
     "allocated": (
         f"Bytes of torch's allocator in tensors{_CPU}.",
@@ -164,15 +165,15 @@ METRICS = (
 class _AttemptSeries:
     job: Job
     number: int
-    waited: float | None  # seconds; None: its ranks run
+    waited: float | None  # seconds that the attempt has waited; None: its ranks run
     seen_since: float = field(default_factory=time.time)
     seen_since_monotonic: float = field(default_factory=time.monotonic)
-    # For each rank: its last heartbeat, and when (monotonic) this process first saw it. The rank's
-    # clock may be wrong.
+    # Rank -> its last heartbeat, and the monotonic time at which this process first saw it. The
+    # rank's clock may be wrong.
     ranks: dict[int, tuple[Beat, float]] = field(default_factory=dict)
 
     def waits(self, seconds: float | None) -> None:
-        """While the attempt waits, nobody is silent."""
+        """While the attempt waits, no rank counts as silent."""
         self.waited = seconds
         if seconds is not None:
             self.seen_since, self.seen_since_monotonic = time.time(), time.monotonic()
@@ -207,7 +208,8 @@ class RanksCollector(SpoolCollector):
         for rank, beat in Attempt(spool, spec.id, attempt.number).beats().items():
             last, _ = attempt.ranks.get(rank, (None, now))
             if last != beat:
-                # An earlier exporter has counted what a rank counted before this process began.
+                # The counts that a rank had before this process started were already counted by an
+                # earlier exporter.
                 self._count(str(rank), last if self._caught_up else beat, beat)
                 attempt.ranks[rank] = beat, now
         for rank, (beat, seen_at) in attempt.ranks.items():
@@ -236,7 +238,7 @@ class RanksCollector(SpoolCollector):
         return found
 
     def _count(self, rank: str, before: Beat | None, beat: Beat) -> None:
-        """Continues the counters from attempt to attempt: a rank's own counts begin at 0 in each
+        """Continues the counters across attempts, because a rank's own counts begin at 0 in each
         attempt, even in a resident rank."""
         for key, (name, *_) in _ALLOCATOR_COUNTS.items():
             if key in beat.memory and beat.uuid is not None:
@@ -252,7 +254,7 @@ def _set_rank(gauges: Samples, run: str, rank: str, beat: Beat, *, up: bool) -> 
         if beat.steps:
             gauges.set("tandem_train_steps", beat.steps, run=run)
     if not up or beat.uuid is None:
-        return  # the memory of a rank that was silent for a minute is out of date
+        return  # the memory values of a rank that was silent for a minute are out of date
     where = {"uuid": beat.uuid, "rank": rank}
     for key in _ALLOCATOR_BYTES:
         if key in beat.memory:

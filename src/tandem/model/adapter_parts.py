@@ -1,4 +1,4 @@
-"""The parts of the adapter that each rank has: makes whole tensors of parts, and parts of whole
+"""Each rank's parts of the adapter: joins parts to whole tensors, and cuts parts out of whole
 tensors."""
 
 from collections.abc import Iterator, Mapping
@@ -26,27 +26,28 @@ _BLOCKS = {
 
 
 class AdapterParts:
-    """This rank's parts of the adapter in `gpt`; none without `lora`."""
+    """This rank's parts of the adapter in `gpt`; none if `lora` is None."""
 
     def __init__(
         self, gpt: GPTModel, arch: Arch, lora: LoraShape | None, topology: Topology, layers: range
     ) -> None:
-        """`layers`: the layers of this rank's stage."""
+        """`layers`: the layers of this rank's pipeline stage."""
         self._topology, self._num_layers = topology, arch.num_layers
         self._shapes = adapter_shapes(arch, lora) if lora else {}
-        self._keys: dict[str, list[str]] = {}  # LoRA parameter -> PEFT keys of the tensors in it
+        # LoRA parameter -> PEFT keys of the tensors stacked in it
+        self._keys: dict[str, list[str]] = {}
         for key in self._shapes:
             if layer_of(key) in layers:
                 self._keys.setdefault(stacked_name(key), []).append(key)
         whole_tensors = _tensors(gpt, arch, layers)
         self.tensors = {name: whole_tensors[name] for name in self._keys}
-        """Name (`stacked_name`) -> this rank's part and how it is cut; in the same order on all
-        ranks of a stage."""
+        """Name (`stacked_name`) -> this rank's part and its cut; in the same order on all ranks of
+        a stage."""
 
     def whole(self, local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """PEFT key -> whole fp32 tensor on the CPU, on every rank, of all stages. It is made of
-        every rank's `local`, which maps LoRA parameters to tensors. A collective of all ranks that
-        hold one copy of the model."""
+        """PEFT key -> whole fp32 tensor on the CPU, on every rank, of all stages. The whole tensor
+        is joined from every rank's `local`, which maps LoRA parameters to tensors. A collective
+        operation of all ranks that hold one copy of the model."""
         whole_tensors: dict[str, torch.Tensor] = {}
         for name, tensor in local.items():
             whole_tensors |= self.gather(name, tensor)
@@ -65,9 +66,9 @@ class AdapterParts:
         return {key: whole_tensors[key] for key in self._shapes}
 
     def gather(self, name: str, local: torch.Tensor) -> dict[str, torch.Tensor]:
-        """PEFT key -> whole tensor on the CPU, made of every rank's `local`, a tensor of LoRA
-        parameter `name`'s shape (a moment of Adam, for example). A collective of the
-        tensor-parallel ranks, in the same order on each.
+        """PEFT key -> whole tensor on the CPU, joined from every rank's `local`, a tensor with the
+        shape of LoRA parameter `name` (a moment of Adam, for example). A collective operation of
+        the tensor-parallel ranks, in the same order on each rank.
         """
         tensor, sizes = self.tensors[name], self._topology.sizes
         group = self._topology.expert_group if tensor.stacked else self._topology.tensor
@@ -77,7 +78,8 @@ class AdapterParts:
         else:
             parts = [torch.empty_like(local) for _ in range(group.size())]
             dist.all_gather(parts, local, group=group)
-            each = sizes.expert_tensor if tensor.stacked else group.size()  # parts of the same rows
+            # number of parts that one set of rows is cut into
+            each = sizes.expert_tensor if tensor.stacked else group.size()
             several = [parts[start : start + each] for start in range(0, len(parts), each)]
             whole = torch.cat([_join(row_parts, tensor) for row_parts in several]).cpu()
         keys = self._keys[name]
@@ -91,8 +93,8 @@ class AdapterParts:
         suffix: str = "",
     ) -> None:
         """The inverse of `whole`: fill `local`, this rank's part of each LoRA parameter, from a
-        file's whole tensors, which are named `<PEFT key><suffix>`. Reads no other bytes. Raises as
-        `read_tensors`."""
+        file's whole tensors, which are named `<PEFT key><suffix>`. Reads only the bytes of this
+        rank's parts. Raises the errors of `read_tensors`."""
         pieces = [
             piece
             for name, part in local.items()
@@ -145,7 +147,7 @@ def _tensors(gpt: GPTModel, arch: Arch, layers: range) -> dict[str, LoraTensor]:
 
 
 def _join(parts: list[torch.Tensor], tensor: LoraTensor) -> torch.Tensor:
-    """The whole tensor made of its parts, or of equal copies."""
+    """The whole tensor, joined from its parts or taken from equal copies."""
     if tensor.cut == "whole":
         return parts[0]
     if tensor.sections:
@@ -158,8 +160,8 @@ def _join(parts: list[torch.Tensor], tensor: LoraTensor) -> torch.Tensor:
 def _piece(
     stored: StoredTensor, cut: Cut, part: int, target: torch.Tensor, begin: int = 0
 ) -> Piece:
-    """Fills `target`, which has the shape of the part `part` of a whole tensor, or of its section
-    that begins at row `begin`."""
+    """The piece of a stored tensor that fills `target`. `target` has the shape of part number
+    `part` of the whole tensor, or of its section that begins at row `begin`."""
     rows, columns = target.shape
     if cut == "columns":
         return Piece(

@@ -1,5 +1,5 @@
 """Attention over packed prefix-tree rows: query q sees key k exactly when `k <= q <
-subtree_end[k]`. With a sliding window q sees the last `window` of these keys in its sequence,
+subtree_end[k]`. With a sliding window, q sees only the last `window` of these keys in its sequence,
 itself included.
 
 Two kernels give the same result: `sdpa` materialises the mask and runs on every device; `flex` is
@@ -22,23 +22,25 @@ Kernel = Literal["sdpa", "flex"]
 
 @dataclass
 class TreeParams:
-    """A row's prefix trees, as all layers need them. Megatron passes it to the layers as
-    `packed_seq_params`, the name of an argument of its own."""
+    """The parameters of a row's prefix trees that all layers need. Megatron passes this object to
+    the layers as `packed_seq_params`, which is one of its own argument names."""
 
     mask: torch.Tensor | FlexMask  # bool [S, S] for `sdpa`, FlexMask for `flex`
-    length: int  # of the attention's queries, to which the layers' slots are padded
-    rotation: tuple[torch.Tensor, torch.Tensor]  # of the layers' slots, from `rotation`
-    # For `flex` in a sliding window: each slot's depth, and the depth that is just out of its
-    # reach.
+    length: int  # number of the attention's queries; the layers' slots are padded to it
+    # cosines and sines of the layers' slots, from `rotation`
+    rotation: tuple[torch.Tensor, torch.Tensor]
+    # For `flex` with a sliding window: each slot's depth, and the largest depth that the slot no
+    # longer sees.
     reach: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
-    # Which slots the queries are of, where context-parallel ranks share the row.
+    # The slots of this rank's queries, if context-parallel ranks share the row.
     deal: Deal | None = None
     slot_experts: torch.Tensor | None = None  # as in `RowTensors`
-    # For gated delta nets: how their states travel.
+    # For gated delta nets: the path of their states through the row.
     recurrence: Recurrence | None = None
-    windowed: "TreeParams | None" = None  # what layers with a sliding window use instead
-    unrotated: "TreeParams | None" = None  # what layers without RoPE use instead
-    query_scale: torch.Tensor | None = None  # fp32, of the layers' slots, for `Arch.query_growth`
+    windowed: "TreeParams | None" = None  # the parameters for layers with a sliding window
+    unrotated: "TreeParams | None" = None  # the parameters for layers without RoPE
+    # fp32 factors on the queries of the layers' slots, for `Arch.query_growth`
+    query_scale: torch.Tensor | None = None
 
 
 def tree_params(
@@ -51,12 +53,13 @@ def tree_params(
     """The parameters of a row.
 
     Args:
-        subtree_end: int [S], on the host. A padding slot holds its own index + 1: it sees itself,
-            so no softmax is empty.
-        rotation: cosines and sines of the slots that the layers compute, which are the row's first;
-            all others are padding.
-        window: how many tokens of its sequence a token sees, itself included; None: all before it.
-        deal: the slots of the row that this rank computes; None: the row's first.
+        subtree_end: int [S], on the host. A padding slot contains its own index + 1, so that it
+            sees itself and no softmax is empty.
+        rotation: cosines and sines of the slots that the layers compute. The layers' slots are the
+            first slots of the row; all other slots are padding.
+        window: the number of tokens of its sequence that a token sees, itself included; None: all
+            tokens before it.
+        deal: the slots of the row that this rank computes; None: the first slots of the row.
     """
     slots, device = None if deal is None else deal.slots, rotation[0].device
     if kernel == "sdpa":
@@ -118,7 +121,7 @@ def attend(
         query: [length, heads, head_dim].
         key: [keys, key heads, head_dim].
         value: [keys, key heads, value's dim].
-        sinks: [heads], one more logit in each head's softmax, without a value.
+        sinks: [heads], one additional logit in each head's softmax, which has no value.
     """
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     if isinstance(tree.mask, FlexMask):
@@ -126,7 +129,8 @@ def attend(
         depth, out = tree.reach
         output = flex(query, key, value, scale, slots, depth, out, sinks, *tree.mask)
     else:
-        # Not `enable_gqa`, with which the backward pass of CUDA's kernels is many times slower.
+        # `enable_gqa` is not used, because with it the backward pass of CUDA's kernels is many
+        # times slower.
         repeat = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
         mask, size = tree.mask, value.shape[-1]
@@ -145,9 +149,9 @@ def _with_sinks(
     mask: torch.Tensor,
     sinks: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The attention with one more key that every query sees and whose value is zero. Its product
-    with each query is the head's sink. Eight dimensions are added (kernels want multiples of
-    eight), and the first of them is 1 in queries.
+    """The attention with one additional key, which every query sees and whose value is zero. The
+    product of this key with each query is the head's sink. Eight dimensions are added, because
+    kernels want multiples of eight; the first of them is 1 in queries.
     """
     key, value = pad(key, (0, 8, 0, 1)), pad(value, (0, 8, 0, 1))
     one = torch.zeros(8, dtype=query.dtype, device=query.device)

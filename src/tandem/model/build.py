@@ -27,8 +27,8 @@ WIDEST_HEAD = 256
 """Features of a head on a GPU. With 512, FlexAttention's forward kernel of torch 2.11 needs 257 KiB
 of shared memory; an H100 has 227 KiB."""
 
-# GPTModel warns at every build that HybridModel is its successor, which doesn't help a reader of a
-# job's log.
+# At every build GPTModel warns that HybridModel is its successor, which doesn't help the reader of
+# a job's log.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 
@@ -40,23 +40,25 @@ def build_policy(
     recompute: Recompute = "none",
     base: Callable[[], Mapping[str, torch.Tensor]] | None = None,
 ) -> Policy:
-    """Build this rank's part of the policy, on this process's device. Its base weights are
-    uninitialised, its adapter is zero; `load_weights` and `Policy.load_adapter` fill them.
+    """Build this rank's part of the policy, on this process's device. The base weights are
+    uninitialised and the adapter is zero; `load_weights` and `Policy.load_adapter` fill them.
 
-    Call it after `device.activate` and `parallel.init_parallel`. The device may still be starting:
-    the model is made in host memory that is never touched, so it takes none, and moves to the
-    device at the end.
+    Call the function after `device.activate` and `parallel.init_parallel`. The device may still be
+    starting: the model is built in untouched host memory, which takes no physical memory, and moves
+    to the device at the end.
 
     Args:
-        lora: None trains all weights (`Policy.train_base`).
-        dtype: of base weights and activations (LoRA is fp32); the default is the device's.
+        lora: None if all weights are trained (`Policy.train_base`).
+        dtype: the dtype of base weights and activations (LoRA is fp32); by default the device's
+            default dtype.
         recompute: "full" saves only each layer's input and its attention's output for the backward
-        pass. The others save everything, until `recompute.fit` chooses.
+        pass. The other values save everything, until `recompute.fit` chooses.
         base: returns the memory for the base weights (`BaseWeights.parameters`); the default
         allocates it.
 
     Raises:
-        InvalidInput: the model can't be cut over the ranks so, or its heads are too wide for a GPU.
+        InvalidInput: the model can't be cut over this number of ranks, or its heads are too wide
+            for a GPU.
     """
     topology = parallel.current()
     check_sizes(arch, topology.sizes)
@@ -84,7 +86,7 @@ def build_policy(
         vocab_size=arch.vocab_size,
         max_sequence_length=arch.max_positions,
         share_embeddings_and_output_weights=arch.tie_embeddings,
-        # A row holds many sequences, so `Policy` gives the layers each slot's own rotation.
+        # A row holds many sequences, so `Policy` passes each slot's own rotation to the layers.
         position_embedding_type="none",
         pre_process=stage.first,
         post_process=stage.last,
@@ -120,11 +122,12 @@ def _transformer_config(arch: Arch, dtype: torch.dtype) -> mcore.TransformerConf
 def rope_frequencies(arch: Arch) -> torch.Tensor:
     """Radians per position of each pair of head dimensions (Su et al., 2021, arXiv:2104.09864):
     fp32 [1, head_dim / 2]; or [2, head_dim / 2], with the frequencies of layers with a sliding
-    window second. If the two kinds have heads of different sizes (`Arch.rope_sizes`), zeros fill up
-    the narrower.
+    window second. If the two kinds of layers have heads of different sizes (`Arch.rope_sizes`), the
+    shorter list is padded with zeros.
 
     With Llama 3's scaling, wavelengths above original / low_freq_factor are stretched by `factor`,
-    those below original / high_freq_factor stay, and between them the two are blended.
+    wavelengths below original / high_freq_factor stay unchanged, and wavelengths in between are
+    blended.
     """
     size, window_size = arch.rope_sizes
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
@@ -164,7 +167,8 @@ def _yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -> torc
     pairs = len(frequencies)
 
     def pair(rotations: float) -> float:
-        """The pair of dimensions that turns this many times within the original positions."""
+        """The index of the pair of dimensions that rotates this many times within the original
+        positions."""
         return (
             pairs
             * math.log(scaling.original_max_positions / (rotations * 2 * math.pi))

@@ -1,9 +1,10 @@
-"""Compiles functions once by torch.compile; later processes load them from files.
+"""Compiles functions once with torch.compile; later processes load the result from files.
 
 torch itself caches kernels in files, but each process must trace the function to learn which
 kernels it needs. A function compiled ahead of time (`aot_compile`) loads sooner. The files are
-pickles beside torch's own, in TORCHINDUCTOR_CACHE_DIR, and need the same trust: whoever can write
-there runs code in the ranks. So a directory that another user made or can write to is refused.
+pickles in TORCHINDUCTOR_CACHE_DIR, beside torch's own. Such files need the same trust: whoever can
+write to the directory can run code in the ranks. So a directory that another user made or can write
+to is refused.
 """
 
 import contextlib
@@ -27,30 +28,31 @@ _ENVIRONMENT = ("TORCHINDUCTOR_", "TRITON_")
 
 
 class Compiled[**P, T]:
-    """`function`, compiled with its gradients for every kind of arguments that it is called with.
+    """`function`, compiled with its gradients, separately for each kind of arguments.
 
-    `function` takes tensors and numbers, computes on one device, and depends only on them and its
-    module's source.
+    `function` takes tensors and numbers, computes on one device, and depends only on its arguments
+    and its module's source.
     """
 
     def __init__(self, function: Callable[P, T]) -> None:
         self._function = function
-        self._compiled: dict[tuple[object, ...], Any] = {}  # by kind of arguments
+        self._compiled: dict[tuple[object, ...], Any] = {}  # kind of arguments -> compiled function
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Takes positional arguments only. The first call of a kind loads its file, or takes
-        seconds to compile it."""
+        """Takes positional arguments only. The first call with a new kind of arguments loads the
+        kind's file, or compiles for seconds."""
         assert not kwargs
         kind = _kind(args)
         if kind not in self._compiled:
             file = _directory() / f"{self._digest(kind, args)}.aot"
             self._compiled[kind] = self._load(file) or self._compile(args, file)
-            self._compiled[kind].disable_guard_check()  # guards would check only what `kind` has
+            # the guards would only check properties that `kind` already has
+            self._compiled[kind].disable_guard_check()
         result: T = self._compiled[kind](*args)
         return result
 
     def _digest(self, kind: tuple[object, ...], arguments: tuple[object, ...]) -> str:
-        """A hash of everything that decides what the compiler makes."""
+        """A hash of everything that affects the compiler's output."""
         gpus = {
             argument.device
             for argument in arguments
@@ -89,13 +91,14 @@ class Compiled[**P, T]:
         with contextlib.ExitStack() as settings:
             if hasattr(config, "enable_aot_compile"):  # off by default in torch 2.11
                 settings.enter_context(config.patch(enable_aot_compile=True))
-            # Since torch 2.12 each thread has its own settings. torch.use_deterministic_algorithms
-            # sets this one in the thread that calls it, and a new rank's rehearsal compiles in
-            # another thread.
+            # Since torch 2.12 these settings are separate for each thread.
+            # torch.use_deterministic_algorithms changes the setting in the thread that calls it,
+            # and a new rank's rehearsal compiles in another thread.
             settings.enter_context(
                 inductor.patch(deterministic=torch.are_deterministic_algorithms_enabled())
             )
-            # Guards on globals concern torch's own, and some can't be serialised.
+            # Guards on globals are dropped: they check torch's own globals, and some can't be
+            # serialised.
             options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
             lazy: Any = torch.compile(
                 self._function, fullgraph=True, dynamic=False, options=options
@@ -111,13 +114,14 @@ class Compiled[**P, T]:
 
 
 def _directory() -> Path:
-    """The directory of the files. Raises SpoolUnusable if another user may have written there."""
-    if not os.environ.get(INDUCTOR_VARIABLE):  # no launcher has set it
+    """The directory of the files. Raises SpoolUnusable if another user may have written to the
+    directory."""
+    if not os.environ.get(INDUCTOR_VARIABLE):  # no launcher has set the variable
         os.environ |= compiler_caches(os.environ)
     cache = Path(os.environ[INDUCTOR_VARIABLE])
     cache.parent.mkdir(parents=True, exist_ok=True)
     directory = trusted_directory(cache) / "tandem"
-    # read-only: the file is not there, and the write below reports it
+    # on a read-only file system the directory is missing, and the write below reports it
     with contextlib.suppress(OSError):
         trusted_directory(directory)
     return directory

@@ -1,11 +1,11 @@
 """Computes the gated delta rule (Yang et al., 2024, arXiv:2412.06464) and its short convolution
 over packed prefix-tree rows.
 
-A head's state S [key size, value size] starts at zero. Each token decays it by exp(g), writes
-`beta k (v - S^T k)^T` into it and reads `S^T q`. A token continues its parent's state in the tree.
-So siblings start from the same state, whose gradient is the sum of theirs.
+A head's state S [key size, value size] starts at zero. Each token decays it by exp(g), writes `beta
+k (v - S^T k)^T` into it and reads `S^T q`. A token continues its parent's state in the tree. So
+siblings start from the same state, whose gradient is the sum of the siblings' gradients.
 
-On a GPU flash-linear-attention computes the rule, if it is installed; otherwise torch does.
+On a GPU, flash-linear-attention computes the rule if it is installed; otherwise torch does.
 """
 
 import functools
@@ -21,31 +21,34 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 CHUNK = 64
-"""Slots whose updates of the state are computed together, as matrix products."""
+"""The number of slots whose state updates are computed together, as matrix products."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive slots of the row that are also consecutive in each of their sequences."""
+    """Consecutive slots of the row that are also consecutive in each sequence that contains
+    them."""
 
     begin: int
     end: int
-    parent: int  # the segment whose last slot comes before the first slot; -1: none
+    parent: int  # index of the segment that ends right before the first slot in the tree; -1: none
 
 
 @dataclass(frozen=True)
 class Level:
-    """Pieces of a row with the same number of pieces before them in their sequences."""
+    """Pieces of a row (segments, or chunks of segments) that have the same number of pieces before
+    them in their sequences."""
 
-    slots: torch.Tensor  # int64; see `Recurrence`
-    parents: torch.Tensor  # int64 [pieces], of each its parent among the pieces of the level before
-    offsets: torch.Tensor  # int64 [pieces + 1], where each piece begins in `slots`
+    slots: torch.Tensor  # int64; `Recurrence` describes its shape
+    # int64 [pieces]: the index of each piece's parent among the pieces of the previous level
+    parents: torch.Tensor
+    offsets: torch.Tensor  # int64 [pieces + 1]: the index in `slots` at which each piece begins
     host_offsets: torch.Tensor
 
 
 @dataclass
 class Recurrence:
-    """The path of states through a row; on the device."""
+    """The path of states through a row; its tensors are on the device."""
 
     segments: list[Segment]
     length: int  # slots
@@ -53,7 +56,7 @@ class Recurrence:
     _before: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def before(self, distance: int) -> torch.Tensor:
-        """For each slot, the slot `distance` tokens before it in its sequences: int64 [length];
+        """For each slot, the slot `distance` tokens earlier in its sequences: int64 [length];
         `length` if there is none."""
         if distance not in self._before:
             self._before[distance] = torch.from_numpy(
@@ -70,7 +73,7 @@ class Recurrence:
     def chunks(self) -> list[Level]:
         """The `slots` of a level in chunks: [chunks, CHUNK], filled with `length`."""
         chunks: list[Segment] = []
-        last: list[int] = []  # the last chunk of each segment
+        last: list[int] = []  # segment -> its last chunk
         for segment in self.segments:
             parent = -1 if segment.parent < 0 else last[segment.parent]
             for begin in range(segment.begin, segment.end, CHUNK):
@@ -81,7 +84,7 @@ class Recurrence:
 
     def _levels(self, pieces: Sequence[Segment], width: int | None = None) -> list[Level]:
         depths, place, members = [0] * len(pieces), [0] * len(pieces), list[list[int]]()
-        for index, piece in enumerate(pieces):  # parents come first
+        for index, piece in enumerate(pieces):  # a parent comes before its children
             depth = depths[index] = 0 if piece.parent < 0 else depths[piece.parent] + 1
             if depth == len(members):
                 members.append([])
@@ -114,14 +117,15 @@ def recurrence(subtree_end: torch.Tensor, slots: int, device: torch.device) -> R
 
 
 def _segments(ends: NDArray[np.int64]) -> list[Segment]:
-    """The segments in the row's order. A new one begins where a subtree ends or branches. Padding
-    is one segment, because nothing is predicted from its trees of one slot."""
+    """The segments in the row's order. A new segment begins where a subtree ends or branches.
+    Padding, which consists of trees of one slot, is a single segment, because nothing is predicted
+    from it."""
     index = np.arange(1, len(ends))
     starts = np.flatnonzero((ends[1:] != ends[:-1]) | (ends[:-1] <= index)) + 1
     begins = [0, *starts.tolist()]
     segments: list[Segment] = []
     path: list[tuple[int, int]] = []  # (segment, end of its subtree)
-    alone = False  # the segment before is of single slots
+    alone = False  # whether the previous segment consists of trees of one slot
     for begin, end in zip(begins, [*begins[1:], len(ends)], strict=True):
         while path and path[-1][1] <= begin:
             path.pop()
@@ -159,7 +163,7 @@ def _ancestor(
 
 def convolve(x: torch.Tensor, weight: torch.Tensor, row: Recurrence) -> torch.Tensor:
     """The causal convolution of each feature along its sequences: x [slots, features], weight
-    [features, tokens], whose last column is for the token itself."""
+    [features, tokens]; the weight's last column applies to the current token."""
     weight, kernel = _wide(weight), weight.shape[1]
     wide = _wide(x)
     output, padded = wide * weight[:, -1], pad(wide, (0, 0, 0, 1))
@@ -178,8 +182,8 @@ def delta_rule(
 ) -> torch.Tensor:
     """The values that tokens read: [slots, value heads, value size], in the dtype of `value`.
 
-    Queries and keys [slots, key heads, key size] are divided by their lengths here, queries also by
-    the square root of the size. Each key head serves an equal number of value heads. `g`, the
+    Queries and keys [slots, key heads, key size] are divided by their norms here; queries also by
+    the square root of the key size. Each key head serves an equal number of value heads. `g`, the
     logarithm of the decay, and `beta`: fp32 [slots, value heads].
     """
     if value.is_cuda and (rule := _flash_linear_attention()) is not None:
@@ -189,7 +193,7 @@ def delta_rule(
 
 @functools.cache
 def _flash_linear_attention() -> Any:
-    """The kernel of flash-linear-attention, or None."""
+    """The kernel of flash-linear-attention, or None if it is not installed."""
     if importlib.util.find_spec("fla") is None:
         logging.getLogger(__name__).warning(
             "flash-linear-attention is not installed: torch computes the delta rule, slowly;"
@@ -210,7 +214,7 @@ def _by_levels(
     beta: torch.Tensor,
     row: Recurrence,
 ) -> torch.Tensor:
-    """Computes level by level, all segments of a level at once."""
+    """Computes level by level; all segments of a level are computed together."""
     outputs: list[torch.Tensor] = []
     states: torch.Tensor | None = None
     several = len(row.levels) > 1
@@ -241,7 +245,7 @@ def _in_chunks(
     row: Recurrence,
 ) -> torch.Tensor:
     """Computes by section 3.3 of Yang et al.: within a chunk, the updates are the solution of a
-    triangular system; from chunk to chunk only the state travels."""
+    triangular system; only the state passes from one chunk to the next."""
     slots = torch.cat([level.slots for level in row.chunks])
     repeat = value.shape[1] // key.shape[1]
 
@@ -254,7 +258,7 @@ def _in_chunks(
     v, decay, rate = chunked(_wide(value)), chunked(_wide(g)).cumsum(-1), chunked(_wide(beta))
     q = q * query.shape[-1] ** -0.5
     upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
-    # Masked before the exponential, which would overflow.
+    # The mask is applied before the exponential, which would otherwise overflow.
     pairwise = (decay[..., :, None] - decay[..., None, :]).masked_fill(upper, -torch.inf).exp()
     k_rate = k * rate[..., None]
     system = (k_rate @ k.transpose(-1, -2)) * pairwise
@@ -285,8 +289,8 @@ def _in_chunks(
 
 
 def _of_parents(states: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-    """The states with which a level's pieces begin. The backward of indexing sums the gradients of
-    siblings in a fixed order."""
+    """The states at the beginning of a level's pieces. The backward pass of indexing sums the
+    gradients of siblings in a fixed order."""
     return states[parents]
 
 

@@ -11,12 +11,12 @@ from tandem.model.parallel import Topology
 
 
 def embed(gpt: GPTModel, tokens: torch.Tensor, arch: Arch, topology: Topology) -> torch.Tensor:
-    """The tokens' embeddings: int64 [S] -> [S, 1, hidden]; with sequence parallelism only this
-    rank's part of the slots, which divide evenly.
+    """The tokens' embeddings: int64 [S] -> [S, 1, hidden]. With sequence parallelism, the result
+    has only this rank's part of the slots, whose number must be divisible by the ranks.
 
     The vocabulary is cut over tensor-parallel ranks.
     """
-    # A leaf, so that autograd comes back to this function.
+    # A leaf tensor makes autograd call this function's backward pass.
     leaf = torch.empty(
         (), requires_grad=gradients.has_gradient_buffer(gpt.embedding.word_embeddings.weight)
     )
@@ -59,7 +59,8 @@ class _Embed(torch.autograd.Function):
         local = ctx.tokens - topology.place.tensor * rows
         here = (local >= 0) & (local < rows)
         grad_local = torch.where(here[:, None], gradient.float(), 0.0)
-        # Deterministic on CUDA too, because torch sorts the indices there.
+        # The result is deterministic on CUDA too, because torch sorts the indices in this
+        # operation.
         ctx.weight.gradient_sum.index_put_(
             (torch.where(here, local, 0),), grad_local, accumulate=True
         )

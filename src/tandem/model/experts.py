@@ -1,5 +1,5 @@
-"""A mixture's experts with LoRA, as grouped matrix products. Megatron's own experts need
-TransformerEngine, or run one by one.
+"""The experts of a mixture, with LoRA, computed as grouped matrix products. Megatron's own experts
+need TransformerEngine, or are computed one by one.
 
 The weights of all experts are stacked [experts, out, in] and multiplied by torch's grouped matrix
 product. The adapters are stacked too: A [experts, rank, in] and B [experts, out, rank]. Rows are
@@ -16,14 +16,15 @@ from tandem.model import gradients, parallel
 from tandem.model.lora import Adapters, AdapterSwitch
 from tandem.spool.schema import LoraShape
 
-_ALIGNED = 8  # elements; in bf16 torch's grouped product takes only rows of whole 16 bytes
+# elements; torch's grouped product in bf16 requires rows whose size is a multiple of 16 bytes
+_ALIGNED = 8
 
 
 def grouped_product(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Each group of rows of `x` times its own matrix: [N, in] -> [N, out].
 
     Args:
-        x: rows of group 0 first, then those of group 1, ...
+        x: first the rows of group 0, then those of group 1, ...
         matrices: [groups, in, out], of x's dtype.
         ends: int32 [groups], one past each group's last row; the last is N. Groups may be empty.
     """
@@ -35,7 +36,7 @@ def grouped_product(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor)
 
 
 def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """`left^T right` of each group's rows: [N, a] and [N, b] -> [groups, a, b], zero for an empty
+    """`left^T right` for each group's rows: [N, a] and [N, b] -> [groups, a, b]; zero for an empty
     group."""
     if _on_tensor_cores(left, left.shape[1], right.shape[1]):
         return torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
@@ -55,12 +56,12 @@ def _sizes(ends: torch.Tensor) -> list[int]:
 
 
 class ExpertLinear(Adapters):
-    """The same linear layer of each of this rank's experts: frozen with adapters, or trained
-    itself. Uninitialised.
+    """One linear layer for each of this rank's experts: frozen with adapters, or trained itself.
+    Uninitialised.
 
-    Ranks that cut the same experts (ETP) have the same assignments in the same order. Outputs,
-    gradients of x and gradients of probabilities are then this rank's summands; gradients of
-    adapters are complete.
+    Ranks that share the cut experts (expert tensor parallelism) have the same assignments in the
+    same order. Outputs, gradients of x and gradients of probabilities are then this rank's
+    summands; gradients of adapters are already complete.
     """
 
     aligned = _ALIGNED
@@ -77,7 +78,7 @@ class ExpertLinear(Adapters):
         dtype: torch.dtype,
         bias: bool,
     ) -> None:
-        """`experts`, `in_features` and `out_features` count all ranks together; see `Adapters`."""
+        """`experts`, `in_features` and `out_features` are totals over all ranks; see `Adapters`."""
         topology = parallel.current()
         sizes = topology.sizes
         if cut == "rows":
@@ -95,8 +96,9 @@ class ExpertLinear(Adapters):
         self.bias = nn.Parameter(torch.empty(self.weight.shape[:2], dtype=dtype)) if bias else None
 
     def assignment_biases(self, ends: torch.Tensor, count: int) -> torch.Tensor | None:
-        """The bias of each of the `count` assignments, or None. If ranks cut an expert and sum
-        their outputs, only the first has a bias."""
+        """The bias for each of the `count` assignments, or None. If ranks cut an expert and sum
+        their outputs, only the first rank adds the bias. `ends`: int32 [experts]; the result is
+        [count, out]."""
         if self.bias is None or (not self.column and self.topology.place.expert_tensor):
             return None
         assignments = torch.arange(count, device=ends.device)
@@ -105,7 +107,7 @@ class ExpertLinear(Adapters):
     def forward(
         self, x: torch.Tensor, ends: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x [N, in] of N assignments, whose groups end at `ends` -> (output [N, out] without bias;
+        """x [N, in] for N assignments, whose groups end at `ends` -> (output [N, out] without bias;
         A x [N, targets * rank], padded)."""
         output = grouped_product(x, self.weight.transpose(1, 2), ends)
         if not self.adapted:
@@ -117,7 +119,8 @@ class ExpertLinear(Adapters):
     def input_gradient(
         self, gradient: torch.Tensor, ends: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The gradients of x and of A x, from the gradient of the output."""
+        """The gradients of x and of A x, from the gradient of the output. `gradient`: [N, out];
+        `ends`: int32 [experts]; the results are [N, in] and [N, targets * rank]."""
         grad_x = grouped_product(gradient, self.weight, ends)
         if not self.adapted:
             return grad_x, None
@@ -133,14 +136,16 @@ class ExpertLinear(Adapters):
         inner: torch.Tensor | None,
         ends: torch.Tensor,
     ) -> None:
-        """Add the gradients of the adapters, and of a trained weight, to their buffers."""
+        """Add the gradients of the adapters, and of a trained weight, to their buffers. `gradient`:
+        [N, out]; `grad_inner` and `inner`: [N, targets * rank]; `x`: [N, in]; `ends`: int32
+        [experts]."""
         if gradients.has_gradient_buffer(self.weight):
             gradients.add(self.weight, grouped_outer(gradient, x, ends))
         if grad_inner is None or inner is None:
             return
         grad_a = grouped_outer(grad_inner, x, ends).float()
         grad_b = grouped_outer(gradient, inner, ends).float()
-        # The tensor that all ranks have whole; grad_inner of gate and up, and A x of down, are only
-        # this rank's summands.
+        # Only the gradient of the matrix that is whole on all ranks is summed. The factor of that
+        # gradient (grad_inner for gate and up, A x for down) is only this rank's summand.
         parallel.all_reduce(grad_a if self.column else grad_b, group=self.topology.expert_tensor)
         self._add_gradients(grad_a, grad_b)

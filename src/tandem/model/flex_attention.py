@@ -1,7 +1,8 @@
-"""FlexAttention over packed prefix-tree rows: the mask in blocks, and the compiled kernel.
+"""FlexAttention over packed prefix-tree rows: the block mask and the compiled kernel.
 
 PyTorch's FlexAttention (Dong et al., 2024, arXiv:2412.05496) skips blocks without visible keys.
-`Compiled` hashes this module's source, so all code that the kernel is traced from is here.
+`Compiled` hashes this module's source, so this module contains all code from which the kernel is
+traced.
 """
 
 from typing import Any, NamedTuple
@@ -20,11 +21,12 @@ class FlexMask(NamedTuple):
     """The mask in FlexAttention's form.
 
     For each block of queries: the number of key blocks that it sees partly (`kv`) and wholly
-    (`full_kv`), int32 [1, 1, blocks], and the indices of these, then of all others, int32 [1, 1,
-    blocks, blocks]. The same for each block of keys (`q`, `full_q`).
+    (`full_kv`), int32 [1, 1, blocks]; and the indices of all key blocks, with the seen ones first,
+    int32 [1, 1, blocks, blocks]. The fields `q` and `full_q` contain the same for each block of
+    keys.
     """
 
-    ends: torch.Tensor  # int64 [blocks * BLOCK], `subtree_end`, padded
+    ends: torch.Tensor  # int64 [blocks * BLOCK]: `subtree_end`, padded
     kv_num_blocks: torch.Tensor
     kv_indices: torch.Tensor
     full_kv_num_blocks: torch.Tensor
@@ -41,15 +43,16 @@ def block_mask(
     window: int | None = None,
     slots: torch.Tensor | None = None,
 ) -> FlexMask:
-    """The mask for FlexAttention, exact, from each block's smallest and largest `subtree_end`; no
-    [S, S] is made.
+    """The exact mask for FlexAttention, computed from the smallest and largest `subtree_end` of
+    each block, without an [S, S] tensor.
 
-    A key block before the queries' own is needed if any of its subtrees reaches the first query,
-    and needs no mask if all of them reach past the last query. The queries' own block is always
-    needed, with the mask. A window drops blocks that lie wholly outside of it, by the smallest and
-    largest depths of the two blocks.
+    A key block before the queries' own block is needed if any of its subtrees reaches the first
+    query. A key block needs no mask if all of its subtrees extend past the last query. The queries'
+    own block is always needed, with the mask. A window drops blocks that are entirely outside the
+    window, by the smallest and largest depths of the two blocks.
 
-    It is computed on the host, because on a GPU it would be about forty small kernels for each row.
+    The mask is computed on the host, because on a GPU it would take about forty small kernels for
+    each row.
     """
     ends = padded_ends(subtree_end)
     partial, full = seen_blocks(ends, len(subtree_end), window)
@@ -60,13 +63,13 @@ def block_mask(
     for needed in (partial, full, partial.T, full.T):
         first_needed = np.argsort(~needed, axis=1, kind="stable").astype(np.int32)
         fields += [needed.sum(1, dtype=np.int32)[None, None], first_needed[None, None]]
-    # This memory isn't pinned, so the driver has copied it when `to` returns.
+    # The source memory isn't pinned, so the driver has copied it when `to` returns.
     return FlexMask(*(torch.from_numpy(field).to(device, non_blocking=True) for field in fields))
 
 
 def depths(subtree_end: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Each slot's depth in its tree: [S]. A slot before it is not an ancestor exactly if its
-    subtree has ended."""
+    """Each slot's depth in its tree: [S]. An earlier slot is an ancestor unless its subtree has
+    ended."""
     length = len(subtree_end)
     return np.arange(length) - np.cumsum(np.bincount(subtree_end, minlength=length))[:length]
 
@@ -74,8 +77,8 @@ def depths(subtree_end: NDArray[np.int64]) -> NDArray[np.int64]:
 def seen_blocks(
     ends: NDArray[np.int64], length: int, window: int | None = None
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """For each block of queries: which blocks of keys it sees partly, and which wholly: bool [query
-    blocks, key blocks].
+    """For each block of queries, the blocks of keys that it sees partly, and those that it sees
+    wholly: two arrays, bool [query blocks, key blocks].
 
     Args:
         ends: `subtree_end` of whole blocks; slots from `length` on are padding.
@@ -95,7 +98,8 @@ def seen_blocks(
 
 
 def padded_ends(subtree_end: torch.Tensor) -> NDArray[np.int64]:
-    """`subtree_end` for whole blocks, with padding slots at the end."""
+    """`subtree_end` for whole blocks, with padding slots at the end. The input is int [S]; the
+    result is int64 [blocks * BLOCK]."""
     length = len(subtree_end)
     ends = np.arange(-(-length // BLOCK) * BLOCK) + 1
     ends[:length] = subtree_end.cpu().numpy()
@@ -139,6 +143,6 @@ def _attend(
 
 
 flex = Compiled(_attend)
-"""softmax(q k^T * scale) v; query [1, heads, S, head_dim], key and value [1, kv_heads, keys,
-head_dim], scale, the queries' slots if they are not all of the row's (`Deal.slots`),
+"""softmax(q k^T * scale) v. Arguments: query [1, heads, S, head_dim], key and value [1, kv_heads,
+keys, head_dim], scale, the queries' slots if they are not all slots of the row (`Deal.slots`),
 `TreeParams.reach` or two None, sinks, *FlexMask."""

@@ -1,9 +1,9 @@
 """Frozen weights in FP8 (e4m3; Micikevicius et al., 2022, arXiv:2209.05433), for GPUs of compute
 capability 8.9 or newer.
 
-A weight is quantised once, row by row for the forward product and column by column for the backward
-one. The two take the memory of the bfloat16 weight. Activations and gradients are quantised row by
-row at each product.
+A weight is quantised once: by rows for the forward product, and by columns for the backward
+product. Both layouts together take the memory of the bfloat16 weight. Activations and gradients are
+quantised by rows at each product.
 """
 
 import torch
@@ -13,15 +13,15 @@ from tandem.model import device
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
-_MULTIPLE = 16  # multiples of sizes that torch's scaled product takes
+_MULTIPLE = 16  # sizes must be multiples of this for torch's scaled product
 
 
 class Fp8Weight:
-    """A quantised weight [out, in]. Its two layouts lie in the memory of the weight, whose own
-    values are lost."""
+    """A quantised weight [out, in]. Its two layouts are stored in the memory of the original
+    weight, whose values are overwritten."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        """`weight`: bfloat16, contiguous, on a GPU."""
+        """`weight`: bfloat16, contiguous, on a GPU. The shape is [out, in]."""
         out_features, in_features = weight.shape
         by_row, self._row_scales = _quantise(weight)
         by_column, self._column_scales = _quantise(weight.t().contiguous())

@@ -1,8 +1,8 @@
-"""Buffers to which layers add the gradients that they compute: adapters' gradients and, if a run
-trains all weights, the weights' gradients.
+"""Buffers to which layers add the gradients that they compute: the gradients of adapters or, if a
+run trains all weights, of the weights.
 
-Gradients of base weights have fp32 buffers. Only the last norm's gradient comes from autograd.
-Autograd would make every gradient in the weight's dtype, as a new tensor for every row.
+The buffers for base weights are fp32. Only the last norm's gradient comes from autograd. Autograd
+would return every gradient in the weight's dtype, as a new tensor for every row.
 """
 
 from typing import Any
@@ -14,7 +14,8 @@ _PRODUCT_ELEMENTS = 2**26
 
 
 def attach_buffer(parameter: Tensor, buffer: Tensor) -> None:
-    """From now on the parameter's gradients are added to `buffer`, fp32 and of its shape."""
+    """From now on the parameter's gradients are added to `buffer`, which is fp32 and has the
+    parameter's shape."""
     parameter.gradient_sum = buffer  # type: ignore[attr-defined]
 
 
@@ -24,6 +25,7 @@ def has_gradient_buffer(parameter: Tensor | None) -> bool:
 
 
 def add(parameter: Any, gradient: Tensor) -> None:
+    """Add `gradient`, which has the parameter's shape, to the parameter's buffer in fp32."""
     parameter.gradient_sum.add_(gradient)
 
 
@@ -33,15 +35,16 @@ def add_product(parameter: Any, left: Tensor, right: Tensor) -> None:
     if not left.is_cuda or left.dtype is torch.float32:
         parameter.gradient_sum.addmm_(left.float().t(), right.float())
         return
-    # A few rows at a time, because the fp32 product takes memory of its own: gigabytes for an
-    # output layer.
+    # A few rows are multiplied at a time, because the fp32 product needs extra memory: gigabytes
+    # for an output layer.
     rows = max(1, _PRODUCT_ELEMENTS // right.shape[1])
     for part, buffer in zip(left.split(rows, 1), parameter.gradient_sum.split(rows), strict=True):
         buffer.add_(product(part, right))
 
 
 def accumulator(parameter: Tensor) -> Tensor:
-    """The parameter's own gradient buffer, which is zero at first."""
+    """The gradient buffer of the parameter, initially zero. The buffer has the parameter's shape
+    and dtype."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad

@@ -1,9 +1,10 @@
 """The decoder's layers as CUDA graphs: one for the forward pass, one for the backward pass.
 
-The host launches a layer's kernels one by one; the GPU computes a small model's kernels for a short
-row faster than that. A graph launches all layers' kernels at once, to the same bits. It reads and
-writes the memory of its capture. So inputs are copied there, and weights, adapters and gradients
-must stay at their addresses. All rows of a job have one length, so all inputs have the same shapes.
+The host launches a layer's kernels one by one, and the GPU computes a small model's kernels for a
+short row faster than the host launches them. A graph launches the kernels of all layers together,
+and computes the same bits. A graph reads and writes the memory that it was captured with. So inputs
+are copied to that memory, and weights, adapters and gradients must stay at their addresses. All
+rows of a job have one length, so all inputs have the same shapes.
 """
 
 import time
@@ -26,15 +27,14 @@ from tandem.model.rows import RowTensors
 from tandem.planning.memory import FIRST_CHANNEL, HEADROOM
 
 CAPTURE = 2.0
-"""The number of forward and backward passes that the host launches in the time of a capture, at
-least."""
+"""The minimum number of forward and backward passes that the host could launch during a capture."""
 _LAG = 2e-3
 """Seconds after which a GPU that waits for the host has finished the launched work."""
 
 
 class LayerGraphs:
-    """Both graphs, captured when this object is made. They serve one row at a time: its backward
-    pass comes before the next row's forward pass."""
+    """Both graphs, captured when this object is made. The graphs serve one row at a time: the
+    backward pass of a row must come before the forward pass of the next row."""
 
     def __init__(
         self,
@@ -43,14 +43,15 @@ class LayerGraphs:
         tree: TreeParams,
         adapter_fixed: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Captures both graphs. Each layer must have computed such a row before, so that all
-        kernels are loaded.
+        """Captures both graphs. Each layer must have computed a row of this length before, so that
+        all kernels are loaded.
 
         Args:
-            hidden: [S, 1, hidden], the row's input of `layers`. Its memory becomes the memory of
-                the graphs' input.
-            tree: the row's parameters. Their memory becomes the graphs' memory too.
-            adapter_fixed: the policy's; each forward pass casts the adapters again.
+            hidden: [S, 1, hidden], the row's input of `layers`. The memory of `hidden` becomes the
+                graphs' input memory.
+            tree: the row's parameters. The memory of its tensors becomes graph memory too.
+            adapter_fixed: the policy's context manager; each replayed forward pass casts the
+                adapters again.
         """
         self._hidden, self._tree = hidden.detach(), tree
         self._inputs = _tensors(tree)
@@ -84,14 +85,14 @@ class LayerGraphs:
             graph.capture_end()
 
     def __call__(self, hidden: torch.Tensor, tree: TreeParams) -> torch.Tensor:
-        """hidden [S, 1, hidden] -> the same, until the next call."""
-        # A leaf, so that autograd comes back to this function.
+        """hidden [S, 1, hidden] -> output of the same shape, valid until the next call."""
+        # A leaf tensor makes autograd call this function's backward pass.
         leaf = torch.empty((), requires_grad=True)
         output: torch.Tensor = _Replay.apply(leaf, hidden, self, tree)
         return output
 
     def forward(self, hidden: torch.Tensor, tree: TreeParams) -> torch.Tensor:
-        """The output of all layers."""
+        """The output of all layers. `hidden` and the result are [S, 1, hidden]."""
         self._hidden.copy_(hidden)
         for there, tensor in zip(self._inputs, _tensors(tree), strict=True):
             there.copy_(tensor)
@@ -99,8 +100,8 @@ class LayerGraphs:
         return self._output[:, None].detach()
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient of `hidden`, from the gradient of what `forward` returned; adds the
-        parameters' gradients to their buffers."""
+        """The gradient of `hidden`, from the gradient of `forward`'s output; adds the parameters'
+        gradients to their buffers. Both gradients are [S, 1, hidden]."""
         self._gradient.copy_(gradient[:, 0])
         self._backward.replay()
         return self._input_gradient
@@ -128,15 +129,15 @@ def _tensors(tree: TreeParams) -> list[torch.Tensor]:
 
 
 def repeat(policy: Policy, row: RowTensors, passes: int) -> None:
-    """Capture the policy's passes if that saves time over `passes` more passes of rows as long as
-    `row`, and if the memory is ample.
+    """Capture the policy's passes if that saves time within `passes` further passes over rows as
+    long as `row`, and if there is enough memory.
 
-    Call it right after the backward pass of such a row, so that the allocator's peaks come from
+    Call it right after the backward pass of such a row, so that the allocator's peaks belong to
     that row's passes.
     """
     # Trained base weights, latent attention, and changes to heads' rows are left out, because no
-    # test shows that they get the same bits. Delta nets are left out because they launch other
-    # kernels for a row with another tree.
+    # test shows that they get the same bits. Delta nets are left out, because they launch different
+    # kernels for rows with different trees.
     arch = policy.arch
     of_rows = arch.wide_qk_norm or arch.value_norm or arch.query_growth or arch.rope_layers
     if not device.is_cuda() or policy.lora is None or arch.moe or arch.gdn or arch.mla or of_rows:
@@ -157,29 +158,32 @@ def worth_capturing(passes: int, host: float, gpu: float) -> bool:
     """Whether a capture saves time.
 
     Args:
-        host, gpu: seconds to launch and to compute one pass, or the same part of each.
+        host, gpu: the seconds to launch one pass and to compute it; or both for the same fraction
+        of a pass.
     """
     return passes * (host - gpu) > CAPTURE * host
 
 
 def capture(policy: Policy, hidden: torch.Tensor, tree: TreeParams) -> None:
-    """Turn the policy's passes into graphs. If they can't be captured, they stay as they are."""
-    # The passes so far have left as much unused memory as the graphs need.
+    """Turn the policy's passes into graphs. If capturing fails, the passes stay as they are.
+    `hidden`: [S, 1, hidden], the input of the first layer."""
+    # The unused memory that earlier passes left is as large as the memory that the graphs need.
     memory.release_cached()
     layers = list(policy.gpt.decoder.layers)
     failed = None
     try:
         policy.layer_graphs = LayerGraphs(layers, hidden, tree, policy.adapter_fixed)
-    except RuntimeError as error:  # torch.OutOfMemoryError, or CUDA's
+    except RuntimeError as error:  # torch.OutOfMemoryError, or an error of CUDA
         failed = f"no CUDA graphs, the host launches each kernel: {error}"
-    # Outside of `except`, because the error holds the tensors of the frames that it left.
+    # Outside of the `except` block, because the error object keeps the tensors of its stack frames
+    # alive.
     if failed is not None:
         warnings.warn(failed, stacklevel=2)
         memory.release_cached()
 
 
 def drop(policy: Policy) -> bool:
-    """Give back the graphs' memory; False if there are none."""
+    """Free the graphs' memory; returns False if there are no graphs."""
     if policy.layer_graphs is None:
         return False
     policy.layer_graphs = None
@@ -188,8 +192,8 @@ def drop(policy: Policy) -> bool:
 
 
 def _gpu_is_done() -> bool:
-    """Whether the GPU has finished the launched work now or a moment later. If not, the passes wait
-    for the GPU, and graphs gain nothing."""
+    """Whether the GPU has finished the launched work now, or finishes it a moment later. If not,
+    the GPU is the bottleneck, and graphs gain nothing."""
     stream, end = torch.cuda.current_stream(), time.perf_counter() + _LAG
     while not stream.query():
         if time.perf_counter() > end:
@@ -198,13 +202,14 @@ def _gpu_is_done() -> bool:
 
 
 def _fits(policy: Policy, items: int) -> bool:
-    """Whether the memory of the passes and the memory allocated between them fit together, because
+    """Whether the memory of the passes fits beside the memory allocated between them, because
     graphs keep their memory."""
     stats, most = memory.stats(), memory.obtainable()
     adapter = sum(parameter.nbytes for parameter in policy.lora_parameters().values())
-    between = max(working_bytes(items, policy.head), 2 * adapter)  # the softmax's memory, or Adam's
+    # memory of the softmax, or of Adam
+    between = max(working_bytes(items, policy.head), 2 * adapter)
     if policy.topology.sizes.data > 1:
-        between += FIRST_CHANNEL  # NCCL's memory, which may not be allocated yet
+        between += FIRST_CHANNEL  # memory of NCCL, which may not be allocated yet
     headroom = max(HEADROOM * most, LEAST_HEADROOM)
     return stats["allocated_peak"] + between + headroom < most
 
@@ -212,8 +217,9 @@ def _fits(policy: Policy, items: int) -> bool:
 def _layer_seconds(
     layer: DecoderLayer, hidden: torch.Tensor, tree: TreeParams
 ) -> tuple[float, float]:
-    """Seconds that the host takes to launch one layer's passes, and that the GPU takes to compute
-    them. The GPU is idle before the measurement. It adds zeros to the parameters' gradients."""
+    """Two durations in seconds: the host's to launch one layer's passes, and the GPU's to compute
+    them. The GPU is idle before the measurement. The measurement adds zeros to the parameters'
+    gradients."""
 
     @torch.no_grad()
     def passes() -> float:
@@ -224,7 +230,7 @@ def _layer_seconds(
 
     host = passes()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # The GPU waits until all kernels are launched, so that it computes them without a pause. No GPU
+    # The GPU sleeps until all kernels are launched, so that it computes them without gaps. No GPU
     # has more than 2e9 cycles per second.
     torch.cuda._sleep(int(2 * host * 2e9))
     begin.record()

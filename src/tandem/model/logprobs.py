@@ -1,8 +1,8 @@
-"""Computes log-probs and entropies of items from hidden states, with the vocabulary cut over
+"""Computes log-probs and entropies of items from hidden states. The vocabulary is cut over
 tensor-parallel ranks.
 
-All logits [items, vocabulary] never exist at once: items are computed in chunks, and each chunk's
-logits are computed again in the backward pass.
+The full logits [items, vocabulary] never exist at once: items are computed in chunks, and each
+chunk's logits are recomputed in the backward pass.
 """
 
 from typing import Any
@@ -29,18 +29,17 @@ def item_logprobs(
     [n].
 
     Args:
-        hidden: [n, hidden], the state each item is predicted from.
+        hidden: [n, hidden], for each item the state from which it is predicted.
         targets: int64 [n], token ids.
         weight: [vocabulary of this rank, hidden]; logits are `hidden @ weight.T` in hidden's dtype.
-        vocab_start: the first token of this rank.
-        group: the tensor-parallel ranks; all of them call this with the same hidden states and
-        targets. None: this
-            rank has the whole vocabulary.
+        vocab_start: the first token id of this rank's part.
+        group: the tensor-parallel ranks, which all call this function with the same hidden states
+            and targets. None if this rank has the whole vocabulary.
         softcap: see `Arch.softcap`.
     """
     if not len(targets):
-        # Still a function of `hidden`, so that a rank whose row has no items takes part in the
-        # backward pass.
+        # The result depends on `hidden`, so that a rank whose row has no items still takes part in
+        # the backward pass.
         empty = hidden.sum(-1).float()
         return empty, empty
     logprobs, entropy = _Statistics.apply(
@@ -50,8 +49,9 @@ def item_logprobs(
 
 
 def working_bytes(items: int, weight: torch.Tensor) -> int:
-    """Temporary bytes of `item_logprobs` and its backward pass on a GPU: one chunk of logits, and
-    four tensors of the items' hidden states or their gradients."""
+    """Temporary memory in bytes of `item_logprobs` and its backward pass on a GPU: one chunk of
+    logits, and four tensors of the size of the items' hidden states. `weight`: the output layer's
+    weight [vocabulary of this rank, hidden]."""
     vocabulary, hidden = weight.shape
     return (min(items * vocabulary, CHUNK_ELEMENTS) + 4 * items * hidden) * weight.element_size()
 
@@ -112,12 +112,13 @@ class _Statistics(torch.autograd.Function):
 
 
 def _capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """The capped logits, written over the logits."""
+    """The capped logits, which overwrite the logits."""
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _chunks(items: int, vocabulary: int, softcap: float | None) -> list[slice]:
-    """The chunks of items. With a cap the backward pass keeps its slope beside the logits."""
+    """The chunks of items. With a cap, chunks are half as large, because the backward pass also
+    keeps the cap's slope."""
     size = max(1, CHUNK_ELEMENTS // (1 if softcap is None else 2) // vocabulary)
     return [slice(start, start + size) for start in range(0, items, size)]
 
@@ -126,7 +127,8 @@ def _statistics(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, ...]:
     """log p(target), entropy, m and log Z, fp32 [n], of logits [n, vocabulary of this rank].
-    `targets` are int64 [n] indices into them, which are out of range on all ranks but one."""
+    `targets`: int64 [n], indices into this rank's vocabulary; a target is out of range on all ranks
+    but one."""
     if logits.is_cuda:
         from tandem.model.layer import triton_softmax
 
@@ -161,8 +163,8 @@ def _logits_gradient(
     grad_entropy: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """The gradient of `logits`, in their dtype; on CUDA it is written over them. `normaliser`: m +
-    log Z."""
+    """The gradient of `logits`, in their dtype; on CUDA it overwrites them. `normaliser`: m + log
+    Z."""
     if logits.is_cuda:
         from tandem.model.layer import triton_softmax
 

@@ -1,26 +1,26 @@
 """LoRA on linear layers (Hu et al., 2021, arXiv:2106.09685): `W x + alpha / rank * B (A x)`.
 
 Each of q, k, v, o, gate, up and down has its own A [rank, in] and B [out, rank], as in PEFT, even
-where Megatron fuses the base weights. All are fp32 and cast to the activations' dtype when used, so
-they are their own master weights.
+where Megatron fuses the base weights. The adapters are fp32 and are cast to the activations' dtype
+when used, so they are their own master weights.
 
 Gradients are computed here and not by autograd, so that `tandem.model.layer` decides which tensors
-are saved for them. Across tensor-parallel ranks:
+to save for them. Across tensor-parallel ranks:
 
-- Column-parallel layers (q, k, v, gate, up): A is replicated, B is cut along its outputs. Backward
-  sums the gradients of x and A x.
-- Row-parallel layers (o, down): A is cut along its inputs, B is replicated. Forward sums the output
-  and A x.
+- Column-parallel layers (q, k, v, gate, up): A is replicated, B is cut along its outputs. The
+  backward pass sums the gradients of x and A x.
+- Row-parallel layers (o, down): A is cut along its inputs, B is replicated. The forward pass sums
+  the output and A x.
 
-With sequence parallelism a rank has a part of the tokens outside of these layers: x of a
-column-parallel layer, output and A x of a row-parallel layer.
+With sequence parallelism, a rank has only a part of the tokens outside of these layers. The tokens
+are divided in x of a column-parallel layer, and in output and A x of a row-parallel layer.
 
-- Column-parallel layers gather x in forward. Backward sums the gradients of x and A x, of the
-  rank's own tokens, and sums A's gradient over the ranks.
-- Row-parallel layers sum the output and A x, of the rank's own tokens, in forward. Backward gathers
-  the gradients of the output and A x, and sums B's gradient.
-- Layers that no rank cuts (those to MLA's latents) compute the rank's own tokens. Backward sums A's
-  gradient and B's.
+- Column-parallel layers gather x in the forward pass. The backward pass sums the gradients of x and
+  A x for the rank's own tokens, and sums A's gradient over the ranks.
+- Row-parallel layers sum the output and A x, for the rank's own tokens, in the forward pass. The
+  backward pass gathers the gradients of the output and A x, and sums B's gradient.
+- Layers that no rank cuts (those to MLA's latents) compute the rank's own tokens. The backward pass
+  sums the gradients of A and B.
 
 So every rank's gradient is complete: a replicated tensor's gradient is the same on all ranks.
 """
@@ -40,34 +40,35 @@ from tandem.spool.schema import LoraShape
 
 @dataclass
 class AdapterSwitch:
-    """Whether the adapter is in use; all layers of a policy share it."""
+    """Whether the adapter is in use. All layers of a policy share this object."""
 
     on: bool = True
 
 
 @dataclass(frozen=True)
 class LoraTensor:
-    """A trainable tensor of this rank: a tensor of PEFT, or the stacked tensors of all experts of a
-    layer."""
+    """A trainable tensor of this rank: one tensor of PEFT's, or the stacked tensors of all experts
+    of a layer."""
 
     parameter: nn.Parameter
     cut: Cut
-    stacked: bool = False  # [experts, rows, columns]; the ranks of the experts have it
-    # Sizes of the whole tensor's sections of rows. Each section is cut separately. Empty: one
-    # section.
+    stacked: bool = False  # [experts, rows, columns]; held by the ranks that have the experts
+    # Sizes of the sections of the whole tensor's rows. Each section is cut separately. Empty: there
+    # is one section.
     sections: tuple[int, ...] = ()
 
 
 class Adapters(nn.Module):
-    """Uninitialised A and B of each adapted target of a weight. The weight is a matrix that fuses
-    several targets, or one of each expert.
+    """Uninitialised A and B for each adapted target of a weight. The weight is a matrix that fuses
+    several targets, or a stack of such matrices for experts.
 
-    The weight's rows, or all experts' rows, are `blocks` equal blocks, each with its share of every
-    target's rows.
+    The weight's rows are `blocks` equal blocks, each with an equal share of every target's rows;
+    for experts, the rows of each expert.
     """
 
     aligned = 1
-    """All targets' rows of A, and columns of B, are padded with zeros to a multiple of this."""
+    """The number of A's rows and of B's columns, over all targets, is padded with zeros to a
+    multiple of this."""
 
     def __init__(
         self,
@@ -81,9 +82,10 @@ class Adapters(nn.Module):
         experts: int | None = None,
         sections: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """`in_features`, `out_features`: of this rank, the latter for each target, adapted or not;
-        `cut`: the cut of the weight over ranks. `groups`: the blocks of a matrix; Megatron's
-        `linear_qkv` has one per key head. `sections`: see `WeightRule`, by target."""
+        """`in_features`, `out_features`: sizes on this rank, the latter for each target, adapted or
+        not;
+        `cut`: the cut of the weight over ranks. `groups`: the number of blocks of a matrix;
+        Megatron's `linear_qkv` has one per key head. `sections`: by target; see `WeightRule`."""
         super().__init__()
         self.column, self.stacked, self.switch = cut == "rows", experts is not None, switch
         self._cut = cut
@@ -103,7 +105,7 @@ class Adapters(nn.Module):
         self._cast_is_written = False
 
     def lora_tensors(self) -> dict[str, tuple[LoraTensor, LoraTensor]]:
-        """Adapted target -> A and B."""
+        """Adapted target -> its A and B."""
         cut_a: Cut = "columns" if self._cut == "columns" else "whole"
         cut_b: Cut = "rows" if self._cut == "rows" else "whole"
         return {
@@ -119,10 +121,11 @@ class Adapters(nn.Module):
         return bool(self.targets) and self.switch.on
 
     def cast(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A of all adapted targets [targets * rank, in], and alpha / rank * B of them [out, targets
+        """A of all adapted targets [targets * rank, in], and alpha / rank * B of all adapted
+        targets [out, targets
         * rank] in the order of the weight's rows; for experts [experts, targets * rank, in] and
-        [experts, out, targets * rank]. Both are padded. An element of B is zero if its row and its
-        column belong to different targets."""
+        [experts, out, targets * rank]. Both tensors are padded. An element of B is zero if its row
+        and its column belong to different targets."""
         if self._cast_memory is None:
             a, b = (self._a[0].new_zeros(shape, dtype=dtype) for shape in self.cast_shapes())
             return self._write_cast(a, b)
@@ -134,8 +137,8 @@ class Adapters(nn.Module):
     def hold(
         self, memory: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keep the result of `cast` in `memory`, zeros of `cast_shapes`, until this is called with
-        that result. Until then the parameters may not change."""
+        """Keep the result of `cast` in `memory`, tensors of zeros with the shapes `cast_shapes`. A
+        later call with that result ends this. Until then the parameters must not change."""
         before, self._cast_memory, self._cast_is_written = self._cast_memory, memory, False
         return before
 
@@ -154,8 +157,8 @@ class Adapters(nn.Module):
         return a, b
 
     def _add_gradients(self, grad_a: torch.Tensor, grad_b: torch.Tensor) -> None:
-        """Add to the parameters' gradients the gradients of `cast`'s tensors, fp32; `grad_b` is the
-        one before scaling."""
+        """Add the gradients of `cast`'s tensors, fp32, to the gradients of the parameters; `grad_b`
+        is the gradient before scaling."""
         blocks = self._target_blocks(grad_b.view(self.blocks, -1, grad_b.shape[-1]))
         sums_a = [gradients.accumulator(a) for a in self._a]
         sums_b = [
@@ -166,12 +169,13 @@ class Adapters(nn.Module):
         torch._foreach_add_(sums_b, blocks, alpha=self.scale)
 
     def _target_rows(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Each target's own rows in A of all targets."""
+        """Each target's own rows in the stacked A of all targets."""
         return list(whole[..., : len(self.targets) * self.rank, :].split(self.rank, -2))
 
     def _target_blocks(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Each adapted target's own rows and columns in [blocks, sum of rows, columns]: `rank`
-        columns after those of the adapted targets before it."""
+        """Views of each adapted target's own rows and columns in `whole` [blocks, sum of rows,
+        columns]. A target has `rank` columns, after the columns of the adapted targets before
+        it."""
         blocks: list[torch.Tensor] = []
         begin = 0
         for target, count in self.block_features.items():
@@ -183,8 +187,8 @@ class Adapters(nn.Module):
 
 
 class LoraLinear(Adapters):
-    """A linear layer: frozen with adapters, or trained itself. It is column parallel if its rows
-    are cut, row parallel if its columns are. Uninitialised."""
+    """A linear layer: frozen with adapters, or trained itself. The layer is column parallel if its
+    rows are cut, row parallel if its columns are cut. Uninitialised."""
 
     def __init__(
         self,
@@ -199,7 +203,7 @@ class LoraLinear(Adapters):
         bias: bool = False,
         sections: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """`in_features` and `out_features` count all ranks together, `groups` this rank; see
+        """`in_features` and `out_features` are totals over all ranks, `groups` is this rank's; see
         `Adapters`."""
         topology = parallel.current()
         parts = topology.sizes.tensor
@@ -218,13 +222,13 @@ class LoraLinear(Adapters):
         )
         self.bias = nn.Parameter(torch.empty(len(self.weight), dtype=dtype)) if bias else None
         self.fp8: Fp8Weight | None = None
-        """The quantised frozen weight, if any; `weight` then has no values."""
+        """The quantised frozen weight, if there is one; `weight` then has no values."""
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x [S, in] (of this rank, for a row-parallel layer) -> (output [S, out], plus `residual`;
-        A x of all targets [S, targets * rank], for `parameter_gradients`)."""
+        """x [S, in] (this rank's features, for a row-parallel layer) -> (output [S, out] plus
+        `residual`; A x of all targets [S, targets * rank], for `add_gradients`)."""
         if self.column and self.sequence:
             x = parallel.gather(x, self.group)
         output, inner = self._product(x), None
@@ -239,12 +243,13 @@ class LoraLinear(Adapters):
             if not self.column:
                 inner = self._sum_over_ranks(inner)
             output.addmm_(inner, b.t())
-        # Added last: bf16 rounds a sum in proportion to its size, and the residual is the largest
-        # part.
+        # The residual is added last: bf16 rounds a sum in proportion to its size, and the residual
+        # is the largest part.
         return (output if residual is None else output.add_(residual)), inner
 
     def inner(self, x: torch.Tensor) -> torch.Tensor | None:
-        """A x of a column-parallel layer, equal to what `forward` returns."""
+        """A x of a column-parallel layer, equal to the A x that `forward` returns. x: [S, in]; the
+        result is [S, targets * rank]."""
         if not self.adapted:
             return None
         x = parallel.gather(x, self.group) if self.sequence else x
@@ -274,17 +279,18 @@ class LoraLinear(Adapters):
         inner: torch.Tensor | None,
     ) -> None:
         """Add the gradients of the adapters, and of a trained weight and bias, to their buffers.
+        `gradient`: [S, out]; `x`: [S, in]; `grad_inner` and `inner`: [S, targets * rank].
 
         Args:
-            grad_inner: from `input_gradient`.
-            inner: from the forward pass.
+            grad_inner: the second result of `input_gradient`.
+            inner: A x from the forward pass.
         """
         if gradients.has_gradient_buffer(self.weight):
             self._add_base_gradients(gradient, x)
         if grad_inner is None or inner is None:
             return
         grad_a, grad_b = gradients.product(grad_inner, x), gradients.product(gradient, inner)
-        if self._own_tokens:  # each rank has the sum for its own tokens
+        if self._own_tokens:  # each rank has the sum for its own tokens only
             if self.column or not self.sequence:
                 parallel.all_reduce(grad_a, group=self.group)
             if not self.column:
@@ -301,7 +307,8 @@ class LoraLinear(Adapters):
         gradients.add_product(self.weight, gradient, x)
 
     def _sum_over_ranks(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum of [S, features] over the ranks, for all tokens, or for this rank's tokens."""
+        """The sum of [S, features] over the ranks: for all tokens or, with sequence parallelism,
+        for this rank's tokens."""
         if self._alone:
             return partial
         if self.sequence:

@@ -1,4 +1,4 @@
-"""Process groups: connects ranks, and knows which ranks share a model or its gradients."""
+"""Process groups: connects ranks, and stores which ranks share a model or its gradients."""
 
 import os
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from tandem.model import device
 from tandem.model.mcore import parallel_state
 from tandem.topology.sizes import Place, Sizes
 
-# torch 2.13 has new names for these, and warns of the old ones.
+# torch 2.13 has new names for these functions, and warns about the old ones.
 _COLLECTIVES: Any = dist
 all_gather = getattr(_COLLECTIVES, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(_COLLECTIVES, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -23,7 +23,7 @@ reduce_scatter = getattr(_COLLECTIVES, "reduce_scatter_single", None) or dist.re
 
 @dataclass(frozen=True)
 class Topology:
-    """The division of the work over ranks, this rank's place, and its groups of ranks."""
+    """How the work is divided over ranks, this rank's place, and its process groups."""
 
     sizes: Sizes
     rank: int
@@ -32,8 +32,8 @@ class Topology:
     context: dist.ProcessGroup
     data: dist.ProcessGroup
     """The ranks over which gradients are summed: data and context together. Megatron has other
-    groups of the same ranks, but each group in use makes its own communicator, which takes time and
-    half a gigabyte of device memory."""
+    groups with the same ranks, but each group in use creates its own communicator, which takes time
+    and half a gigabyte of device memory."""
     pipeline: dist.ProcessGroup
     expert_tensor: dist.ProcessGroup
     expert: dist.ProcessGroup
@@ -42,17 +42,17 @@ class Topology:
     their ranks."""
     expert_data: dist.ProcessGroup
     forward: dist.ProcessGroup
-    """The pipeline's ranks, for hidden states. With one stage, this group and the next two are
-    `pipeline`."""
+    """The pipeline's ranks, for sending hidden states. With a single stage, this group and the next
+    two are `pipeline`."""
     backward: dist.ProcessGroup
-    """The pipeline's ranks, for the gradients of hidden states."""
+    """The pipeline's ranks, for sending the gradients of hidden states."""
     ends: dist.ProcessGroup
-    """The pipeline's first rank and its last, which both hold a tied table."""
+    """The pipeline's first and last rank, which both hold a tied table."""
 
 
 type ReadingGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]
-"""The ranks that share the reading of a model's weights, and of its experts if other ranks hold the
-same experts."""
+"""Two groups: the ranks that share the reading of a model's weights, and the ranks that share the
+reading of its experts if several ranks hold the same experts."""
 
 _current: Topology | None = None
 
@@ -66,10 +66,11 @@ def current() -> Topology:
 def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
     """Join torch's default process group; a collective that waits longer than `timeout` fails."""
     if world_size == 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else Gloo looks up this host's name
-    # Beside a GPU, Gloo carries the tensors in host memory. With NCCL alone, the first such
-    # collective of each group would create an NCCL communicator, which takes time once and device
-    # memory for the life of the process.
+        # otherwise Gloo looks up this host's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # On a GPU machine, Gloo is used for tensors in host memory. With NCCL alone, the first
+    # collective of host tensors in each group would create an NCCL communicator, which takes time
+    # once and device memory for the life of the process.
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
@@ -77,9 +78,9 @@ def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> Non
 def init_parallel(sizes: Sizes | None = None, *, timeout_seconds: float = 600.0) -> Topology:
     """Join the process groups, after `device.activate`.
 
-    With torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) it joins all its ranks;
-    otherwise it is alone. A collective that waits longer than `timeout_seconds` fails. `sizes.data`
-    is not read: it follows from the number of ranks.
+    With torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) it joins all of
+    torchrun's ranks; otherwise this process is the only rank. A collective that waits longer than
+    `timeout_seconds` fails. `sizes.data` is ignored, because it follows from the number of ranks.
 
     Raises:
         InvalidInput: the number of ranks is not a multiple of the other sizes.
@@ -138,8 +139,8 @@ def init_parallel(sizes: Sizes | None = None, *, timeout_seconds: float = 600.0)
 
 
 def _new_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
-    """The new group, out of `groups`, that this rank is in. The pipeline's group if that has one
-    rank, or if this rank is in none of them."""
+    """Creates the process groups `groups`, and returns the one that this rank is in. Returns the
+    pipeline's group if the pipeline has one rank, or if this rank is in no group."""
     group_of_rank: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
     if group_of_rank.size() > 1:
         for ranks in groups:
@@ -152,9 +153,9 @@ def reading_groups() -> ReadingGroups | None:
     """The ranks that read the base weights together (`BaseWeights`); None if each rank reads
     everything.
 
-    They read together if several ranks need the same weights and their GPUs reach one another's
+    Ranks read together if they need the same weights and their GPUs can access one another's
     memory, because the host's memory limits how fast ranks read at once. All ranks get the same
-    answer. Ranks of several hosts don't read together, because no GPU reaches another host's
+    answer. Ranks of different hosts don't read together, because a GPU can't access another host's
     memory.
     """
     groups, world = (current().data, current().expert_data), range(dist.get_world_size())
@@ -171,9 +172,10 @@ def reading_groups() -> ReadingGroups | None:
 
 
 def connect_gradients(*, experts: bool) -> None:
-    """Have NCCL connect the groups over which gradients are summed, so that its memory is counted
-    from here on. NCCL can't get memory once torch's allocator has taken the rest. A collective of
-    all ranks. `experts`: whether the gradients of experts are summed over a group of their own."""
+    """Make NCCL connect the groups over which gradients are summed, so that its memory is counted
+    from here on. NCCL can't allocate memory once torch's allocator has taken all of it. A
+    collective operation of all ranks. `experts`: whether the gradients of experts are summed over a
+    different group."""
     for group in (current().data, current().expert_data) if experts else (current().data,):
         all_reduce(torch.zeros(1, device=device.device()), group=group)
 
@@ -183,14 +185,15 @@ def all_reduce(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """`dist.all_reduce`, skipped in a group of one rank. NCCL would make a communicator for it,
-    which takes time, and device memory for the life of the process."""
+    """`dist.all_reduce`; does nothing in a group of one rank. There, NCCL would create a
+    communicator, which takes time, and device memory for the life of the process."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op=op, group=group)
 
 
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Every rank's [n, ...], concatenated in the order of ranks. All ranks give the same shape."""
+    """Every rank's [n, ...], concatenated in the order of ranks. The tensors must have the same
+    shape on all ranks."""
     if group.size() == 1:
         return tensor
     whole = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
@@ -199,8 +202,8 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def scatter_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's n of every rank's [ranks * n, ...], summed over the ranks in a fixed order, so
-    that two runs have the same bits."""
+    """This rank's n rows of every rank's [ranks * n, ...], summed over the ranks in a fixed order,
+    so that two runs give the same bits."""
     if group.size() == 1:
         return tensor
     parts = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -209,8 +212,8 @@ def scatter_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def gather_objects[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's `value`, in the order of ranks; pickled, through host memory. A collective of
-    the group (default: all ranks)."""
+    """Every rank's `value`, in the order of ranks, exchanged as pickles through host memory. A
+    collective operation of the group (default: all ranks)."""
     values = [value] * dist.get_world_size(group)
     if len(values) > 1:
         dist.all_gather_object(values, value, group=group)
@@ -218,9 +221,9 @@ def gather_objects[T](value: T, group: dist.ProcessGroup | None = None) -> list[
 
 
 def destroy() -> None:
-    """Destroy all process groups, once all ranks have come here."""
+    """Destroy all process groups, after all ranks have reached this call."""
     if dist.is_initialized():
         device.synchronize()
-        gather_objects(None)  # a barrier that makes no communicator
+        gather_objects(None)  # a barrier that creates no communicator
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

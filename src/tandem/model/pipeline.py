@@ -1,4 +1,4 @@
-"""Carries hidden states to the next pipeline stage, and their gradients back.
+"""Sends hidden states to the next pipeline stage, and their gradients back.
 
 Stages exchange rows within the policy's own forward and backward passes, so the loop of a training
 step is the same on every stage. `Pipeline.backward` follows the schedule 1F1B of PipeDream-Flush
@@ -16,16 +16,16 @@ from tandem.model.parallel import Topology
 
 
 class _Lane:
-    """Sends tensors one after the other to the rank `step` stages further, which receives them in
-    this order.
+    """Sends tensors one after another to the rank `step` stages further, which receives them in the
+    same order.
 
-    Each direction has its own process group: NCCL runs the operations of a group in order, so a
-    send that waits for its receiver would stop the other direction.
+    Each direction has its own process group: NCCL runs a group's operations in order, so a send
+    that waits for its receiver would block the other direction.
     """
 
     def __init__(self, group: dist.ProcessGroup, step: int) -> None:
         self._group, self._step = group, step
-        # The operation, and the tensors that must live until it is done.
+        # The running send operation, and the tensors that must stay alive until it is done.
         self._sending: tuple[Any, torch.Tensor] | None = None
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -56,13 +56,14 @@ class Pipeline:
         self.layers = topology.sizes.layers(num_layers, stage)
         self.first, self.last = stage == 0, stage == stages - 1
         self.ahead = stages - 1 - stage
-        """The number of later stages: so many rows are computed ahead of their backward passes."""
+        """The number of later stages. This stage computes that many rows ahead of their backward
+        passes."""
         self._group = topology.pipeline
         self._forward, self._backward = _Lane(topology.forward, 1), _Lane(topology.backward, -1)
 
     def backward(self, losses: Iterable[torch.Tensor]) -> None:
-        """Run the backward pass of each loss, in the order in which `losses` computes them.
-        `losses` computes `ahead` rows before the first backward pass, and then one row before each,
+        """Run the backward pass of each loss, in the order in which `losses` yields them. `ahead`
+        losses are computed before the first backward pass, and then one before each backward pass,
         so that the later stages have work.
         """
         waiting = deque[torch.Tensor]()
@@ -81,8 +82,8 @@ class Pipeline:
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device
     ) -> torch.Tensor:
-        """The hidden states that the stage before sends. In the backward pass, that stage gets
-        their gradient."""
+        """The hidden states that the previous stage sends. In the backward pass, the previous stage
+        gets their gradient."""
         hidden = self._forward.receive(shape, dtype, where)
         if not torch.is_grad_enabled():
             return hidden
@@ -91,14 +92,14 @@ class Pipeline:
 
     def send(self, hidden: torch.Tensor, items: int) -> torch.Tensor:
         """Send hidden states to the next stage. Returns zeros [items], fp32. The backward pass of
-        these zeros receives the gradient of `hidden` from the next stage, whatever their own
-        gradient."""
+        these zeros ignores their own gradient: it receives the gradient of `hidden` from the next
+        stage."""
         zeros: torch.Tensor = _Send.apply(hidden, items, self._forward, self._backward)
         return zeros
 
     def from_last(self, values: torch.Tensor) -> torch.Tensor:
-        """The last stage's values, on every stage; all stages give tensors of this shape. Through
-        host memory."""
+        """The last stage's values, on every stage; all stages pass tensors of this shape. The
+        values are exchanged through host memory."""
         if self.first and self.last:
             return values
         shared = values.detach().cpu()

@@ -1,4 +1,5 @@
-"""The policy for packed rows: a base model, frozen with a trainable adapter or trained itself."""
+"""The policy for packed rows: a base model that is frozen and has a trainable adapter, or that is
+trained itself."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +35,8 @@ from tandem.model.weights.checkpoint_tensors import check_adapter
 from tandem.spool.schema import LoraShape
 
 TABLE = "embedding.word_embeddings.weight"
-"""The `WeightRule` of the embedding; with `Arch.tie_embeddings` also of the output layer."""
+"""The name of the embedding's `WeightRule`; with `Arch.tie_embeddings` it is the output layer's
+too."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +68,21 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self.gpt, self.arch, self.lora, self.config = gpt, arch, lora, gpt.config
-        self.attention_kernel: Kernel = "flex" if device.is_cuda() else "sdpa"  # the faster one
+        # flex is faster on a GPU
+        self.attention_kernel: Kernel = "flex" if device.is_cuda() else "sdpa"
         self._switch, self.stage = switch, stage
         self.topology = parallel.current()
         self._inv_freq = inv_freq
         self.adapter = AdapterParts(gpt, arch, lora, self.topology, stage.layers)
         self._base_memory, self._own_memory = Offload(contents=lora is None), Offload(contents=True)
         self.layer_graphs: Callable[[torch.Tensor, TreeParams], torch.Tensor] | None = None
-        """All layers' passes with gradients, if they are captured (`tandem.model.graphs`)."""
+        """The captured graphs (`tandem.model.graphs`), which replace the layers' passes with
+        gradients; None before the capture."""
 
     @torch.no_grad()
     def place(self, base: Mapping[str, torch.Tensor]) -> None:
         """Move all parameters to the device: `base` (`BaseWeights.parameters`) becomes the base
-        weights, the adapter becomes zero, which leaves the base model's function unchanged. Waits
+        weights; the adapter becomes zero, so the policy computes the base model's function. Waits
         for the device to start.
         """
         where, parameters = device.device(), self.base()
@@ -110,7 +114,7 @@ class Policy(nn.Module):
 
     def _base_name(self, name: str) -> str:
         """The `WeightRule`'s name for this stage's parameter. Megatron counts the layers of each
-        stage from 0, and the last stage has a tied table in its output layer."""
+        stage from 0, and the last stage stores a tied table in its output layer."""
         if name == "output_layer.weight" and self.arch.tie_embeddings:
             return TABLE
         head, layers, rest = name.partition("decoder.layers.")
@@ -120,13 +124,13 @@ class Policy(nn.Module):
         )
 
     def train_base(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """From now on each backward pass adds the base weights' gradients to `buffers`, fp32, by
-        `base`'s names."""
+        """From now on, each backward pass adds the base weights' gradients to `buffers`, fp32,
+        keyed like `base`."""
         for name, parameter in self.base().items():
             gradients.attach_buffer(parameter, buffers[name])
         if not self.stage.last:
             return
-        # Megatron computes the last norm, so autograd makes its gradient.
+        # Megatron computes the last norm, so autograd computes its gradient.
         last = self.gpt.decoder.final_layernorm.weight.requires_grad_()
 
         def add(weight: torch.Tensor) -> None:
@@ -138,10 +142,10 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def quantise_base(self) -> None:
-        """Quantise the base weights of all linear layers, after they have been read. Their values
-        are lost.
+        """Quantise the base weights of all linear layers, after they have been read. The original
+        values are overwritten.
 
-        Raises InvalidInput for a model or a GPU without FP8.
+        Raises InvalidInput for a model or a GPU that does not support FP8.
         """
         fp8.check_device()
         if self.arch.moe is not None:
@@ -162,11 +166,11 @@ class Policy(nn.Module):
         return self._own_memory.parked
 
     def offload(self) -> int:
-        """Give back the device memory of all parameters. Returns the bytes given back.
+        """Release the device memory of all parameters. Returns the number of bytes released.
 
-        Trained tensors go to host memory. Frozen base weights are dropped, because the files have
-        them. Nothing may be computed until `restore`, and until the dropped base weights are read
-        again.
+        Trained tensors go to host memory. Frozen base weights are dropped, because they can be read
+        from files again. Nothing may be computed until `restore`, and until the dropped base
+        weights are read again.
         """
         self.stage.finish()
         for layer in self._linear_layers():
@@ -175,19 +179,20 @@ class Policy(nn.Module):
         return self._base_memory.park(self.base().values()) + self._own_memory.park(trained)
 
     def restore(self) -> None:
-        """The inverse of `offload`: memory and adapter are the same, but frozen base weights are
+        """The inverse of `offload`: memory and adapter are as before, but frozen base weights are
         uninitialised."""
         self._base_memory.restore()
         self._own_memory.restore()
 
     def load_adapter(self, directory: Path) -> None:
-        """Fill the adapter from PEFT's files. Raises what `check_adapter` raises, with the adapter
-        in memory unchanged, and what `AdapterParts.read` raises."""
+        """Fill the adapter from PEFT's files. Raises the errors of `check_adapter`, which leave the
+        adapter in memory unchanged, and the errors of `AdapterParts.read`."""
         assert self.lora is not None
         self.adapter.read(check_adapter(directory, self.arch, self.lora), self.lora_parameters())
 
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
-        """PEFT key -> whole fp32 tensor on the CPU, on every rank. A collective of all ranks."""
+        """PEFT key -> whole fp32 tensor on the CPU, on every rank. A collective operation of all
+        ranks."""
         return self.adapter.whole(
             {name: parameter.data for name, parameter in self.lora_parameters().items()}
         )
@@ -199,8 +204,9 @@ class Policy(nn.Module):
 
     @contextlib.contextmanager
     def adapter_fixed(self) -> Iterator[None]:
-        """Within the block the adapter must not change, so layers cast it once and not in each
-        pass. The experts' adapters are too large to be kept twice."""
+        """Within the block the adapter must not change, so that layers cast it once instead of in
+        each pass. The adapters of experts are cast in each pass, because a second copy would be too
+        large."""
         layers = {
             str(index): layer for index, layer in enumerate(self._linear_layers()) if layer.targets
         }
@@ -223,7 +229,7 @@ class Policy(nn.Module):
 
     @contextlib.contextmanager
     def adapter_disabled(self) -> Iterator[None]:
-        """Within the block the policy is the base model, and no gradients are computed."""
+        """Within the block the policy computes the base model, without gradients."""
         before, self._switch.on = self._switch.on, False
         try:
             with torch.no_grad():
@@ -232,10 +238,10 @@ class Policy(nn.Module):
             self._switch.on = before
 
     def forward(self, row: RowTensors, temperature: float = 1.0) -> ItemOutputs:
-        """log p and entropy of every item at `temperature`. Logits are computed at the items'
-        sources only.
+        """The log-prob and the entropy of every item at `temperature`. Logits are computed only at
+        the slots from which items are predicted.
 
-        Only the last pipeline stage has the results; on the others they are zero
+        Only the last pipeline stage has the results; on other stages they are zero
         (`Pipeline.from_last`). Each stage runs its own backward pass, by `Pipeline.backward`.
         """
         items, row = len(row.item_token), self.lay_out(row)
@@ -252,9 +258,9 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def rehearse(self, row: RowTensors) -> None:
-        """Load and compile the kernels that a process's first `forward` would load. Runs a layer of
-        each kind with whatever is in the weights' memory, which another thread may be writing. A
-        collective of the ranks that share layers.
+        """Load and compile the kernels that a process's first `forward` would otherwise load. Runs
+        a layer of each kind with arbitrary weights, because another thread may still be writing
+        them. A collective operation of the ranks that share layers.
         """
         decoder, row = self.gpt.decoder, self.lay_out(row)
         hidden = self.first_hidden(row) if self.stage.first else self.no_hidden(row)
@@ -267,8 +273,8 @@ class Policy(nn.Module):
             ).logprobs.cpu()
 
     def _outputs(self, row: RowTensors, hidden: torch.Tensor, temperature: float) -> ItemOutputs:
-        """The items' results. `hidden`: the final hidden states [S, hidden] (`sequence`: of this
-        rank's tokens)."""
+        """The items' results. `hidden`: the final hidden states [S, hidden]; with sequence
+        parallelism, only those of this rank's tokens."""
         if self.topology.sizes.sequence:
             hidden = _AllTokens.apply(hidden, self.topology.tensor)
         logprobs, entropy = item_logprobs(
@@ -285,8 +291,8 @@ class Policy(nn.Module):
         return ItemOutputs(logprobs, entropy)
 
     def lay_out(self, row: RowTensors) -> RowTensors:
-        """This rank's part of the row, in slots that tensor-parallel ranks can divide. The
-        functions that make the layers' inputs take such a row."""
+        """This rank's part of the row, padded to a number of slots that tensor-parallel ranks can
+        divide. The functions that compute the layers' inputs take a row in this form."""
         sizes, row = self.topology.sizes, deal_row(row, self.topology)
         if sizes.sequence and row.deal is None:
             row = pad_row(row, -(-len(row.tokens) // sizes.tensor) * sizes.tensor)
@@ -314,7 +320,7 @@ class Policy(nn.Module):
     def decoder_inputs(self, row: RowTensors) -> dict[str, Any]:
         """The arguments of the decoder, and of each of its layers, besides the hidden states."""
         sizes, place, dtype = self.topology.sizes, self.topology.place, self.config.params_dtype
-        # The window's own RoPE is unscaled.
+        # RoPE in layers with a window is never scaled.
         kinds = zip(
             self._inv_freq, self.arch.rope_sizes, (self.arch.rope_factor, 1.0), strict=False
         )
@@ -339,7 +345,7 @@ class Policy(nn.Module):
             tree.recurrence = recurrence(row.subtree_end, len(row.tokens), row.tokens.device)
         if sizes.sequence and row.slot_experts is not None:
             tree.slot_experts = row.slot_experts.chunk(sizes.tensor)[place.tensor]
-        # Megatron's decoder passes no argument of another name to its layers.
+        # Megatron's decoder passes its layers no further arguments, so `tree` uses this name.
         return {"attention_mask": None, "packed_seq_params": tree}
 
     @property
@@ -352,8 +358,8 @@ class Policy(nn.Module):
 
 
 class _AllTokens(torch.autograd.Function):
-    """[S / ranks, hidden] -> [S, hidden]. Every rank has the whole gradient of the result, so none
-    is summed."""
+    """[S / ranks, hidden] -> [S, hidden]. Every rank already has the whole gradient of the result,
+    so the backward pass sums nothing."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

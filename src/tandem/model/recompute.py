@@ -19,28 +19,29 @@ from tandem.model.rows import RowTensors
 from tandem.planning.memory import HEADROOM, SavedBytes, choose_levels
 
 LEAST_HEADROOM = 2**29
-"""Bytes that stay free if HEADROOM is less. If ranks share layers, `lower` can't help. Then twice
-the memory of a layer's passes stays free, because gaps in memory grow with the tensors."""
+"""The minimum number of bytes that stay free, if HEADROOM is less. If ranks share layers, `lower`
+can't help after memory runs out. In that case twice the memory of a layer's passes stays free,
+because gaps in memory grow with the tensors."""
 
 
 def fit(policy: Policy, row: RowTensors) -> list[SaveLevel]:
-    """Set every layer's `save_level` to the most that rows as long as `row` allow. Returns the
-    levels, by layer.
+    """Set every layer's `save_level` to the highest level that fits for rows as long as `row`.
+    Returns the levels, by layer.
 
-    It measures one layer at each level on the device, which takes as long as a few layers of a
-    training step. On the CPU everything is saved. A collective of all ranks; the ranks of a
-    pipeline stage choose the same levels.
+    The function measures one layer of each kind at each level on the device, which takes as long as
+    a few layers of a training step. On the CPU all layers save everything. A collective operation
+    of all ranks; the ranks of a pipeline stage choose the same levels.
     """
     layers = policy.gpt.decoder.layers
     levels = [SaveLevel.ALL] * len(layers)
     if device.is_cuda():
         try:
             levels = _fitting_levels(policy, row)
-        except torch.OutOfMemoryError:  # for one layer that keeps everything
-            # Other ranks wait in the layer's collectives: this rank must end.
+        except torch.OutOfMemoryError:  # memory for one layer that keeps everything
+            # The other ranks wait in the layer's collectives, so this rank must end.
             if policy.topology.sizes.layers_shared:
                 raise
-            levels = [SaveLevel.INPUT] * len(layers)  # others wait for this rank's levels
+            levels = [SaveLevel.INPUT] * len(layers)  # the other ranks wait for this rank's levels
     stage = policy.topology.place.pipeline
     stage_levels = [
         theirs for number, theirs in parallel.gather_objects((stage, levels)) if number == stage
@@ -52,7 +53,7 @@ def fit(policy: Policy, row: RowTensors) -> list[SaveLevel]:
 
 
 def _fitting_levels(policy: Policy, row: RowTensors) -> list[SaveLevel]:
-    """The levels for which this rank's device has room."""
+    """The levels that fit into the memory of this rank's device."""
     parallel.connect_gradients(
         experts=sums_experts_apart(policy.arch, policy.lora, policy.topology.sizes)
     )
@@ -74,7 +75,7 @@ def _fitting_levels(policy: Policy, row: RowTensors) -> list[SaveLevel]:
         - max(transient, head)
     )
     in_flight, layers = 1 + policy.stage.ahead, len(policy.gpt.decoder.layers)
-    # On average, because the kinds alternate from layer to layer.
+    # Averages over layers, because the kinds alternate from layer to layer.
     saved = (
         sum(kind.layers * kind.saved[level] for kind in kinds) // layers for level in SaveLevel
     )
@@ -87,9 +88,10 @@ def _fitting_levels(policy: Policy, row: RowTensors) -> list[SaveLevel]:
 
 
 def lower(policy: Policy) -> bool:
-    """After the memory ran out: halve the number of layers that keep more than their input. The
-    fullest ones first drop to their attention block alone. False if there are none, or if other
-    ranks share this rank's layers: they would wait for it in a collective.
+    """To be called after memory ran out: halve the number of layers that keep more than their
+    input. The layers that keep the most first drop to their attention block alone. Returns False if
+    there are no such layers, or if other ranks share this rank's layers and would wait for it in a
+    collective.
     """
     layers = policy.gpt.decoder.layers
     if parallel.current().sizes.layers_shared:
@@ -104,23 +106,24 @@ def lower(policy: Policy) -> bool:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Layers with the same attention. One of them was measured."""
+    """Layers with the same attention. One layer of the kind was measured."""
 
     layers: int
     saved: dict[SaveLevel, int]  # bytes that a layer saves
-    # Bytes that its passes take beside: most at `INPUT`, where the backward pass makes again what
-    # the other levels saved.
+    # Further bytes that a layer's passes take: most at `INPUT`, where the backward pass recomputes
+    # the tensors that other levels saved.
     working: dict[SaveLevel, int]
 
 
 def _kinds(policy: Policy) -> list[Any]:
-    """The last layer of each kind of attention: a mixture's first layers may be dense."""
+    """The last layer of each kind of attention, because a mixture's first layers may be dense."""
     return list({layer.kind: layer for layer in policy.gpt.decoder.layers}.values())
 
 
 def _measure(policy: Policy, row: RowTensors, layer: Any) -> _Kind:
     row = policy.lay_out(row)
-    # Random, because a router sends equal rows to the same experts; the same on all ranks.
+    # The rows are random, because a router would send equal rows to the same experts; they are the
+    # same on all ranks.
     hidden = policy.no_hidden(row)
     hidden.normal_(generator=torch.Generator(hidden.device).manual_seed(0))
     inputs, hidden = policy.decoder_inputs(row), hidden.requires_grad_()
@@ -133,7 +136,8 @@ def _measure(policy: Policy, row: RowTensors, layer: Any) -> _Kind:
         torch.autograd.grad(output, hidden, torch.zeros_like(output))
         return saved, memory.stats()["allocated_peak"] - before - saved
 
-    passes(SaveLevel.INPUT)  # allocates cuBLAS's workspaces of both passes, which no layer keeps
+    # a first run, to allocate cuBLAS's workspaces, which belong to no layer
+    passes(SaveLevel.INPUT)
     sizes = {level: passes(level) for level in SaveLevel}
     return _Kind(
         sum(other.kind == layer.kind for other in policy.gpt.decoder.layers),

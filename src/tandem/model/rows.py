@@ -1,8 +1,8 @@
 """A packed row on the device, and its division among ranks.
 
-Context-parallel ranks share each row: its slots are dealt to them in blocks. Each rank computes its
-blocks' queries; keys and values are gathered for each layer and not kept. Everything else is
-computed slot by slot.
+Context-parallel ranks share each row: its slots are distributed to them in blocks. Each rank
+computes its blocks' queries; keys and values are gathered for each layer and not kept. All other
+computations treat each slot separately.
 """
 
 import math
@@ -26,9 +26,9 @@ class Deal:
     """The slots of a row that this rank has. The row has `length` slots, and each rank has length /
     ranks of them."""
 
-    slots: torch.Tensor  # int64 [length / ranks], on the device: this rank's, rising
-    place: torch.Tensor  # int64 [length / BLOCK], on the device: where each block lies in `by_rank`
-    # int64 [length / BLOCK], on the device: the blocks of all ranks, rank after rank.
+    slots: torch.Tensor  # int64 [length / ranks], on the device: this rank's slots, ascending
+    place: torch.Tensor  # int64 [length / BLOCK], on the device: index of each block in `by_rank`
+    # int64 [length / BLOCK], on the device: the blocks of all ranks, ordered by rank.
     by_rank: torch.Tensor
     # int64 [rank items], on the device: the row's items that this rank predicts.
     items: torch.Tensor
@@ -36,15 +36,15 @@ class Deal:
     group: dist.ProcessGroup
 
     def gather(self, heads: Heads) -> Heads:
-        """This rank's queries, and the keys and values of the whole row, in the row's order."""
+        """This rank's queries, and the keys and values of the whole row in the row's order."""
         q, k, v = heads
         both = parallel.gather(torch.cat([k, v], 1), self.group)
         k, v = _reorder(both, self.place).chunk(2, 1)
         return q, k.contiguous(), v.contiguous()
 
     def scatter(self, gradients: Heads) -> Heads:
-        """The gradients of `gather`'s arguments, from the gradients of what it returned, summed
-        over the ranks in their order."""
+        """The gradients of `gather`'s arguments, from the gradients of its results, summed over the
+        ranks in rank order."""
         q, k, v = gradients
         k, v = parallel.scatter_sum(_reorder(torch.cat([k, v], 1), self.by_rank), self.group).chunk(
             2, 1
@@ -52,8 +52,8 @@ class Deal:
         return q, k, v
 
     def gather_items(self, values: torch.Tensor) -> torch.Tensor:
-        """[rank items] -> [items], of all ranks. Every rank computes the loss of all items, so no
-        gradient is summed."""
+        """[rank items] -> [items]: joins the items of all ranks. Every rank computes the loss of
+        all items, so no gradient is summed."""
         whole: torch.Tensor = _GatherItems.apply(values, self)
         return whole
 
@@ -72,11 +72,12 @@ class _GatherItems(torch.autograd.Function):
 
 
 def deal_blocks(subtree_end: NDArray[np.int64], ranks: int) -> list[NDArray[np.int64]]:
-    """Each rank's blocks of queries, rising. All ranks have equally many, and see about as many
-    blocks of keys.
+    """Each rank's blocks of queries, ascending. All ranks have the same number of query blocks,
+    which see about the same number of key blocks. `subtree_end`: int64 [S], of whole blocks; the
+    results are int64 [blocks / ranks].
 
-    Blocks are sorted by how many blocks of keys they see, the most first, and dealt to rank 0, 1,
-    ..., and back.
+    Query blocks are sorted by the number of key blocks that they see, in descending order, and
+    dealt to ranks 0, 1, ... and back.
     """
     partial, full = seen_blocks(subtree_end, len(subtree_end))
     order = np.argsort(-(partial | full).sum(1), kind="stable")
@@ -86,24 +87,26 @@ def deal_blocks(subtree_end: NDArray[np.int64], ranks: int) -> list[NDArray[np.i
 
 
 def _reorder(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """[blocks * BLOCK, ...], its blocks in another order."""
+    """[blocks * BLOCK, ...] with its blocks in the order `order`."""
     return tensor.unflatten(0, (-1, BLOCK))[order].flatten(0, 1)
 
 
 @dataclass(frozen=True)
 class RowTensors:
-    """A packed row as the model needs it: int64, on the device unless noted. Slots are indices into
-    the row."""
+    """A packed row in the form that the model needs: int64, on the device unless noted. Slots are
+    indices into the row."""
 
     tokens: torch.Tensor  # [S]
     positions: torch.Tensor  # [S]
-    # [S], or longer if the attention's row is: the rest is padding; on the host.
+    # [S], or longer if the attention's row is longer; the additional entries are padding. On the
+    # host.
     subtree_end: torch.Tensor
-    item_source: torch.Tensor  # [items], the slot each item is predicted from
+    item_source: torch.Tensor  # [items]: the slot from which each item is predicted
     item_token: torch.Tensor  # [items], the predicted token
-    # int16 [S, layers, experts per token], which compute the slot; -1 or None: the router chooses.
+    # int16 [S, layers, experts per token]: the experts that compute each slot; -1 or None: the
+    # router chooses.
     slot_experts: torch.Tensor | None = None
-    # The other fields except `subtree_end` are then for this rank's slots and items.
+    # If set, the other fields except `subtree_end` contain only this rank's slots and items.
     deal: Deal | None = None
 
 
@@ -120,7 +123,8 @@ def deal_row(row: RowTensors, topology: Topology) -> RowTensors:
     slots, place, order = (
         torch.from_numpy(array).to(where) for array in (rank_slots, np.argsort(by_rank), by_rank)
     )
-    number = torch.full_like(row.tokens, -1)  # the number of each slot among this rank's
+    # slot of the row -> its index among this rank's slots, or -1
+    number = torch.full_like(row.tokens, -1)
     number[slots] = torch.arange(len(slots), device=where)
     sources, experts = number[row.item_source], row.slot_experts
     items = (sources >= 0).nonzero()[:, 0]  # the host waits for the device
@@ -136,8 +140,7 @@ def deal_row(row: RowTensors, topology: Topology) -> RowTensors:
 
 
 def pad_row(row: RowTensors, slots: int) -> RowTensors:
-    """The row with this many slots; the new ones are padding. `subtree_end` may be longer
-    already."""
+    """The row padded to this many slots. `subtree_end` may be longer already."""
     missing, ends, experts = slots - len(row.tokens), row.subtree_end, row.slot_experts
     return replace(
         row,

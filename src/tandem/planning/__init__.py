@@ -1,3 +1,3 @@
-"""Planning, without torch: `checks.py` says whether the trainer can cut a model into given sizes,
+"""Planning, without torch: `checks.py` checks whether the trainer can cut a model into given sizes,
 `memory.py` computes a rank's GPU memory, and `plan.py` chooses a topology.
 """

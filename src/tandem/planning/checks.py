@@ -1,5 +1,5 @@
-"""Checks sizes against a model: whether the trainer can cut it that way, and which sizes are
-nearest. No torch."""
+"""Checks sizes against a model: whether the trainer can cut the model into these sizes, and which
+sizes are nearest. Imports no torch."""
 
 import math
 from dataclasses import asdict
@@ -10,11 +10,11 @@ from tandem.topology.sizes import Sizes, all_sizes
 
 
 def check_sizes(arch: Arch, sizes: Sizes) -> None:
-    """Raise InvalidInput if the trainer can't cut the model that way; the error names the reason
-    and the nearest sizes that work."""
+    """Raise InvalidInput if the trainer can't cut the model into these sizes. The error contains
+    the reason and the nearest sizes that work."""
     if found := refusal(arch, sizes):
         field, reason = found
-        # Data parallelism always.
+        # Pure data parallelism always works.
         works = [other for other in all_sizes(sizes.world) if refusal(arch, other) is None]
         nearest = min(works, key=lambda other: _distance(sizes, other)).settings()
         raise InvalidInput(
@@ -23,8 +23,8 @@ def check_sizes(arch: Arch, sizes: Sizes) -> None:
 
 
 def refusal(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
-    """The setting to change, and the reason why the trainer can't cut the model that way; or
-    None."""
+    """The setting to change, and the reason why the trainer can't cut the model into these sizes;
+    None if it can."""
     ranks, moe = f"{sizes.tensor} tensor-parallel ranks", arch.moe
     for parts, size in (
         ("key/value heads", arch.num_kv_heads),
@@ -89,8 +89,8 @@ def refusal(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
 
 
 def _distance(one: Sizes, other: Sizes) -> float:
-    """The distance of two sizes in halvings and doublings. A changed number of model copies weighs
-    less, sequence parallelism least."""
+    """The distance between two sizes, counted in halvings and doublings. A change of the number of
+    model copies counts less than other changes, and sequence parallelism least."""
     ratios = {
         name: abs(math.log2(size / getattr(other, name)))
         for name, size in asdict(one).items()

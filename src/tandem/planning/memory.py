@@ -1,5 +1,5 @@
-"""Computes the GPU memory that a rank needs, by part, from the model's shape and its `Sizes`. No
-torch."""
+"""Computes the GPU memory of a rank, part by part, from the model's shape and its `Sizes`. Imports
+no torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ CONTEXT = 760 * 2**20
 """CUDA's context and loaded kernels: the only memory that a `resident` rank keeps between jobs
 (docs/performance.md)."""
 FIRST_CHANNEL = 832 * 2**20
-"""NCCL's memory for the first of `_channels`: measured as what a rank of DP=2 takes in addition
+"""NCCL's memory for the first of `_channels`: the additional memory measured on a rank of DP=2
 (bench/results/topologies-groups.json)."""
 FURTHER_CHANNEL = GIB // 2
 """NCCL's memory for each further channel."""
 TIED_TABLE = 3 * FURTHER_CHANNEL
-"""NCCL's memory between the pipeline's ends, which sum and send the gradient and the values of a
-trained tied table: 1.59 GiB on the first stage, with Qwen3-0.6B's shape."""
+"""NCCL's memory for the group of the pipeline's first and last stage, which sum the gradient of a
+trained tied table and send its values: 1.59 GiB on the first stage, with Qwen3-0.6B's shape."""
 CLAMPED_SWIGLU, GEGLU = 25, 18
-"""Extra bf16 elements per activated feature in the backward pass of GPT-OSS' and Gemma's
+"""Extra bf16 elements per activated feature in the backward pass of GPT-OSS's and Gemma's
 activations, because several kernels compute them in fp32 (`model/layer/kernels.py`)."""
 
 DELTA_CHUNK = 64
@@ -43,8 +43,8 @@ _BF16, _INT16, _FP32 = 2, 2, 4
 
 @dataclass(frozen=True)
 class Workload:
-    """A training as planning sees it: the trained weights, and the rows. `lora`: None trains all
-    weights."""
+    """The properties of a training that planning needs: the trained weights, and the rows. `lora`:
+    None if all weights are trained."""
 
     arch: Arch
     lora: LoraShape | None
@@ -63,9 +63,9 @@ class SavedBytes(NamedTuple):
 
 
 def choose_levels(saved: SavedBytes, layers: int, budget: float) -> tuple[int, int]:
-    """The number of `layers` that keep everything, and of the others that keep their attention
-    block: as many as fit into `budget` bytes. Keeping everything saves more time per byte than
-    keeping the attention block alone.
+    """How many of `layers` keep everything, and how many of the others keep their attention block.
+    The kept tensors of all layers together fit into `budget` bytes. Keeping everything saves more
+    time per byte than keeping the attention block alone.
     """
     left = budget - layers * saved.input
     counts: list[int] = []
@@ -78,7 +78,8 @@ def choose_levels(saved: SavedBytes, layers: int, budget: float) -> tuple[int, i
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the GPU of one rank. `layers` keep activations of `in_flight` rows at once."""
+    """GPU memory of one rank, in bytes. `layers` keep activations of `in_flight` rows at the same
+    time."""
 
     weights: int
     adapter: int
@@ -88,10 +89,12 @@ class Memory:
     layers: int
     in_flight: int
     logits: int  # `logprobs.working_bytes`
-    layer: int  # beside what layers keep: the largest pass of one that keeps everything
-    layer_recomputing: int  # and of one that keeps its input
-    context: int  # CUDA's and NCCL's, outside of torch's allocator
-    # `Sizes.layers_shared`: `recompute=auto` then leaves room for one more layer's pass.
+    # memory of the largest pass of a layer that keeps everything, besides the tensors that the
+    # layer keeps
+    layer: int
+    layer_recomputing: int  # the same for a layer that keeps only its input
+    context: int  # memory of CUDA and NCCL, outside of torch's allocator
+    # `Sizes.layers_shared`: if true, `recompute=auto` leaves memory for one more layer's pass.
     shared: bool = False
 
     @property
@@ -99,7 +102,7 @@ class Memory:
         return self.weights + self.adapter + self.gradients + self.optimizer
 
     def activations(self, levels: tuple[int, int]) -> int:
-        """`levels`: the number of layers that keep everything, and the number of the others that
+        """`levels`: the number of layers that keep everything, and the number of other layers that
         keep their attention block."""
         everything, attention = levels
         least = self.layers - everything - attention
@@ -111,15 +114,16 @@ class Memory:
         return saved * self.in_flight
 
     def working(self, levels: tuple[int, int]) -> int:
-        """The larger of the logits and a layer's pass, because they do not exist at once."""
+        """The larger of the logits and a layer's pass, because they do not exist at the same
+        time."""
         return max(self.logits, self.layer if levels[0] == self.layers else self.layer_recomputing)
 
     def total(self, levels: tuple[int, int]) -> int:
         return self.states + self.activations(levels) + self.working(levels) + self.context
 
     def levels(self, gpu: float) -> tuple[int, int] | None:
-        """The levels that `recompute=auto` chooses on a GPU of `gpu` bytes; None if not even the
-        inputs can be kept."""
+        """The levels that `recompute=auto` chooses on a GPU with `gpu` bytes; None if not even the
+        layers' inputs fit."""
         budget = (
             (1 - HEADROOM) * (gpu - self.context)
             - self.states
@@ -134,19 +138,19 @@ class Memory:
 
 
 def stages(workload: Workload, sizes: Sizes) -> list[Memory]:
-    """The memory of each pipeline stage. Raises as `check_targets`."""
+    """The memory of each pipeline stage. Raises the errors of `check_targets`."""
     if workload.lora is not None:
         check_targets(workload.arch, workload.lora)
     return [_stage_memory(workload, sizes, stage) for stage in range(sizes.pipeline)]
 
 
 def fullest(found: Iterable[Memory]) -> Memory:
-    """The pipeline stage that needs the most memory when layers keep only their inputs."""
+    """The pipeline stage that needs the most memory if layers keep only their inputs."""
     return max(found, key=lambda stage: stage.total((0, 0)))
 
 
 def rank_memory(workload: Workload, sizes: Sizes) -> Memory:
-    """The memory of the `fullest` pipeline stage. Raises as `check_targets`."""
+    """The memory of the `fullest` pipeline stage. Raises the errors of `check_targets`."""
     return fullest(stages(workload, sizes))
 
 
@@ -159,9 +163,9 @@ def _stage_memory(workload: Workload, sizes: Sizes, stage: int) -> Memory:
     experts = sum(prod(rule.shape(sizes)) for rule in rules if rule.num_experts is not None)
     weights = (dense + experts) * _BF16
     if workload.lora is None:
-        # `training/sharded_adam.py`: a bfloat16 weight has a gradient in fp32 on each rank; the
-        # int16 remainder of its master value and Adam's two moments in fp32 are divided over the
-        # ranks that hold the weight.
+        # As in `training/sharded_adam.py`: each rank has the fp32 gradient of its bfloat16 weights.
+        # The int16 remainders of the master values and Adam's two fp32 moments are divided over the
+        # ranks that hold the same weight.
         shares = dense / (sizes.data * sizes.context) + experts / sizes.expert_data
         adapter, gradients, optimizer = (
             0,
@@ -169,20 +173,20 @@ def _stage_memory(workload: Workload, sizes: Sizes, stage: int) -> Memory:
             int(shares * (2 * _FP32 + _INT16)),
         )
     else:
-        # `training/optimizer.py`: fp32 adapters are their own master weights; none of this is
+        # As in `training/optimizer.py`: fp32 adapters are their own master weights, and nothing is
         # divided over ranks.
         adapter = _adapter(rules, workload.lora, sizes) * _FP32
         gradients, optimizer = adapter, 2 * adapter
         adapter += _cast(rules, workload.lora, sizes) * _BF16
     saved, working, recomputing = _layers(workload, sizes, layers)
-    # One row in the forward pass and one in the backward pass.
+    # One row is in the forward pass and one in the backward pass.
     in_flight = min(sizes.pipeline - stage, max(1, workload.rows // sizes.data))
     slots = -(-workload.sequence_length // sizes.context)
     chunk = min(slots * arch.vocab_size // sizes.tensor, CHUNK_ELEMENTS)
-    logits = (chunk + 4 * slots * arch.hidden_size) * _BF16  # with a loss on every slot
+    logits = (chunk + 4 * slots * arch.hidden_size) * _BF16  # if every slot has a loss
     channels = _channels(workload, sizes)
     communicators = FIRST_CHANNEL + (channels - 1) * FURTHER_CHANNEL if channels else 0
-    # The table of a tied embedding is at both ends of a pipeline.
+    # A tied embedding's table is on the first and the last pipeline stage.
     if workload.lora is None and arch.tie_embeddings and first != last:
         communicators += TIED_TABLE
     return Memory(
@@ -202,9 +206,9 @@ def _stage_memory(workload: Workload, sizes: Sizes, stage: int) -> Memory:
 
 
 def _channels(workload: Workload, sizes: Sizes) -> int:
-    """The number of times that NCCL takes memory: once for each group of several ranks in which a
-    rank computes (`parallel.Topology`), and once more for a group that exchanges parts besides
-    sums. A pipeline counts as three, by measurement."""
+    """How many times NCCL allocates memory: once for each process group of several ranks in which a
+    rank computes (`parallel.Topology`), and once more for each group that exchanges parts besides
+    sums. A pipeline counts as three, which was measured."""
     data = sizes.data * sizes.context
     channels = [sizes.tensor, sizes.context, sizes.context, data, *3 * [sizes.pipeline]]
     if sizes.sequence:
@@ -219,13 +223,13 @@ def _channels(workload: Workload, sizes: Sizes) -> int:
 
 
 def _adapter(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
-    """Elements of this rank's adapters. Either A or B is cut over tensor-parallel ranks
-    (`model/lora.py`)."""
+    """The number of elements in this rank's adapters. Either A or B is cut over tensor-parallel
+    ranks (`model/lora.py`)."""
     total = 0
     for rule in rules:
         experts, cut = rule.num_experts or 1, rule.num_parts(sizes)
         a, b = (cut, 1) if rule.cut == "columns" else (1, cut)
-        # The sources of the first expert stand for all experts'.
+        # The sources of the first expert represent all experts.
         for name, shape in islice(rule.sources.items(), len(rule.sources) // experts):
             if in_targets(name, lora.targets):
                 elements = lora.rank * (shape[1] // a + shape[0] // b)
@@ -236,7 +240,7 @@ def _adapter(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
 
 
 def _cast(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
-    """Elements of this rank's adapters in the dtype in which layers multiply them
+    """The number of elements of this rank's adapters in the dtype in which layers multiply them
     (`Adapters.cast`), without the adapters of experts."""
     total = 0
     for rule in rules:
@@ -248,8 +252,8 @@ def _cast(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
 
 
 def _layers(workload: Workload, sizes: Sizes, layers: Iterable[int]) -> tuple[SavedBytes, int, int]:
-    """Like `_layer`, for layers of both kinds: the average of what they keep, and the maximum of
-    what a pass takes."""
+    """Like `_layer`, for a model with layers of both kinds: the average of the memory that layers
+    keep, and the maximum of the memory of a pass."""
     saved, working, recomputing = _layer(workload, sizes)
     gdn, kinds = workload.arch.gdn, list(layers)
     share = sum(gdn.layers[index] for index in kinds) / len(kinds) if gdn else 0.0
@@ -263,12 +267,12 @@ def _layers(workload: Workload, sizes: Sizes, layers: Iterable[int]) -> tuple[Sa
 def _delta_net(
     workload: Workload, gdn: GatedDeltaNet, sizes: Sizes, others: SavedBytes
 ) -> tuple[SavedBytes, int, int]:
-    """Bytes of a delta net's layer (`DeltaNetSublayer`, with flash-linear-attention): the tensors
-    that it keeps, the part of them in the graph between its products, and the extra memory of that
-    graph's backward pass. Computed, not measured. `others`: what an attention layer keeps, whose
-    MLP is the same."""
+    """Memory of a delta net's layer in bytes (`DeltaNetSublayer`, with flash-linear-attention): the
+    tensors that it keeps, those of them in the graph between its two products, and the extra memory
+    of that graph's backward pass. The values are computed, not measured. `others`: the memory that
+    an attention layer keeps, whose MLP is the same."""
     slots, parts, hidden = workload.sequence_length, sizes.tensor, workload.arch.hidden_size
-    own = -(-slots // parts) if sizes.sequence else slots  # width of the residual stream
+    own = -(-slots // parts) if sizes.sequence else slots  # number of slots in the residual stream
     features, value, heads = sum(gdn.sections) // parts, gdn.value_size // parts, gdn.value_heads
     heads //= parts
     targets = () if workload.lora is None else workload.lora.targets
@@ -278,11 +282,11 @@ def _delta_net(
     down = rank * ("down_proj" in targets) * _mlp_rows(workload, sizes, slots, own)
     least = own * hidden + slots * (value + rank * ("out_proj" in targets)) + down
     attention = least + own * hidden + slots * (features + value + 2 * heads + ranks_in)
-    # The input of the convolution's activation; queries, keys and values; the chunks' triangular
-    # systems; the heads' outputs, their norm, the gate and its input.
+    # The terms: the input of the convolution's activation; queries, keys and values; the chunks'
+    # triangular systems; the heads' outputs, their norm, the gate and its input.
     graph = slots * ((wide + 1) * features + DELTA_CHUNK * heads + 4 * wide * value)
-    # The states of all chunks and their gradients; gradients of the convolution's terms and of
-    # queries, keys and values.
+    # The terms: the states of all chunks and their gradients; gradients of the convolution's terms
+    # and of queries, keys and values.
     states = gdn.key_head_dim * gdn.value_head_dim * heads // DELTA_CHUNK
     passes = slots * (2 * states + (3 * wide + 2) * features + 2 * wide * value)
     everything = attention + graph + (others.all - others.attention) // _BF16
@@ -291,17 +295,17 @@ def _delta_net(
 
 
 def _mlp_rows(workload: Workload, sizes: Sizes, slots: int, residual_slots: int) -> int:
-    """Rows of the MLP's products, or of the experts' products if all experts get equally many. The
-    ranks of expert and expert tensor parallelism gather their slots, and each has 1 / `expert` of
-    the rows."""
+    """The number of rows in the MLP's products; for experts, the number if all experts get equally
+    many. The ranks of expert and expert tensor parallelism gather their slots, and each rank has 1
+    / `expert` of the rows."""
     moe = workload.arch.moe
     return slots if moe is None else residual_slots * sizes.expert_tensor * moe.experts_per_token
 
 
 def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
-    """Bytes of a layer's row: the tensors that it keeps (`AttentionSublayer`, `MlpSublayer` and
-    `MoeSublayer` in `model/layer/`), and the extra memory of its backward pass, if it kept
-    everything and if it kept only its input."""
+    """Memory of a layer for one row in bytes: the tensors that it keeps (`AttentionSublayer`,
+    `MlpSublayer` and `MoeSublayer` in `model/layer/`), and the extra memory of its backward pass,
+    first if it keeps everything, then if it keeps only its input."""
     arch, moe, hidden = workload.arch, workload.arch.moe, workload.arch.hidden_size
 
     def adapted(*targets: str) -> int:
@@ -312,9 +316,9 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
             else workload.lora.rank * sum(target in workload.lora.targets for target in targets)
         )
 
-    # Slots that this rank's attention and MLP see.
+    # The number of slots in this rank's attention and MLP.
     slots = -(-workload.sequence_length // sizes.context)
-    # Slots whose residual stream this rank has.
+    # The number of slots whose residual stream is on this rank.
     residual_slots = -(-slots // sizes.tensor) if sizes.sequence else slots
     rows = _mlp_rows(workload, sizes, slots, residual_slots)
     features = (
@@ -323,24 +327,26 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
         else moe.ffn_hidden_size // sizes.expert_tensor
     )
 
-    # INPUT: the layer's input, the attention's output with its fp32 log-sum-exp per head, A x of o
-    # and down.
+    # Level INPUT: the layer's input, the attention's output with its fp32 log-sum-exp per head, and
+    # A x of o and down.
     kinds = arch.kinds
     query = sum(kind.output_size for kind in kinds) // len(kinds) // sizes.tensor
     sent = sum(kind.query_size + kind.kv_size + kind.value_size for kind in kinds)
     qkv = sent // len(kinds) // sizes.tensor
-    gates = query if arch.output_gate else 0  # in addition to the output, or in the rows of qkv
+    gates = query if arch.output_gate else 0  # kept besides the output, or in the rows of qkv
     least = (
         residual_slots * hidden
         + slots * (query + gates + adapted("o_proj"))
         + rows * adapted("down_proj")
     )
-    if moe is not None and moe.beside_mlp:  # the experts' sum, and its sum with the MLP's output
+    # the sum of the experts' outputs, and its sum with the MLP's output
+    if moe is not None and moe.beside_mlp:
         least += 2 * residual_slots * hidden
-    if arch.sinks:  # FlexAttention's own output, kept in addition to the output with the sinks
+    # FlexAttention's own output, which is kept besides the output that includes the sinks
+    if arch.sinks:
         least += slots * query
-    # ATTENTION: the MLP's input, qkv, A x of q, k and v, and q, k and v themselves, which
-    # context-parallel ranks make and gather again.
+    # Level ATTENTION: the MLP's input, qkv, A x of q, k and v, and q, k and v themselves, which
+    # context-parallel ranks compute and gather again.
     made = 1 if sizes.context > 1 else 2
     attention = least + residual_slots * hidden
     if arch.mla is None:
@@ -348,14 +354,14 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     else:  # the latents and their A x, and q, k and v
         latents = sum(arch.mla.down.values()) + adapted(*arch.mla.down)
         attention += residual_slots * latents + slots * qkv
-    # ALL: gate and up, and their A x.
+    # Level ALL: gate and up, and their A x.
     everything = attention + rows * (2 * features + adapted("gate_proj", "up_proj"))
     log_sums = slots * arch.num_heads // sizes.tensor * _FP32
     saved = SavedBytes(*(level * _BF16 + log_sums for level in (least, attention, everything)))
 
-    # The MLP's backward pass: the gradients of its output and of the activated features, these
-    # features themselves, and the normalised input. For a mixture the output's gradient and the
-    # normalised input are there for each row too.
+    # The MLP's backward pass: the gradients of its output and of the activated features, the
+    # activated features, and the normalised input. In a mixture, the output's gradient and the
+    # normalised input exist for each row of an assignment.
     working = 2 * rows * features + 2 * slots * hidden
     clamped = moe is not None and moe.biases
     working += (
@@ -366,14 +372,14 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     if moe is not None:
         working += 2 * rows * hidden
         if workload.lora is not None and adapts_experts(workload.lora):
-            # `Adapters.cast` of gate and up of all experts.
+            # The result of `Adapters.cast` for gate and up of all experts.
             adapters = adapted("gate_proj", "up_proj") * (hidden + 2 * features)
             working += moe.num_experts // sizes.expert * adapters
-    # Gate and up, and the MLP's input.
+    # Further: gate and up, and the MLP's input.
     recomputing = working + 2 * rows * features + 2 * slots * hidden
     if arch.mla is not None:
-        # Gradients of heads, and of their inputs; in addition the heads and their inputs. Computed,
-        # not measured.
+        # The gradients of the heads and of their inputs, and besides them the heads and their
+        # inputs. The values are computed, not measured.
         gradients = slots * 2 * qkv + 2 * slots * hidden
         working, recomputing = max(working, gradients), max(recomputing, 2 * gradients)
     return saved, working * _BF16, recomputing * _BF16

@@ -1,9 +1,9 @@
-"""Plans topologies: which ones fit a model on a number of GPUs, how fast each trains, and which to
-take. No torch.
+"""Plans topologies: the topologies that fit a model on a number of GPUs, the speed of each, and the
+one to use. Imports no torch.
 
-Speed is an estimate: the model's operations over rates measured on one H200
-(bench/results/train.json), plus the bytes that ranks exchange over an assumed bandwidth, times what
-two ranks reached of that (bench/results/topologies.json).
+Speed is an estimate: the time of the model's operations, at rates measured on one H200
+(bench/results/train.json), plus the time to exchange bytes at an assumed bandwidth. The result is
+multiplied by the share of this speed that two ranks reached (bench/results/topologies.json).
 """
 
 import math
@@ -21,18 +21,18 @@ from tandem.spool.schema import LoraShape
 from tandem.topology.sizes import Sizes, all_sizes
 
 DENSE_RATE = 567e12
-"""Operations per second of linear layers, norms and RoPE included: Qwen3-8B's shape, one row of
-8192, everything kept, where attention takes 34 % of 0.663 s (docs/performance.md)."""
+"""Operations per second of linear layers, including norms and RoPE: measured with Qwen3-8B's shape,
+one row of 8192, everything kept; attention takes 34 % of 0.663 s (docs/performance.md)."""
 ATTENTION_RATE = 307e12
-"""Operations per second of the attention, in the same row."""
+"""Operations per second of the attention, measured with the same row."""
 EXPERTS_RATE = 361e12
-"""Operations per second of a mixture's linear layers with LoRA on attention: 30B-A3B's shape, where
-attention takes 51 %."""
+"""Operations per second of a mixture's linear layers with LoRA on attention: measured with
+30B-A3B's shape, where attention takes 51 % of the time."""
 ADAPTED_EXPERTS_RATE = 260e12
-"""The same rate with LoRA on all experts."""
+"""The same rate if LoRA is on all experts."""
 EXCHANGE_RATE = 300e9
 """Bytes per second that a GPU exchanges with others in a collective: an assumption, two thirds of
-NVLink 4's 450 GB/s per direction. Computation is assumed not to overlap with it."""
+NVLink 4's 450 GB/s per direction. Computation is assumed not to overlap with the collectives."""
 SHARES = {
     "tensor": 0.95,
     "sequence": 0.82,
@@ -41,21 +41,22 @@ SHARES = {
     "expert_tensor": 0.80,
     "context": 1.0,
 }
-"""Measured speed of two ranks of a dimension, divided by the speed that operations and bytes give;
-context's on top of DP=2 (bench/results/topologies-4.json). Not measured: expert tensor, which
-exchanges as much as expert does and has smaller products."""
+"""For each dimension: the speed measured with two ranks, divided by the speed that operations and
+bytes give. `context` was measured together with DP=2 (bench/results/topologies-4.json).
+`expert_tensor` was not measured. ETP's ranks exchange as much as EP's, and ETP's products are
+smaller."""
 MIXTURES_SEQUENCE_SHARE = 0.60
-"""With SP the products of a mixture's experts get half the rows."""
+"""With sequence parallelism, the products of a mixture's experts get half the rows."""
 ADAM_RATE = 200e9
-"""Bytes of its own Adam state (`Memory.optimizer`) that a rank updates per second if all weights
-are trained, with the gradient's norm. This takes 0.43 s of 8B's step on one GPU and 0.18 s on two
-(bench/results/train-full.json, topologies.json)."""
+"""Bytes of its Adam state (`Memory.optimizer`) that a rank updates per second if all weights are
+trained; includes the gradient's norm. The update takes 0.43 s of 8B's step on one GPU and 0.18 s on
+two (bench/results/train-full.json, topologies.json)."""
 LAUNCH_SECONDS = 3.5e-3
-"""Seconds of a layer's forward and backward pass, even for the shortest row: Python and the
-launches of its kernels. Measured with Qwen3-0.6B's shape and rows of 2048 on an H100's host
+"""Seconds of a layer's forward and backward pass for even the shortest row: the time of Python and
+of launching its kernels. Measured with Qwen3-0.6B's shape and rows of 2048 on an H100's host
 (bench/results/small-jobs.json)."""
 UNMEASURED = 0.9
-"""The factor on the estimate for a topology that nobody has measured, when it is compared with a
+"""The factor on the estimate of a topology that was not measured, when it is compared with a
 measured one."""
 ROW = 8192
 """Slots of the rows for which `TANDEM_TOPOLOGY=auto` plans."""
@@ -67,20 +68,22 @@ class Candidate:
     """A topology that the trainer builds, on GPUs of a given size."""
 
     sizes: Sizes
-    memory: Memory  # like `levels`, of the fullest pipeline stage; the speed is the slowest stage's
-    levels: tuple[int, int] | None  # see `Memory.levels`; None: it does not fit
+    # of the fullest pipeline stage, as is `levels`; the speed is the slowest stage's
+    memory: Memory
+    levels: tuple[int, int] | None  # see `Memory.levels`; None if it does not fit
     tokens_per_second: float  # of all GPUs; 0 if it does not fit
     measured: bool  # no rate or bandwidth was assumed
 
     @property
     def total(self) -> int:
-        """Bytes on a rank's GPU; if it does not fit, the least that it needs."""
+        """Bytes on a rank's GPU; if the topology does not fit, the least number of bytes that it
+        needs."""
         return self.memory.total(self.levels or (0, 0))
 
 
 @dataclass(frozen=True)
 class Plan:
-    candidates: list[Candidate]  # candidates that fit come first, the fastest first
+    candidates: list[Candidate]  # candidates that fit come first, sorted by descending speed
     why: str
 
     @property
@@ -89,7 +92,7 @@ class Plan:
 
 
 def plan(workload: Workload, gpus: int, gpu_memory: float) -> Plan:
-    """All topologies of `gpus` GPUs of `gpu_memory` bytes that the trainer builds. Raises
+    """All topologies that the trainer can build on `gpus` GPUs with `gpu_memory` bytes each. Raises
     InvalidInput if none fits."""
     found = [
         _candidate(workload, sizes, gpu_memory)
@@ -112,24 +115,24 @@ def plan(workload: Workload, gpus: int, gpu_memory: float) -> Plan:
 
 
 def servers_to_keep_busy(trained: float, generated: float, share: float) -> int:
-    """The least number of inference servers that generate as many tokens as a trainer trains in the
-    same time.
+    """The smallest number of inference servers that together generate tokens as fast as a trainer
+    trains them.
 
-    Prompts that trajectories share are one slot each, and no server generates them.
+    A prompt that trajectories share takes its slots only once, and no server generates it.
 
     Args:
         trained: slots that the trainer trains per second.
         generated: new tokens that one server generates per second.
-        share: of the slots that are new tokens.
+        share: the fraction of the slots that hold generated tokens.
     """
     return max(1, math.ceil(trained * share / generated))
 
 
 def automatic(settings: Settings, gpu_memory: int) -> Plan:
-    """The choice of `TANDEM_TOPOLOGY=auto` for the trainer's ranks: the first topology of the plan,
-    for rows of `ROW` slots, or as many as the model has positions, and the largest LoRA that a run
-    may have by default. `gpu_memory`: bytes of the smallest of their GPUs. Raises InvalidInput if
-    it is 0 or no topology fits."""
+    """The choice of `TANDEM_TOPOLOGY=auto` for the trainer's ranks: the first topology of the plan
+    for rows of `ROW` slots (or the model's number of positions, if that is less) and the largest
+    LoRA that a run may have by default. `gpu_memory`: memory in bytes of the smallest of the ranks'
+    GPUs. Raises InvalidInput if `gpu_memory` is 0 or no topology fits."""
     if gpu_memory == 0:
         problem = (
             "auto plans the memory of GPUs, and the trainer has none whose memory is known; leave"
@@ -148,7 +151,7 @@ def automatic(settings: Settings, gpu_memory: int) -> Plan:
 
 
 def describe(sizes: Sizes) -> str:
-    """The dimensions that have several ranks, as `TP=2+SP EP=4`."""
+    """The dimensions with several ranks, in the form `TP=2+SP EP=4`."""
     names = {
         "TP": sizes.tensor,
         "CP": sizes.context,
@@ -202,7 +205,7 @@ def _step_seconds(
         workload.arch.hidden_size,
         workload.arch.moe,
     )
-    # Weights of a layer that each token uses.
+    # Number of a layer's weights that each token uses.
     mlp = (
         arch.ffn_hidden_size
         if moe is None
@@ -215,9 +218,10 @@ def _step_seconds(
     # Operations of a row's forward pass (`bench/train.py`).
     linear = 2.0 * (layer + router) * arch.num_layers * slots
     head = 2.0 * hidden * arch.vocab_size * slots
-    # Causal: half of the products with keys and half of the products with values.
+    # The attention is causal: half of the products with keys, and half of the products with values.
     attention = slots**2 * _features_that_see_all(arch, slots)
-    passes = 3 if workload.lora is None else 2  # forward, gradients of activations, and of weights
+    # forward, gradients of activations and, with all weights trained, gradients of weights
+    passes = 3 if workload.lora is None else 2
     rate = DENSE_RATE
     if moe is not None:
         rate = (
@@ -227,8 +231,8 @@ def _step_seconds(
         )
     everything, some = levels
     least = needs.layers - everything - some
-    # The recomputation as a share of a forward pass: layers that keep only their input compute
-    # everything but down again.
+    # The recomputation as a share of a forward pass: layers that keep only their input recompute
+    # everything except down.
     recomputed = (least * (qkv + proj + gate_up) + some * gate_up) / (layer * needs.layers)
     seconds = (
         linear * (passes + recomputed) + head * passes
@@ -244,13 +248,14 @@ def _step_seconds(
     if workload.lora is None:
         step += needs.optimizer / ADAM_RATE
         if sizes.data * sizes.context > 1:
-            step += (needs.gradients + needs.weights) / EXCHANGE_RATE  # summed, and gathered again
+            # gradients are summed, weights are gathered again
+            step += (needs.gradients + needs.weights) / EXCHANGE_RATE
     return step
 
 
 def _attention_weights(arch: Arch) -> tuple[float, float]:
-    """Weights of the products before and after the attention or the delta net, per layer on
-    average. The delta rule itself is not counted."""
+    """The weights of the products before and after the attention (or delta net), averaged over
+    layers. The delta rule itself is not counted."""
     kinds = arch.kinds
     features = sum(sum(attention_features(kind).values()) for kind in kinds) / len(kinds)
     before = arch.hidden_size * features
@@ -270,8 +275,8 @@ def _attention_weights(arch: Arch) -> tuple[float, float]:
 
 
 def _features_that_see_all(arch: Arch, slots: int) -> float:
-    """Features of queries and of outputs, counted as if no layer had a window: layers with one
-    count in proportion to the tokens that they see, in a row of one sequence."""
+    """The total features of queries and of outputs over all layers. A layer with a window counts
+    less, in proportion to the tokens that it sees in a row of one sequence."""
     if arch.gdn is not None:
         return (arch.query_size + arch.output_size) * arch.gdn.layers.count(False)
     seen = 1.0
@@ -295,10 +300,11 @@ def _exchange_bytes(workload: Workload, sizes: Sizes) -> float:
 
     # Two sums of the residual stream forward and two backward; a sum is a scatter and a gather.
     layer = 8 * gathered(sizes.tensor, slots * arch.hidden_size)
-    # Keys and values forward and again backward, and their gradients.
+    # Keys and values in the forward pass and again in the backward pass, and their gradients.
     layer += 3 * gathered(sizes.context, workload.sequence_length * 2 * arch.kv_size / sizes.tensor)
     if arch.moe is not None:
-        # Experts' ranks gather their tokens and scatter the sums, forward and backward.
+        # The ranks of experts gather their tokens and scatter the sums, in the forward and the
+        # backward pass.
         rank_slots = slots / (sizes.tensor if sizes.sequence else 1)
         expert_ranks = sizes.expert_ranks
         layer += 4 * gathered(expert_ranks, rank_slots * expert_ranks * arch.hidden_size)
@@ -307,9 +313,9 @@ def _exchange_bytes(workload: Workload, sizes: Sizes) -> float:
 
 
 def _order(one: Candidate) -> tuple[float, int, int]:
-    """The order of candidates: the fastest first, where an unmeasured speed counts a tenth less.
-    Among equally fast candidates, one that cuts no expert comes first, since its products are
-    larger; then the one that needs less memory."""
+    """The sort key of candidates: descending speed, where the speed of an unmeasured topology is
+    reduced by a tenth. Among equally fast candidates, those that don't cut experts come first,
+    because their products are larger; then those that need less memory."""
     worth = one.tokens_per_second * (1 if one.measured else UNMEASURED)
     return -round(worth), one.sizes.expert_tensor, one.total
 

@@ -1,14 +1,15 @@
-"""The spool: the volume that controller, trainer and inference share. `Spool` opens it; all access
-goes through it.
+"""The spool: the volume that controller, trainer and inference share. `Spool` opens the spool; all
+access goes through it.
 
 `queue.py` claims jobs, ends them and puts them back for the next attempt; `job_checks.py` checks a
 job before it is queued. `session_jobs.py` queues the jobs of sessions, and `recovery.py` settles
 the jobs that a lost runner left, and removes temporary files of dead processes. `attempt.py` names
-the files of one attempt, `fence.py` ends one for good. `replicas.py` announces the steps that
-several inference servers have in common; `inference.py` records the state and the address of vLLM.
-`sessions.py` has the sessions, whose clients train by single calls; `requests.py` has these calls.
-`tunings.py` has the files and jobs of OpenAI's API. `locks.py` has leases and the hold;
-`removal.py` removes what the settings don't keep. No other package builds a path on the volume.
+the files of one attempt, and `fence.py` ends an attempt for good. `replicas.py` announces the steps
+that several inference servers have in common; `inference.py` records the state and the address of
+vLLM. `sessions.py` stores the sessions, whose clients train by single calls; `requests.py` stores
+these calls. `tunings.py` stores the files and jobs of OpenAI's API. `locks.py` has leases and the
+hold; `removal.py` removes files that the settings don't keep. No other package builds a path on the
+volume.
 
     <root>/
       spool.json                          marks the directory as a spool and names its version
@@ -77,57 +78,58 @@ several inference servers have in common; `inference.py` records the state and t
                                           is; of several servers each says it in replicas/<id>.json
 
 Checks: the hashes in an adapter's manifest are hashes of the bytes that the rank had in memory. The
-file is not read back for them, because the page cache would answer. Files of all weights, which
-several ranks write, are read back for their hashes. The next job and the publisher compare what
-they read.
+file is not read back to compute them, because the data would come from the page cache. Files of all
+weights, which several ranks write, are read back to compute their hashes. The next job and the
+publisher compare the files that they read with these hashes.
 
-Commit by rename (`fs.py`): a name that exists is complete. On NFS a reader opens the parent
-directory before it trusts that a name is absent. `checkpoints.py` commits a checkpoint, `runs.py`
-writes its manifest. A submission stages a job's directory, and one rename makes the job. When the
-job has ended, the files that only a living job needs are removed. Then one rename moves the
-directory to `jobs/ended/`, with the state in its name.
+Commit by rename (`fs.py`): a name that exists is complete. On NFS, a reader opens the parent
+directory before it relies on the absence of a name. `checkpoints.py` commits a checkpoint, and
+`runs.py` writes its manifest. A submission writes a job's directory under a temporary name, and one
+rename creates the job. When the job has ended, the files that only a living job needs are removed.
+Then one rename moves the directory to `jobs/ended/`, with the state in its name.
 
-Names carry order: a job's key says when it was submitted, its base step, run and id. So the queue,
-the lists and the counts come from names; a program reads only the job that it needs. A claim takes
-the oldest queued job whose run has no running job. A program that wants the running jobs reads the
-jobs that `jobs/active/` names. A name in `jobs/active/` comes before the change of the state and
-goes after it. The next claim removes a name that is left over. A directory that has not changed is
-not listed again (`listing` in `paths.py`, `Index` in `jobs.py`). These memories are caches: a
-process may drop them at any time.
+Names carry the order: a job's key contains its submission time, base step, run and id. So queue,
+lists and counts are computed from names, and a program opens only the jobs that it needs. A claim
+takes the oldest queued job whose run has no running job. A program that needs the running jobs
+reads the jobs that `jobs/active/` names. A name in `jobs/active/` is written before the change of
+the job's state, and removed after it. The next claim removes a name that is left over. A directory
+that has not changed is not listed again (`listing` in `paths.py`, `Index` in `jobs.py`). These
+lists are caches: a process may drop them at any time.
 
-Removal by rename (`removal.py`): the controller removes what the settings don't keep. A run, a
-checkpoint or an ended job gets a temporary name, and then its files are removed.
+Removal by rename (`removal.py`): the controller removes files that the settings don't keep. A run,
+a checkpoint or an ended job is renamed to a temporary name, and then its files are removed.
 
 Damage stays local. The directory of a job whose `job.json` can't be read is moved to
 `jobs/damaged/`, and the job ends as `failed` with `job_damaged`. A file with keys that only a newer
-version knows stays, and its job waits: an upgrade leaves the trainer on the old image for a while.
-Names that are not a job's, and runs without a readable `run.json`, are left out. The log,
-`tandem_spool_damaged` and `tandem doctor` name them. `python -m tests.fuzz.files` damages one file
-after another and lets every program read it.
+version knows stays, and its job waits, because during an upgrade the trainer runs the old image for
+a while. Lists leave out names that are not a job's, and runs without a readable `run.json`. The
+log, `tandem_spool_damaged` and `tandem doctor` report such damage. `python -m tests.fuzz.files`
+damages one file after another and lets every program read it.
 
 Ids are ULIDs or the client's own. The same id with the same content is one job; with other content
-it is a conflict. A job for base step N starts from checkpoint N and makes checkpoint N + 1. If N +
-1 exists and this job made it, the job is done. A job with a result is decided. It has ended once
-its terminal event is written. If a process died between the two, the next process that finds the
-job completes the change.
+it is a conflict. A job for base step N starts from checkpoint N and makes checkpoint N + 1. If
+checkpoint N + 1 exists and this job made it, the job is done. A job with a result is decided. The
+job has ended once its terminal event is written. If a process died between result and terminal
+event, the next process that finds the job completes the change.
 
 The fence (`fence.py`): before an attempt ends without success, its staged directories lose their
-names. Then the directory is removed, and removed again until the volume confirms that it is gone. A
-commit is a rename out of that directory, so exactly one of commit and fence wins. That also holds
-for a rank that was frozen and thaws a day later, and for an NFS client that still has the names in
-its cache. The checkpoint is looked for again after the fence: if it is there, the job succeeded. A
-rank whose attempt was ended can't append events (`Attempt.event`), and readers of events skip the
-events of ended attempts.
+names. Then the attempt's directory is removed, repeatedly until the volume confirms that it is
+gone. A commit is a rename out of that directory, so either the commit or the fence succeeds, never
+both. The fence also holds for a rank that was frozen and thaws a day later, and for an NFS client
+that still has the names in its cache. After the fence, the checkpoint is looked for again: if it
+exists, the job succeeded. A rank whose attempt was ended can't append events (`Attempt.event`), and
+readers of events skip the events of ended attempts.
 
-Locks are fcntl locks on files of their own (`locks.py`): `runs/<run>/lock`, `jobs/locks/`. The
-runner holds `jobs/runner.lock`, and a second runner is refused. The publisher holds
-`jobs/locks/publisher`; a second publisher names the holder and waits. With several inference
+Locks are fcntl locks on separate files (`locks.py`): `runs/<run>/lock`, `jobs/locks/`. The runner
+holds `jobs/runner.lock`, and a second runner is refused. The publisher holds
+`jobs/locks/publisher`; a second publisher reports the holder and waits. With several inference
 servers, each has a name and a publisher, which holds `replicas/<id>.lock`.
 
 Events are appended under the job's lock. Readers tolerate a half-written last line.
 
-Volumes of the format before (`schema_version` 1 in `spool.json`) are refused. The runs of both
-formats are the same: once all jobs have ended, remove `spool.json` and `jobs/`, and start.
+Volumes of the previous format (`schema_version` 1 in `spool.json`) are refused. Runs are the same
+in both formats: once all jobs have ended, remove `spool.json` and `jobs/`, and start the new
+version.
 """
 
 import json
@@ -161,17 +163,17 @@ from tandem.spool.tunings import Tunings, Uploads
 
 
 def real_root(root: Path | str) -> Path:
-    """The spool's directory with all links resolved, so that a link below it can be told from a
-    link above it."""
+    """The spool's directory with all links resolved, so that a link inside the spool can be
+    distinguished from a link on the way to it."""
     return Path(os.path.realpath(root))
 
 
 class Spool:
-    """A spool. Many processes may use it at once."""
+    """A spool. Many processes may use a spool at once."""
 
     def __init__(self, root: Path | str) -> None:
         """Opens an existing spool, even if the volume is full or read-only. Raises SpoolUnusable if
-        it can't be read."""
+        the spool can't be read."""
         self.root = real_root(root)
         self.paths = Paths(self.root)
         self.runs = Runs(self.paths)
@@ -196,8 +198,8 @@ class Spool:
 
     @classmethod
     def create(cls, root: Path | str) -> "Spool":
-        """Makes the directories that a spool lacks, and opens it. Raises SpoolUnusable if it can't;
-        the next call continues from there."""
+        """Makes the directories that a spool lacks, and opens it. Raises SpoolUnusable if that
+        fails; the next call continues from there."""
         paths = Paths(real_root(root))
         with fs.volume_errors(paths.root):
             if fs.exists(paths.version_file):
@@ -216,12 +218,12 @@ class Spool:
         return cls(paths.root)
 
     def check(self) -> None:
-        """Raises SpoolUnusable if the spool is gone. Without its volume a mount point is an empty
-        directory, which would look like a spool without runs and jobs."""
+        """Raises SpoolUnusable if the volume is no longer mounted. A mount point without its volume
+        is an empty directory, which would look like a spool without runs and jobs."""
         _check_version(self.paths)
 
     def check_writable(self) -> None:
-        """Raises SpoolUnusable if a small file can't be written now. Leaves nothing behind."""
+        """Raises SpoolUnusable if a small file can't be written now. Leaves no file behind."""
         with (
             fs.volume_errors(self.root),
             TemporaryFile(dir=self.root, prefix=fs.TEMPORARY, buffering=0) as file,
@@ -230,8 +232,8 @@ class Spool:
             os.fsync(file.fileno())
 
     def damage(self) -> dict[str, list[str]]:
-        """Damaged entries that are left out, by kind: `job` (set aside), `name` (a name among the
-        jobs' directories that is not a job's), `run`. Each entry names a path."""
+        """Damaged entries that lists leave out, by kind: `job` (set aside), `name` (a name among
+        the jobs' directories that is not a job's), `run`. Each entry is a path."""
         jobs = [str(self.paths.damaged / name) for name in listing(self.paths.damaged)]
         names = [str(path) for path in self.jobs.index.junk()]
         runs = [
@@ -240,22 +242,23 @@ class Spool:
         return {"job": jobs, "name": names, "run": runs}
 
     def job_lock(self, job_id: str) -> AbstractContextManager[int]:
-        """Serialises changes of a job and its events. Take it after `runs.lock`, never before."""
+        """Serialises changes of a job and its events. Take this lock after `runs.lock`, never
+        before."""
         return file_lock(self.paths.job_lock(job_id))
 
     def runner_lock(self, runner: str) -> AbstractContextManager[None]:
-        """The lock that the spool's one runner holds while it lives. SpoolUnusable names the holder
-        if there is another."""
+        """The lock that the only runner of the spool holds while it lives. If there is another
+        runner, raises SpoolUnusable with that holder's name."""
         return hold_runner_lock(self.paths, runner)
 
     def publisher_lock(self) -> AbstractContextManager[None]:
-        """The lock that the spool's one publisher holds while it lives. SpoolUnusable names the
-        holder if there is another."""
+        """The lock that the only publisher of the spool holds while it lives. If there is another
+        publisher, raises SpoolUnusable with that holder's name."""
         return hold_publisher_lock(self.paths)
 
     def runner(self) -> RunnerInfo | None:
-        """The runner that holds, or last held, the runner lock; None if nobody did. The runner
-        itself must not call this."""
+        """The runner that holds the runner lock, or held it last; None if no runner ever did. The
+        runner itself must not call this method."""
         return runner_info(self.paths)
 
 

@@ -1,4 +1,4 @@
-"""One attempt at a job, and its files on the volume."""
+"""One attempt to run a job, and its files on the volume."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +11,11 @@ from tandem.spool.schema import Beat, EventType
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt at a job. Runner, launcher and ranks get the paths of its files from this object.
+    """One attempt to run a job. Runner, launcher and ranks get the paths of its files from this
+    object.
 
-    The files are in the directory `work`. A claim makes it, and the attempt's end removes it.
+    The files are in the directory `work`. A claim creates the directory, and the attempt's end
+    removes it.
     """
 
     spool: Spool
@@ -36,12 +38,13 @@ class Attempt:
         return self.work / f"beat.{rank}"
 
     def error(self, rank: int) -> Path:
-        """The `JobError` of a rank that raised."""
+        """The `JobError` of a rank that raised an error."""
         return self.work / f"error.{rank}.json"
 
     @property
     def left(self) -> Path:
-        """Exists when the ranks of a session's job have left with nothing undone."""
+        """A file that exists when the ranks of a session's job have left and all of their work is
+        done."""
         return self.work / "left"
 
     @property
@@ -56,18 +59,19 @@ class Attempt:
 
     @property
     def meeting(self) -> Path:
-        """The file by which ranks and vLLM's workers meet to exchange whole weights."""
+        """The file through which ranks and vLLM's workers find each other to exchange whole
+        weights."""
         return self.work / "meeting"
 
     def event(self, kind: EventType, **data: Any) -> None:
-        """Append an event of this attempt to the job's events. Conflict as in `check`."""
+        """Append an event of this attempt to the job's events. Raises Conflict as `check` does."""
         with self.spool.job_lock(self.job):
             self.check()
             self.spool.events.append(self.job, kind, attempt=self.number, **data)
 
     def check(self) -> None:
-        """Raises Conflict if the attempt was ended: then it must change nothing of the run or the
-        job."""
+        """Raises Conflict if the attempt was ended, because it must then change neither the run nor
+        the job."""
         located = self.spool.jobs.locate(self.job)
         current = (
             located is not None
@@ -100,7 +104,7 @@ class Attempt:
     def remove_staged(self) -> None:
         """Remove the unfinished files of the ranks of an ended attempt.
 
-        They may fill the volume, and the end of the attempt must still be written to it. Finished
-        files are safe: a commit has renamed them.
+        Staged files may fill the volume, and the record of the attempt's end must still fit.
+        Finished files are safe, because a commit has renamed them.
         """
         fence.take_staged(self.work)

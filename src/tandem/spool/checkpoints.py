@@ -1,7 +1,8 @@
 """Checkpoints (`runs/<run>/checkpoints/<8 digits>/`) and whole merged weights
-(`runs/<run>/merged/<8 digits>-<12 hex digits>/`). The 12 digits name the checkpoint.
+(`runs/<run>/merged/<8 digits>-<12 hex digits>/`). The 12 hexadecimal digits identify the
+checkpoint.
 
-Both are immutable once they have that name.
+Both directories are immutable once they have their final name.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ from tandem.system.plain_files import NotPlainError, open_plain
 
 _is_step = re.compile(r"[0-9]{8}").fullmatch
 _is_merged = re.compile(r"[0-9]{8}-[0-9a-f]{12}").fullmatch
-_COPY_BYTES = 2**24  # at a time
+_COPY_BYTES = 2**24  # bytes copied at a time
 
 
 class Checkpoints:
@@ -47,8 +48,8 @@ class Checkpoints:
         return [directory / name for name in listing(directory)]
 
     def size(self, run: str) -> int:
-        """Bytes of the files of all checkpoints of the run, discarded ones too, and of its whole
-        merged weights. Raises NotFound if the run does not exist."""
+        """Bytes in the files of all checkpoints of the run, including discarded ones, and of its
+        whole merged weights. Raises NotFound if the run does not exist."""
         directory = self._runs.directory(run)
         return sum(
             _bytes_of_all(directory / name) or 0 for name in ("checkpoints", "discarded", "merged")
@@ -56,7 +57,7 @@ class Checkpoints:
 
     def pin(self, run: str, step: int) -> None:
         """Keeps a checkpoint from being removed, until `unpin` or a rollback that discards it.
-        Raises NotFound if there is none."""
+        Raises NotFound if the checkpoint does not exist."""
         with self._runs.lock(run):
             marker = self._pins(run) / self.path(run, step).name
             fs.in_made_dir(marker.parent, lambda: fs.write_atomic(marker, b""))
@@ -73,8 +74,8 @@ class Checkpoints:
         return self._runs.directory(run) / "pinned"
 
     def changed(self, run: str) -> float:
-        """When a checkpoint last came or went, Unix seconds by the volume's clock. Raises NotFound
-        if the run does not exist."""
+        """The time at which a checkpoint was last added or removed, in Unix seconds by the volume's
+        clock. Raises NotFound if the run does not exist."""
         return self._dir(run).stat().st_mtime
 
     def newest(self, run: str) -> int:
@@ -87,7 +88,8 @@ class Checkpoints:
         return int(newest)
 
     def path(self, run: str, step: int) -> Path:
-        """The checkpoint's directory. Raises NotFound (field `step`) if there is none."""
+        """The checkpoint's directory. Raises NotFound (field `step`) if the checkpoint does not
+        exist."""
         directory = self._dir(run) / step_name(min(step, STEPS))
         if not 0 <= step < STEPS or (not directory.is_dir() and not fs.exists(directory)):
             steps = self.steps(run)
@@ -118,16 +120,17 @@ class Checkpoints:
         return manifest
 
     def manifest_identity(self, run: str, step: int) -> tuple[int, int] | None:
-        """The identity of the manifest's file; it changes when the manifest is written again. None
-        if there is no manifest. Raises NotFound if the checkpoint does not exist."""
+        """The identity (inode, mtime) of the manifest's file; it changes when the manifest is
+        written again. None if there is no manifest. Raises NotFound if the checkpoint does not
+        exist."""
         with suppress(FileNotFoundError):
             status = (self.path(run, step) / MANIFEST).stat()
             return status.st_ino, status.st_mtime_ns
         return None
 
     def has(self, run: str, served: Served) -> bool:
-        """Whether the served checkpoint is the one that the run has now for `served.step`. Opens
-        the manifest only if it is not the file that the record names."""
+        """Whether the served checkpoint is still the run's checkpoint of step `served.step`. Opens
+        the manifest only if its file is not the one that the record names."""
         with suppress(NotFound, CheckpointDamaged):
             if served.manifest is not None and served.manifest == self.manifest_identity(
                 run, served.step
@@ -137,8 +140,8 @@ class Checkpoints:
         return False
 
     def verify(self, run: str, step: int) -> Manifest:
-        """The manifest, after every file was compared with it. CheckpointDamaged names each damaged
-        file."""
+        """The manifest, after every file was compared with it. Raises CheckpointDamaged that names
+        each damaged file."""
         manifest = self.manifest(run, step)
         verify_files(self.path(run, step), manifest)
         return manifest
@@ -160,9 +163,9 @@ class Checkpoints:
         InvalidInput if the directory holds anything but plain files.
 
         Args:
-            staged_dir: anywhere under the root.
-            sha256: hashes of the files whose writer knows them; the others are read.
-            check: raises to refuse, right before the rename.
+            staged_dir: any directory under the root.
+            sha256: the hashes of files whose writer computed them; the other files are read.
+            check: called right before the rename; it may raise an error to refuse.
             details: the manifest's other fields.
         """
         target = self._dir(run) / step_name(step)
@@ -184,7 +187,7 @@ class Checkpoints:
             check()
             try:
                 fs.rename_dir(staged_dir, target)
-            # a rank of an earlier attempt has committed it already
+            # a rank of an earlier attempt has already committed the step
             except FileExistsError as error:
                 raise Conflict(
                     f"run {run!r} has a checkpoint {step} already", field="step"
@@ -193,7 +196,7 @@ class Checkpoints:
 
     def made_by(self, job: Job) -> bool:
         """Whether the job's checkpoint exists and this job made it. A session's job makes any
-        number of checkpoints, so no checkpoint says that the job is done."""
+        number of checkpoints, so a checkpoint does not show that such a job is done."""
         if isinstance(job.spec, SessionJob):
             return False
         try:
@@ -203,9 +206,9 @@ class Checkpoints:
 
     def rollback(self, run: str, step: int) -> list[int]:
         """Moves every checkpoint after `step` into `runs/<run>/discarded/`, newest first; returns
-        their steps. Raises Conflict (field `step`) if jobs of the run are queued or running, since
-        they build on these checkpoints. A crash half-way leaves a shorter chain without gaps;
-        calling again completes the rollback."""
+        their steps. Raises Conflict (field `step`) if jobs of the run are queued or running,
+        because they build on these checkpoints. A crash in the middle leaves a shorter chain
+        without gaps; another call completes the rollback."""
         if self._runs.get(run).session is not None:
             problem = f"run {run!r} is of a session, whose requests can't be undone"
             raise Conflict(f"{problem}; fork it from this step", field="run")
@@ -219,7 +222,8 @@ class Checkpoints:
                 try:
                     for other in later:
                         fs.remove_file(self._pins(run) / step_name(other))
-                    # The volume keeps the order of renames, so one sync for all is enough.
+                    # The volume keeps the order of renames, so a single sync after all of them is
+                    # enough.
                     for other in later:
                         name = step_name(other)
                         (checkpoints / name).rename(discarded / f"{name}-{fs.new_ulid()}")
@@ -230,11 +234,11 @@ class Checkpoints:
 
     def fork(self, run: str, step: int, new: RunSpec) -> RunSpec:
         """Makes the run `new`, whose step 0 is a copy of this checkpoint, optimizer state included.
-        Verifies the copy.
+        The copy is verified.
 
         Raises Conflict (field `name`) if `new.name` exists, InvalidInput if `new` has another base
         model or LoRA shape, CheckpointDamaged, and NotFound. The source run may change during the
-        copy, because files that are open outlive their names.
+        copy, because open files outlive their names.
         """
         with ExitStack() as opened:
             with self._runs.lock(run):
@@ -252,8 +256,8 @@ class Checkpoints:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     with target.open("xb") as out:
                         shutil.copyfileobj(file, out, _COPY_BYTES)
-                    # Removed before the next one is copied: `recovery.sweep` removes only files
-                    # that have not changed for an hour.
+                    # Each file is verified right after its copy, because `recovery.sweep` removes
+                    # files that have not changed for an hour.
                     self._check_copy(checkpoint, run, manifest, name)
 
             sha256 = {name: entry.sha256 for name, entry in manifest.files.items()}
@@ -274,7 +278,7 @@ class Checkpoints:
             verify_files(copy, manifest.model_copy(update={"files": {name: manifest.files[name]}}))
         except CheckpointDamaged:
             with suppress(NotFound):
-                self.verify(run, manifest.step)  # if the source is damaged, the error names it
+                self.verify(run, manifest.step)  # if the source is damaged, this error names it
             raise
 
     def _open(self, run: str, step: int, name: str) -> IO[bytes]:
@@ -286,13 +290,13 @@ class Checkpoints:
 
 
 class MergedFiles:
-    """Merged weights as Hugging Face models. Their `manifest.json` is the checkpoint's, except that
-    it lists these files."""
+    """Complete merged weights as Hugging Face models. The `manifest.json` of merged weights is the
+    checkpoint's manifest with the list of these files."""
 
     def __init__(
         self, runs: Runs, served: ServedRecords, replicas: Callable[[str], Collection[int]]
     ) -> None:
-        """`replicas(run)`: the steps that several inference servers serve."""
+        """`replicas(run)` returns the steps that several inference servers serve."""
         self._runs, self._served, self._replicas = runs, served, replicas
 
     def _dir(self, run: str) -> Path:
@@ -304,16 +308,16 @@ class MergedFiles:
         return {directory / name: int(name[:8]) for name in listing(directory) if _is_merged(name)}
 
     def _path(self, checkpoint: Manifest) -> Path:
-        """The checkpoint's digits are part of the name, so a discarded checkpoint of the same step
-        has another name."""
+        """The name contains 12 digits that identify the checkpoint, so a discarded checkpoint of
+        the same step has another name."""
         made = hashlib.sha256(f"{checkpoint.job} {checkpoint.created!r}".encode()).hexdigest()[:12]
         return self._dir(checkpoint.run) / f"{step_name(checkpoint.step)}-{made}"
 
     def commit(self, staged: Path, checkpoint: Manifest) -> int:
         """Makes `staged` (on the volume) the merged weights of the checkpoint. Removes older merged
-        weights, except those of the served step and of the step before this one. Returns their
-        bytes. If this fails, `staged` stays where it was. Existing merged weights of the checkpoint
-        are not replaced.
+        weights, except those of the served step and of the previous step. Returns the size of the
+        merged weights in bytes. If the commit fails, `staged` stays where it was. If the checkpoint
+        already has merged weights, they are not replaced.
         """
         run, target = checkpoint.run, self._path(checkpoint)
         directory = target.parent
@@ -324,8 +328,8 @@ class MergedFiles:
             with suppress(FileExistsError):
                 fs.rename_dir(staged, target)
         served, steps = self._served.get(run), self.steps(run)
-        # vLLM may still read the weights of the step before. On NFS a reader on another host loses
-        # files that are removed.
+        # vLLM may still read the weights of the previous step. On NFS a reader on another host
+        # loses files that are removed.
         before = [step for step in steps.values() if step < checkpoint.step][-1:]
         keep = {*before, served.step if served else None, *self._replicas(run)}
         for path, step in steps.items():
@@ -337,7 +341,8 @@ class MergedFiles:
 
     def find(self, checkpoint: Manifest) -> Path | None:
         """The directory with the whole weights of this checkpoint, after every file was compared
-        with its manifest; None if there is none. CheckpointDamaged names each damaged file."""
+        with its manifest; None if it does not exist. Raises CheckpointDamaged that names each
+        damaged file."""
         directory = self._path(checkpoint)
         manifest = fs.read_undamaged(directory / MANIFEST, Manifest)
         if manifest is None or (manifest.job, manifest.created) != (
@@ -351,15 +356,15 @@ class MergedFiles:
 
 @remembered
 def _bytes_of_all(directory: Path) -> int:
-    """Bytes of all files in the subdirectories. The sums are remembered by name, because a named
-    subdirectory never changes."""
+    """Bytes of all files in the subdirectories. The results are cached by name, because a
+    subdirectory with a final name never changes."""
     return sum(_bytes_of(directory / name) or 0 for name in listing(directory))
 
 
 @remembered
 def _bytes_of(directory: Path) -> int:
-    """Bytes of all files below the directory. Files that vanish during the count and broken links
-    don't count."""
+    """Bytes of all files below the directory. Broken links, and files that vanish during the count,
+    are skipped."""
     total = 0
     for here, _, files in os.walk(directory):
         for name in files:

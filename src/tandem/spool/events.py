@@ -18,12 +18,13 @@ from tandem.spool.schema import TERMINAL, Event, EventType
 from tandem.system.plain_files import NotPlainError, descriptor, open_plain
 
 EVENTS_BYTES = 2**28
-"""The most bytes of a job's events that are read at once: some 500,000 events."""
+"""The most bytes of a job's events that are read at once: about 500,000 events."""
 _TAIL_BYTES = 65536
 
 
 class Events:
-    """Any process may append to any job. `seq` counts 0, 1, 2, … without gaps over all of them."""
+    """Any process may append to any job. `seq` counts 0, 1, 2, … without gaps across all
+    processes."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -36,9 +37,10 @@ class Events:
         attempt: int = 0,
         **data: Any,
     ) -> Event:
-        """Adds one event, durably. `data` must fit into JSON; NaN and infinities become null. Ends
-        a line that a dead writer left unterminated. Raises SpoolUnusable, and then the file is
-        unchanged. Raises NotFound (field `id`) if the job does not exist."""
+        """Adds one event, durably. `data` must be representable as JSON; NaN and infinities become
+        null. If a dead writer left the last line unterminated, ends that line first. Raises
+        SpoolUnusable if the volume refuses the write; the file is then unchanged. Raises NotFound
+        (field `id`) if the job does not exist."""
         with file_lock(self._paths.job_lock(job_id)):
             path = self._paths.events_file(job_id)
             if not path.parent.is_dir():
@@ -59,7 +61,8 @@ class Events:
             event = Event(
                 seq=seq, time=time.time(), job=job_id, type=type, attempt=attempt, data=data
             )
-            # ASCII only: many readers end a line at U+2028 and its like.
+            # The line is ASCII only, because many readers treat U+2028 and similar characters as
+            # the end of a line.
             content = json.dumps(json.loads(event.model_dump_json()))
             try:
                 fs.write_all(fd, (("" if terminated else "\n") + content + "\n").encode())
@@ -74,11 +77,12 @@ class Events:
             return Event.model_validate_json(content)
 
     def _opened(self, path: Path) -> BinaryIO:
-        """The event file, opened to append to. Removes anything at its path that Tandem did not
-        write: such damage must not keep the job from its end."""
+        """The event file, opened for appending. Anything at the path that is not a regular file is
+        removed: such damage must not keep the job from ending."""
         try:
             fd = descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-            # Readers leave such a file out, so an appended event would reach nobody.
+            # Readers ignore such a large file, so nobody would see an appended event. The file is
+            # emptied.
             if os.fstat(fd).st_size > EVENTS_BYTES:
                 os.ftruncate(fd, 0)
         except NotPlainError:
@@ -89,18 +93,19 @@ class Events:
         return file
 
     def read(self, job_id: str) -> list[Event]:
-        """All events, in order; empty if the job has none (yet)."""
+        """All events, in order; empty if the job has no events yet."""
         path, before = self._paths.events_file(job_id), None
         while (content := fs.read_bytes(path, most=EVENTS_BYTES)) is None and path != before:
-            path, before = self._paths.events_file(job_id), path  # the job may have ended by now
+            # the job may have ended and moved in the meantime
+            path, before = self._paths.events_file(job_id), path
         return _parse(content or b"")
 
     def since(
         self, job_id: str, offset: int, limit: int | None = None
     ) -> tuple[list[Event], int, int]:
-        """Events of the complete lines from byte `offset` on, the offset to continue from, and the
-        offset at which reading ended. Reads at least one complete line, in chunks of `limit`
-        bytes."""
+        """The events of the complete lines from byte `offset` on, the offset from which to
+        continue, and the file's size when it was read. Reads at least one complete line, in chunks
+        of `limit` bytes."""
         content = b""
         with (
             suppress(FileNotFoundError, NotPlainError),
@@ -119,7 +124,7 @@ class Events:
 
 
 def _parse(content: bytes) -> list[Event]:
-    """The events of the complete lines, without lines that a dead writer left half written."""
+    """The events of the complete lines; a line that a dead writer left incomplete is skipped."""
     events = []
     for line in content.split(b"\n")[:-1]:
         with suppress(ValidationError):
@@ -128,8 +133,8 @@ def _parse(content: bytes) -> list[Event]:
 
 
 def _next_seq(fd: int, size: int) -> tuple[int, bool]:
-    """The number after the last whole event, and whether the file ends with a newline. A whole
-    event that lacks its newline counts."""
+    """The number after the last complete event, and whether the file ends with a newline. An event
+    that lacks only its newline counts as complete."""
     for start in (max(0, size - _TAIL_BYTES), 0):
         content = os.pread(fd, size - start, start)
         terminated = not content or content.endswith(b"\n")

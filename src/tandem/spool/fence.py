@@ -1,10 +1,10 @@
-"""The fence between attempts: an attempt that was ended changes nothing any more, even if its
+"""The fence between attempts: an attempt that was ended can change nothing any more, even if its
 processes continue much later.
 
 An attempt makes its checkpoint by a rename out of its own directory. The fence renames the
-directory that is to become the checkpoint, so the file system decides which of the two renames
-comes first, whatever a client has cached. Whoever ends an attempt looks for its checkpoint after
-the fence.
+directory that would become the checkpoint. So the file system decides which of the two renames
+comes first, independent of any client's cache. A program that ends an attempt looks for the
+attempt's checkpoint after the fence.
 """
 
 import time
@@ -19,11 +19,11 @@ _TRIES, _PAUSE_SECONDS = 50, 0.1
 
 
 def end(directory: Path) -> None:
-    """Ends the attempt that has its files in `directory`, for good. Raises SpoolUnusable if the
-    volume does not let the directory go."""
+    """Ends for good the attempt whose files are in `directory`. Raises SpoolUnusable if the
+    directory can't be removed from the volume."""
     if not fs.exists(directory):
         return
-    with suppress(VolumeFull):  # the names are taken away even so
+    with suppress(VolumeFull):  # even without the mark, the names are taken away below
         fs.write_atomic(mark(directory), b"")
     for _ in range(_TRIES):
         take_staged(directory)
@@ -39,7 +39,7 @@ def end(directory: Path) -> None:
 
 def take_staged(directory: Path) -> None:
     """Removes the directories in which the attempt stages its files. Each staged directory is
-    renamed first: a process may hold a handle of `directory`, which stays valid when only
+    renamed itself: a process may hold a handle of `directory`, which stays valid if only
     `directory` is renamed."""
     with suppress(FileNotFoundError, NotADirectoryError):
         for path in directory.iterdir():
@@ -48,16 +48,16 @@ def take_staged(directory: Path) -> None:
 
 
 def mark(directory: Path) -> Path:
-    """The file that says that the attempt was ended."""
+    """The file that marks the attempt as ended."""
     return directory / "ended"
 
 
 class LivingAttempts:
-    """Filters a job's events, given in their order: events that an ended attempt wrote after its
-    end are left out."""
+    """Filters a job's events, which are given in order: events that an attempt wrote after it was
+    ended are left out."""
 
     def __init__(self) -> None:
-        self._ended = 0  # the newest attempt that was ended
+        self._ended = 0  # the newest attempt that has been ended
 
     def admits(self, event: Event) -> bool:
         """Whether the event was written before its attempt was ended."""

@@ -1,8 +1,8 @@
-"""Files on the volume: durable, committed by rename, with errors that say what to do.
+"""Files on the volume: durable writes that are committed by rename. Errors say what to do.
 
-A write goes to a temporary name beside its target (`.tmp-…`, which listings leave out). Then it is
-fsynced and renamed, and the directory is fsynced. So a name that exists is complete. A failed write
-removes its temporary name.
+A write goes to a temporary name beside its target (`.tmp-…`, which listings leave out). Then the
+file is fsynced and renamed, and the directory is fsynced. So a file that exists under its final
+name is complete. A failed write removes its temporary file.
 """
 
 import errno
@@ -21,7 +21,7 @@ from tandem.system.plain_files import NOT_PLAIN, NotPlainError, open_plain, read
 
 TEMPORARY = ".tmp-"
 RECORD_BYTES = 2**24
-"""The most bytes that the file of one record may have. Tandem's own records are far smaller."""
+"""The maximum size in bytes of a file with one record. Tandem's own records are far smaller."""
 _CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
 _DENIED = ("permission denied", f"give uid {os.getuid()} read and write permission on the volume")
@@ -77,7 +77,7 @@ def temporary_beside(path: Path) -> Path:
 @contextmanager
 def volume_errors(path: Path) -> Iterator[None]:
     """Turns an OSError about the state of the volume into a SpoolUnusable that names `path`; other
-    errors pass."""
+    errors are passed on."""
     try:
         yield
     except OSError as error:
@@ -101,7 +101,7 @@ def fsync_dir(directory: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some network file systems can't fsync a directory, and don't need it.
+        # Some network file systems can't fsync a directory, and don't need to.
         if error.errno != errno.EINVAL:
             raise
     finally:
@@ -109,9 +109,9 @@ def fsync_dir(directory: Path) -> None:
 
 
 def fsync_tree(directory: Path) -> None:
-    """Makes `directory` and everything below it durable, and its files readable by all who can read
-    the directory. safetensors writes files that only their user can read, but the users of a group
-    share the volume.
+    """Makes `directory` and everything below it durable, and makes its files readable for every
+    user who can read the directory. safetensors writes files that only their owner can read, but
+    the users of a group share the volume.
     """
     with volume_errors(directory):
         for here, _, files in os.walk(directory, topdown=False):
@@ -126,7 +126,7 @@ def fsync_tree(directory: Path) -> None:
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
-    """`os.write` until everything is written."""
+    """Repeats `os.write` until all of `data` is written."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
@@ -134,16 +134,16 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Writes or replaces `path`. Readers see the old content or the new, even after a crash at any
-    point. Without `durable`, a loss of power may leave the file old, empty or missing. Raises
-    SpoolUnusable (full, read-only, no permission, …), and then leaves no temporary file."""
+    point. Without `durable`, the file may be old, empty or missing after a power loss. Raises
+    SpoolUnusable (full, read-only, no permission, …), and leaves no temporary file in that case."""
     with replacing(path, data, durable=durable):
         pass
 
 
 @contextmanager
 def replacing(path: Path, data: bytes, *, durable: bool = True) -> Iterator[None]:
-    """Like `write_atomic`, but the rename comes at the end of the block: the writes that need space
-    come before it. If the block raises, the file stays as it was."""
+    """Like `write_atomic`, but the rename comes at the end of the block. The writes that need space
+    come before the block. If the block raises, the file stays as it was."""
     temporary = temporary_beside(path)
     with volume_errors(path):
         try:
@@ -162,7 +162,7 @@ def replacing(path: Path, data: bytes, *, durable: bool = True) -> Iterator[None
 
 
 def write_json_atomic(path: Path, model: BaseModel, *, durable: bool = True) -> None:
-    """`write_atomic` of a record as indented JSON."""
+    """`write_atomic` for a record, as indented JSON."""
     write_atomic(path, record_bytes(model), durable=durable)
 
 
@@ -172,8 +172,8 @@ def record_bytes(model: BaseModel) -> bytes:
 
 @contextmanager
 def staging(parent: Path) -> Iterator[Path]:
-    """A new directory under `parent` with a temporary name. It is removed at the end unless it was
-    renamed away."""
+    """A new directory under `parent` with a temporary name. The directory is removed at the end of
+    the block unless it was renamed."""
     directory = parent / f"{TEMPORARY}{new_ulid()}"
     with volume_errors(parent):
         directory.mkdir()
@@ -184,7 +184,7 @@ def staging(parent: Path) -> Iterator[Path]:
 
 
 def in_made_dir[T](directory: Path, action: Callable[[], T]) -> T:
-    """The result of `action`, which puts a file into `directory`. Makes the directory first, and
+    """The result of `action`, which puts a file into `directory`. Creates the directory first, and
     again if another process removes it at the same moment because it is empty."""
     with volume_errors(directory):
         for _ in range(20):
@@ -204,23 +204,23 @@ def make_dir(directory: Path) -> None:
 
 
 def remove_empty(*directories: Path) -> None:
-    """Removes the directories in turn, up to the first that is not empty."""
+    """Removes the directories in order, up to the first that is not empty."""
     with suppress(OSError):
         for directory in directories:
             directory.rmdir()
 
 
 def move_file(source: Path, target: Path) -> None:
-    """Moves a file within the volume, replacing `target`. Makes the target's directory. The file is
-    durable at `target`; after a loss of power it may also be at `source` again."""
+    """Moves a file within the volume, replacing `target`. Creates the target's directory. The file
+    is durable at `target`; after a power loss it may also exist at `source` again."""
     with volume_errors(target):
         in_made_dir(target.parent, lambda: source.replace(target))
         fsync_dir(target.parent)
 
 
 def rename_dir(source: Path, target: Path) -> None:
-    """Moves a directory within the volume, durably. FileExistsError if `target` exists. The content
-    must be durable already (`fsync_tree`)."""
+    """Moves a directory within the volume, durably. Raises FileExistsError if `target` exists. The
+    content must be durable already (`fsync_tree`)."""
     taken = FileExistsError(errno.EEXIST, "exists already", str(target))
     if exists(target):
         raise taken
@@ -228,19 +228,19 @@ def rename_dir(source: Path, target: Path) -> None:
         try:
             source.rename(target)
         except OSError as error:
-            if error.errno == errno.ENOTEMPTY:  # another process made it in between
+            if error.errno == errno.ENOTEMPTY:  # another process has created the target meanwhile
                 raise taken from error
             raise
         fsync_dir(target.parent)
         if source.parent != target.parent:
-            # removed in between: it belonged to an attempt that was ended
+            # the source was removed meanwhile, because its attempt was ended
             with suppress(FileNotFoundError):
                 fsync_dir(source.parent)
 
 
 def remove_file(path: Path, *, durable: bool = True) -> None:
-    """Removes a file, or a directory in its place, if it exists. Without `durable`, a loss of power
-    may bring it back."""
+    """Removes a file, or a directory with its name, if it exists. Without `durable`, the file may
+    exist again after a power loss."""
     with volume_errors(path):
         try:
             path.unlink()
@@ -254,7 +254,8 @@ def remove_file(path: Path, *, durable: bool = True) -> None:
 
 def remove_tree(directory: Path) -> None:
     """Removes a directory if it exists and can be removed (NFS keeps files that are still mapped).
-    Renames it to a temporary name first, unless it has one, so that no reader finds half of it."""
+    Renames the directory to a temporary name first, unless it has one, so that no reader finds it
+    incomplete."""
     with suppress(OSError):
         if not directory.name.startswith(TEMPORARY):
             directory = directory.rename(temporary_beside(directory))
@@ -262,8 +263,8 @@ def remove_tree(directory: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Whether the name exists. Opens its directory first: an NFS client, which remembers absent
-    names, then asks the server whether the directory has changed."""
+    """Whether the name exists. Opens the name's directory first, so that an NFS client, which
+    caches absent names, asks the server whether the directory has changed."""
     fd = open_dir(path.parent)
     if fd is None and path.parent != path and exists(path.parent):
         fd = open_dir(path.parent)
@@ -287,14 +288,14 @@ def open_dir(directory: Path) -> int | None:
 
 
 def read_bytes(path: Path, *, sure: bool = True, most: int = RECORD_BYTES) -> bytes | None:
-    """The content of a file that others replace by rename; None if it does not exist. If the path
-    is not a regular file of at most `most` bytes, the content is b"", which every reader takes for
-    damage.
+    """The content of a file that other processes replace by rename; None if it does not exist. If
+    the path is not a regular file of at most `most` bytes, returns b"", which every reader treats
+    as damage.
 
     Args:
-        sure: list the directory before answering None. Otherwise an NFS client may not see a new
-            file yet.
-        most: bytes.
+        sure: list the directory before returning None. Without this listing, an NFS client may not
+            see a new file yet.
+        most: the maximum size in bytes.
     """
     for more in (4, 3, 2, 1, 0):
         try:
@@ -305,14 +306,16 @@ def read_bytes(path: Path, *, sure: bool = True, most: int = RECORD_BYTES) -> by
             if not sure or not exists(path):
                 return None
         except OSError as error:
-            if error.errno != errno.ESTALE or not more:  # NFS: replaced between open and read
+            # NFS: the file was replaced between open and read
+            if error.errno != errno.ESTALE or not more:
                 raise
         time.sleep(0.01)
     return None
 
 
 def read_record[R: BaseModel](path: Path, model: type[R], *, sure: bool = True) -> R | None:
-    """The record in a file; None if the file does not exist. Raises pydantic's ValidationError."""
+    """The record in a file; None if the file does not exist. Raises pydantic's ValidationError if
+    the file is damaged."""
     content = read_bytes(path, sure=sure)
     return None if content is None else model.model_validate_json(content)
 

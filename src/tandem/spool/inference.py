@@ -1,4 +1,4 @@
-"""The state and the place of vLLM, as its publisher writes them: `jobs/vllm.json` (`SharedVllm`) on
+"""The state and the address of vLLM, written by its publisher: `jobs/vllm.json` (`SharedVllm`) for
 GPUs that vLLM shares with the trainer, and `jobs/inference.json` (`VllmPlace`) for ranks that send
 weights."""
 
@@ -9,14 +9,14 @@ from tandem.spool.schema import Hold, HoldAnswer, SharedVllm, VllmPlace
 
 
 class InferenceRecords:
-    """The records need not be durable: a loss of power also ends the publisher, which writes them
-    again."""
+    """The records need not be durable, because a power loss also ends the publisher, which then
+    writes them again."""
 
     def __init__(self, paths: Paths, replicas: Replicas) -> None:
         self._paths, self._replicas = paths, replicas
 
     def shared(self) -> SharedVllm | None:
-        """The state of a vLLM that shares its GPUs; None before a publisher wrote it, or if the
+        """The state of a vLLM that shares its GPUs; None if no publisher has written it, or if the
         file is damaged."""
         return fs.read_undamaged(self._paths.shared_vllm, SharedVllm)
 
@@ -24,12 +24,12 @@ class InferenceRecords:
         fs.write_json_atomic(self._paths.shared_vllm, record, durable=False)
 
     def put_place(self, place: VllmPlace) -> None:
-        """The place of the only inference server. With several servers, each has its place in its
-        own record."""
+        """Writes the address of the only inference server. With several servers, each server's own
+        record contains its address."""
         fs.write_json_atomic(self._paths.inference, place, durable=False)
 
     def places(self) -> list[VllmPlace]:
-        """The places of the inference servers that have published them."""
+        """The addresses of the inference servers that have published them."""
         if replicas := self._replicas.fresh():
             return [record.place for record in replicas.values() if record.place is not None]
         only = fs.read_undamaged(self._paths.inference, VllmPlace)
@@ -37,7 +37,7 @@ class InferenceRecords:
 
 
 def same_attempt(one: Hold | HoldAnswer | None, other: Hold | None) -> bool:
-    """Whether both records name the same attempt of one runner, or both are absent."""
+    """Whether both records belong to the same attempt of the same runner, or both are None."""
     if one is None or other is None:
         return one is other
     return (one.runner, one.job, one.attempt) == (other.runner, other.job, other.attempt)

@@ -1,4 +1,4 @@
-"""Checks of a job before it gets its place in the queue of its run."""
+"""Checks of a job before it is added to the queue of its run."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,8 @@ def check_reference(spec: JobSpec, steps: Sequence[int]) -> None:
 
 def check_age(spec: JobSpec, most: int | None) -> None:
     """Raises InvalidInput if a turn was sampled more than `most` steps before the job's base step.
-    `data.prepare` has compared turns with an earlier base step, before other jobs were queued."""
+    `data.prepare` has already compared turns with a base step, but other jobs may have been queued
+    since then."""
     oldest = None if isinstance(spec, SessionJob) else spec.data.policy_step_min
     if most is not None and oldest is not None and (age := spec.base_step - oldest) > most:
         behind = (

@@ -1,9 +1,9 @@
 """Reads jobs; `tandem.spool.queue` changes them.
 
 A job is one directory (`tandem.spool.paths`), and `job.json` in it holds the state. A job with a
-result is decided, whichever directory it is in. It has ended once its terminal event is written.
-A job whose `job.json` is damaged fails, and its directory is moved to `jobs/damaged/`. A file with
-keys of a newer version stays, and its job waits for a program of that version.
+result is decided, whichever directory it is in. The job has ended once its terminal event is
+written. A job whose `job.json` is damaged fails, and its directory is moved to `jobs/damaged/`. A
+file with keys of a newer version stays, and its job waits for a program of that version.
 """
 
 import heapq
@@ -27,16 +27,16 @@ from tandem.system.logs import Log
 _STATES: tuple[JobState, ...] = (*PENDING, *TERMINAL)
 JobList = list[tuple[JobState, Job]]
 _LOOKS, _LOOK_SECONDS = 3, 0.02
-"""A file must be damaged at each of so many looks. A mount that caches sizes (FUSE) cuts a file off
-that was replaced a moment ago, and what it cuts is whole at the next look."""
+"""A file counts as damaged only if it is damaged at each of this many looks. A mount that caches
+sizes (FUSE) truncates a file that was just replaced; the next look finds the whole file."""
 
 log = Log("spool")
 
 
 class Index:
-    """The list of jobs. It comes from the names of their directories, and for live jobs that do
-    more than wait also from their files. An unchanged directory is not listed again (`listing`), so
-    many jobs do not make an answer slower."""
+    """The list of jobs. The list is computed from the names of the jobs' directories and, for live
+    jobs that do more than wait, also from their files. An unchanged directory is not listed again
+    (`listing`), so many jobs do not make an answer slower."""
 
     def __init__(
         self, paths: Paths, locate: Callable[[JobKey], tuple[JobState, Job] | None]
@@ -44,33 +44,33 @@ class Index:
         self._paths, self._locate = paths, locate
 
     def live(self, run: str | None = None) -> list[tuple[JobDir, ...]]:
-        """The live jobs by directory: queued ones, running ones, and decided ones that have not
-        moved yet."""
+        """The live jobs by directory: queued jobs, running jobs, and decided jobs whose directories
+        have not moved yet."""
         return [self._paths.entries(directory) for directory in self._paths.live_buckets(run)]
 
     def ended(self) -> dict[Path, tuple[JobDir, ...]]:
-        """The ended jobs by directory; the same tuple object as long as the directory has not
-        changed."""
+        """The ended jobs by directory. As long as a directory has not changed, its tuple is the
+        same object."""
         top = self._paths.ended
         return {top / name: self._paths.entries(top / name) for name in listing(top)}
 
     def active(self) -> list[JobKey]:
-        """The jobs that may do more than wait, by submission. Some may be gone by now, or wait
-        again."""
+        """The jobs that may be doing more than waiting, by submission. Some of these jobs may have
+        been removed, or wait again."""
         return [key for name in listing(self._paths.active) if (key := JobKey.parse(name))]
 
     def running(self, run: str | None = None) -> list[JobKey]:
-        """The jobs that run, or are decided and have not moved yet, by submission."""
+        """The running jobs, including decided jobs that have not moved yet, by submission."""
         return [key for key in self.active() if run in (None, key.run) and self._runs(key)]
 
     def _runs(self, key: JobKey) -> bool:
-        # gone, or written by a newer version, which judges it
+        # removed, or written by a newer version, which must judge it
         if (located := self._locate(key)) is None:
             return fs.exists(self._paths.live_dir(key))
         return located[0] == "running"
 
     def count(self, state: JobState, run: str | None = None) -> int:
-        """How many jobs are in one state; `run`: of this run."""
+        """The number of jobs in one state; `run`: only jobs of this run."""
         if state == "queued":
             return sum(map(len, self.live(run))) - len(self.running(run))
         return sum(1 for _ in self.newest_first(state, run))
@@ -86,7 +86,8 @@ class Index:
 
     def newest_live(self, run: str | None = None) -> Iterator[JobDir]:
         """Live jobs, newest first."""
-        # Within a run, a later base step was submitted later, whatever the clocks say.
+        # Within a run, a job with a later base step was submitted later, even if the clocks
+        # disagree.
         by_run = [self.live(name) for name in (self.runs() if run is None else [run])]
         newest = [
             (entry for entries in reversed(directories) for entry in reversed(entries))
@@ -97,7 +98,7 @@ class Index:
     def newest_ended(
         self, states: Collection[JobState], run: str | None = None
     ) -> Iterator[JobDir]:
-        """Jobs that ended in one of the states, newest first."""
+        """Jobs that ended in one of `states`, newest first."""
         merged = heapq.merge(*map(reversed, self.ended().values()), reverse=True)
         return (entry for entry in merged if entry.ended in states and run in (None, entry.key.run))
 
@@ -110,7 +111,7 @@ class Index:
         return self._waiting(run, set(self.running(run)))
 
     def heads(self) -> Iterator[JobKey]:
-        """The queued job with the lowest base step of each run, listed lazily."""
+        """For each run, the queued job with the lowest base step, listed lazily."""
         running = set(self.running())
         for run in self.runs():
             yield from islice(self._waiting(run, running), 1)
@@ -121,7 +122,8 @@ class Index:
             yield from sorted(set(keys).difference(running), key=lambda key: (key.base_step, key))
 
     def first_gap(self, run: str, step: int, decided: Collection[JobKey]) -> int:
-        """The first base step from `step` on that has no job. Jobs in `decided` don't count."""
+        """The first base step from `step` on for which there is no job. Jobs in `decided` don't
+        count."""
         while True:
             entries = self._paths.entries(self._paths.bucket(run, step))
             taken = {entry.key.base_step for entry in entries if entry.key not in decided}
@@ -156,7 +158,7 @@ class Jobs:
         self._newer = set[Path]()
 
     def get(self, job_id: str) -> tuple[JobState, Job]:
-        """The job and its state. Raises NotFound (field `id`) if there is none."""
+        """The job and its state. Raises NotFound (field `id`) if the job does not exist."""
         located = self.locate(job_id, sure=False) or self.located(job_id)
         return self._state(*located), located[1]
 
@@ -168,9 +170,9 @@ class Jobs:
         limit: int | None = None,
         before: str | None = None,
     ) -> JobList:
-        """Jobs of one run or all, in some states or all, oldest first. At most the newest `limit`
-        jobs, all submitted before the job `before`. Raises NotFound (field `before`) if there is no
-        such job."""
+        """Jobs of one run or all runs, in the given states or all states, oldest first. Returns at
+        most the newest `limit` jobs, and only jobs submitted before the job `before`. Raises
+        NotFound (field `before`) if there is no such job."""
         wanted = frozenset(states or _STATES)
         bound = None
         if before is not None and (bound := self.find(before)) is None:
@@ -190,11 +192,11 @@ class Jobs:
 
     def _candidates(self, run: str | None, wanted: frozenset[JobState]) -> Iterator[JobDir]:
         """The jobs that may be in the states `wanted`, newest first, without duplicates."""
-        # Live jobs are listed first: a job that ends during the listing is found among the ended
-        # ones.
+        # Live jobs are listed first, so that a job that ends during the listing is found among the
+        # ended jobs.
         if "queued" in wanted:
             live = [*self.index.newest_live(run)]
-        else:  # decided jobs may show a terminal state
+        else:  # a decided job may already have a terminal state
             keys = [key for key in reversed(self.index.active()) if run in (None, key.run)]
             live = [self._paths.live_entry(key) for key in keys]
         ended = self.index.newest_ended(wanted, run)
@@ -219,18 +221,20 @@ class Jobs:
             )
 
     def decided(self, run: str) -> set[JobKey]:
-        """The run's live jobs that have a result. They will make no checkpoint."""
+        """The run's live jobs that already have a result. These jobs will make no further
+        checkpoint."""
         keys = [key for key in self.index.active() if key.run == run]
         found = [(key, self.locate(key, sure=False)) for key in keys]
         return {key for key, located in found if located and located[1].result is not None}
 
     def _is_unreadable(self, key: JobKey) -> bool:
-        """Whether a newer version wrote the job's file, so that only the job's name can be read."""
+        """Whether a newer version wrote the job's file, so that this version can read only the
+        job's name."""
         return self.locate(key) is None and self.find(key.id) == key
 
     def failed_on(self, run: str, base_step: int) -> tuple[JobState, str] | None:
-        """State and id of the newest failed job on this base step; if there is none, of the newest
-        cancelled job."""
+        """State and id of the newest failed job with this base step or, without a failed job, of
+        the newest cancelled one."""
         for state in ("failed", "cancelled"):
             for key in self.index.newest_first(state, run):
                 if key.base_step == base_step:
@@ -248,8 +252,8 @@ class Jobs:
     def locate(
         self, job: str | JobKey | JobDir, *, sure: bool = True
     ) -> tuple[JobState, Job] | None:
-        """The job and its state, or None. A decided job that has not moved yet is `running`. `sure`
-        has the meaning that it has in `fs.read_bytes`. With `key` or `entry`, the live jobs need
+        """The job and its state, or None. A decided job whose directory has not moved yet counts as
+        `running`. `sure`: see `fs.read_bytes`. If `job` is a key or an entry, the live jobs need
         not be searched."""
         if isinstance(job, str):
             key, entry = None, self._paths.find(job)
@@ -276,12 +280,13 @@ class Jobs:
                 return None
             if read is not None:
                 return (read.state if read.result is None or entry.ended else "running"), read
-            before, entry = entry, self._paths.find(entry.key.id)  # it has ended by now, or is gone
+            # the job has ended meanwhile, or was removed
+            before, entry = entry, self._paths.find(entry.key.id)
         return None
 
     def _is_newer(self, path: Path, error: Exception) -> bool:
-        """Whether a newer version of Tandem wrote the file for its own trainer: the file has keys
-        that this version does not know."""
+        """Whether a newer version of Tandem wrote the file: the file has keys that this version
+        does not know."""
         newer = isinstance(error, ValidationError) and {one["type"] for one in error.errors()} == {
             "extra_forbidden"
         }
@@ -295,9 +300,9 @@ class Jobs:
         return newer
 
     def _set_aside(self, entry: JobDir, error: Exception) -> None:
-        """Ends a damaged job, and moves its directory to `jobs/damaged/`. If a step fails, as on a
-        full volume, the next reader tries it again. A job that was set aside always has its
-        terminal event."""
+        """Ends a damaged job, and moves its directory to `jobs/damaged/`. If a step fails, for
+        example on a full volume, the next reader tries it again. A job that was set aside always
+        has its terminal event."""
         key, target = entry.key, self._paths.damaged / f"{entry.key.name}.{fs.new_ulid()}"
         message = (
             f"{entry.directory / JOB_FILE} is damaged or of another Tandem version, and its"
@@ -305,7 +310,7 @@ class Jobs:
         )
         with suppress(OSError, TandemError), file_lock(self._paths.job_lock(key.id)):
             if self._paths.find(key.id) != entry:
-                return  # another process was faster
+                return  # another process did it first
             if not entry.ended and not self._events.ended(key.id):
                 failure = JobError(type="job_damaged", message=f"{message}; submit the job again")
                 self._events.append(key.id, "failed", error=failure.model_dump())
@@ -317,7 +322,7 @@ class Jobs:
             log.error("set a damaged job aside", job=key.id, error=message)
 
     def located(self, job_id: str) -> tuple[JobState, Job]:
-        """As `locate`. Raises NotFound (field `id`) if there is no such job."""
+        """Like `locate`, but never None. Raises NotFound (field `id`) if there is no such job."""
         if (located := self.locate(job_id)) is None:
             damaged = self._paths.set_aside(job_id)
             why = f": it was damaged, and its directory is {damaged[-1]}" if damaged else ""
@@ -325,8 +330,8 @@ class Jobs:
         return located
 
     def _state(self, state: JobState, job: Job) -> JobState:
-        """The job's state as every program reports it: terminal exactly when the terminal event is
-        written."""
+        """The job's state in the form that every program reports: terminal exactly when the
+        terminal event is written."""
         if state in TERMINAL or job.result is None:
             return state
         if self._events.ended(job.spec.id):
@@ -335,8 +340,8 @@ class Jobs:
 
 
 def remove_unkept(directory: Path) -> None:
-    """Removes files that a job needs only until it ends. Files that can't be removed now go with
-    the job."""
+    """Removes files that a job needs only until it ends. Files that can't be removed now are
+    removed together with the job."""
     with suppress(FileNotFoundError):
         for path in directory.iterdir():
             if path.name not in KEPT:
@@ -345,7 +350,8 @@ def remove_unkept(directory: Path) -> None:
 
 
 def _check(entry: JobDir, job: Job | None) -> None:
-    """Raises ValueError if the file belongs to another job, or contradicts itself or its place."""
+    """Raises ValueError if the file belongs to another job, or contradicts itself or its
+    directory."""
     if job is None:
         raise ValueError("it is missing")
     if job.key != entry.key:

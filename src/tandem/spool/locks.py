@@ -1,9 +1,10 @@
-"""Locks between processes and threads, and what a runner holds: the runner lock, leases, and the
-hold of shared GPUs.
+"""Locks between processes and threads, and the records of what a runner holds: the runner lock,
+leases, and the hold of shared GPUs.
 
 Locks are fcntl record locks, which the kernel frees when their holder dies. A record lock belongs
-to the process. It doesn't keep two threads apart, and closing *any* descriptor of the file drops
-it. So each lock file has a thread lock beside it, and no other module opens it.
+to the process. A record lock doesn't exclude other threads of the process, and closing *any*
+descriptor of the file releases it. So each lock file also has a thread lock, and no other module
+opens lock files.
 """
 
 import errno
@@ -23,7 +24,7 @@ from tandem.spool.paths import Paths
 from tandem.spool.schema import Hold, Job, Lease, RunnerInfo
 from tandem.system.plain_files import descriptor
 
-# `struct flock` of Linux on 64 bits: type, whence, start, length, pid.
+# `struct flock` of 64-bit Linux: type, whence, start, length, pid.
 _FLOCK = "hhqqi4x"
 
 
@@ -40,7 +41,7 @@ class _ProcessLock:
 
     def __init__(self) -> None:
         self.thread_lock = threading.RLock()
-        self.depth = 0  # how many times its thread holds it
+        self.depth = 0  # how many times the owning thread holds the lock
         self.fd = -1
 
 
@@ -49,8 +50,8 @@ _process_locks_lock = threading.Lock()
 
 
 def _forget_in_child() -> None:
-    """Resets the locks in a forked child: record locks stay with the parent, and the threads that
-    held the thread locks don't exist in the child."""
+    """Resets the locks in a forked child, because record locks stay with the parent and the threads
+    that hold the thread locks don't exist in the child."""
     global _process_locks_lock
     _process_locks.clear()
     _process_locks_lock = threading.Lock()
@@ -61,9 +62,10 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 @contextmanager
 def file_lock(path: Path, *, blocking: bool = True) -> Iterator[int]:
-    """Holds an exclusive lock on `path` (made if absent); yields the file's descriptor. The same
-    thread may take the lock again. If not blocking, raises LockHeldError when another process or
-    thread holds it. Raises SpoolUnusable if the volume is read-only or has no locks."""
+    """Holds an exclusive lock on `path`, which is created if absent; yields the file's descriptor.
+    The same thread may take the lock again. If not blocking, raises LockHeldError if another
+    process or thread holds the lock. Raises SpoolUnusable if the volume is read-only or does not
+    support locks."""
     with _process_locks_lock:
         lock = _process_locks.setdefault(os.path.realpath(path), _ProcessLock())
     if not lock.thread_lock.acquire(blocking=blocking):
@@ -101,9 +103,9 @@ def _open_locked(path: Path, blocking: bool) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process holds a record lock on `path`. It takes no lock, so it keeps no
-    process out. The holder must not call this: it would get False, and closing the descriptor would
-    drop its lock.
+    """Whether another process holds a record lock on `path`. The function does not take the lock,
+    so no other process has to wait. The holder must not call this function: it would return False,
+    and closing the descriptor would release the holder's lock.
     """
     fd = descriptor(path, os.O_RDONLY)
     try:
@@ -115,13 +117,14 @@ def is_locked(path: Path) -> bool:
 
 
 def hold_runner_lock(paths: Paths, runner: str) -> AbstractContextManager[None]:
-    """Holds `jobs/runner.lock` with the runner's name in it. SpoolUnusable names another holder."""
+    """Holds `jobs/runner.lock`, and writes the runner's name into it. If another runner holds the
+    lock, raises SpoolUnusable with that holder's name."""
     return _hold(paths, paths.runner_lock, "runner", runner)
 
 
 def hold_publisher_lock(paths: Paths, path: Path | None = None) -> AbstractContextManager[None]:
-    """Holds `jobs/locks/publisher`, or the `path` of one replica's publisher. SpoolUnusable names
-    another holder."""
+    """Holds `jobs/locks/publisher`, or the lock file `path` of one replica's publisher. If another
+    publisher holds the lock, raises SpoolUnusable with that holder's name."""
     return _hold(paths, path or paths.publisher_lock, "publisher", "publisher")
 
 
@@ -145,8 +148,8 @@ def _hold(paths: Paths, path: Path, kind: str, name: str) -> Iterator[None]:
 
 
 def runner_info(paths: Paths) -> RunnerInfo | None:
-    """The runner that holds, or last held, `jobs/runner.lock`; None if there was none. The runner
-    itself must not call this: it would drop its own lock."""
+    """The runner that holds `jobs/runner.lock`, or held it last; None if there was none. The runner
+    itself must not call this function, because it would release its own lock."""
     with suppress(OSError):
         return fs.read_undamaged(paths.runner_lock, RunnerInfo)
     return None
@@ -168,12 +171,12 @@ class Leases:
         self._paths = paths
 
     def get(self, job_id: str) -> Lease | None:
-        """The job's lease; None if nobody runs the job, or if the file is damaged."""
+        """The job's lease; None if no runner runs the job, or if the file is damaged."""
         return fs.read_undamaged(self._paths.lease_file(job_id), Lease)
 
     def write(self, job: Job, runner: str, phase: str, waits_since: float | None = None) -> None:
-        """The runner's heartbeat. No check: the runner of the spool, which holds the runner lock,
-        is the one writer."""
+        """Writes the runner's heartbeat for the job. No check is needed, because the runner of the
+        spool, which holds the runner lock, is the only writer."""
         lease = Lease(
             job=job.spec.id,
             runner=runner,
@@ -184,16 +187,16 @@ class Leases:
             beat=time.time(),
             waits_since=waits_since,
         )
-        # Not durable: a loss of power ends the runner too, and a lease without a runner says
-        # nothing.
+        # Not durable, because a power loss ends the runner too, and a lease without a runner has no
+        # meaning.
         fs.write_json_atomic(self._paths.lease_file(job.spec.id), lease, durable=False)
 
 
 class HoldRecord:
     """The hold, `jobs/hold.json`, says that the GPUs which trainer and vLLM share belong to the
-    trainer now. While the hold is *live*, no program wakes vLLM, starts one, or loads anything into
-    it. The hold is live while its runner holds the runner lock and renews the hold's beat. The
-    kernel frees the lock when the runner dies; a hung runner stops renewing the beat.
+    trainer now. While the hold is *live*, no program wakes vLLM, starts it, or loads anything into
+    it. The hold is live while its runner holds the runner lock and renews the hold's beat. If the
+    runner dies, the kernel releases the lock; if the runner hangs, it stops renewing the beat.
     """
 
     def __init__(self, paths: Paths) -> None:
@@ -210,13 +213,13 @@ class HoldRecord:
         fs.remove_file(self._paths.hold)
 
     def live(self) -> Hold | None:
-        """The hold if it is live. The runner itself must not call this: it would drop its own lock
-        (`is_locked`)."""
+        """The hold if it is live. The runner itself must not call this method, because it would
+        release its own lock (`is_locked`)."""
         hold, path = self.get(), self._paths.runner_lock
         if hold is not None and abs(time.time() - hold.beat) <= hold.lease:
             runner = runner_info(self._paths)
-            # Compared for equality and not by time: the clock may have been set back since the
-            # runner started.
+            # Runners are compared by name and not by time, because the clock may have been set back
+            # since the runner started.
             if runner is not None and is_locked(path) and runner.runner == hold.runner:
                 return hold
         return None

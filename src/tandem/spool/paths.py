@@ -1,5 +1,5 @@
 """The paths of jobs and locks on the volume, and caches of data that is read often: listings of
-directories, and values computed from files. `runs` and `checkpoints` have the paths inside a run.
+directories, and values computed from files. `runs` and `checkpoints` build the paths inside a run.
 
 A job is one directory. Until the job ends, the directory is `jobs/live/<run>/<bucket>/<key>/`; then
 it is `jobs/ended/<digit>/<key>,<state>/`.
@@ -23,7 +23,7 @@ JOB_FILE, EVENTS_FILE, LOG_FILE = "job.json", "events.jsonl", "log"
 KEPT = {JOB_FILE, EVENTS_FILE, LOG_FILE}
 """The files that an ended job keeps."""
 BUCKET = 250
-"""Base steps per directory of live jobs, and so the most names that a claim lists."""
+"""Number of base steps per directory of live jobs, which limits the names that a claim lists."""
 _REMEMBERED = 1000
 _DIGITS = "0123456789abcdef"
 
@@ -42,10 +42,11 @@ def step_name(step: int) -> str:
 
 
 class JobDir(NamedTuple):
-    """A job's directory, read from its name. Entries sort by submission."""
+    """A job's directory, parsed from its name. Entries sort by submission."""
 
     key: JobKey
-    parent: Path  # of the directory: pathlib never forgets a name that was in a path
+    # the parent directory; not a full path, because pathlib keeps every name of a path for ever
+    parent: Path
     ended: JobState | None = None  # the terminal state of a job that has ended
 
     @property
@@ -58,8 +59,8 @@ class JobDir(NamedTuple):
 
 
 class Paths:
-    """The paths below one root. InvalidInput (field `run` or `id`) refuses a name that could lead
-    elsewhere."""
+    """The paths below one root. Raises InvalidInput (field `run` or `id`) for a name that could
+    lead outside."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -81,10 +82,13 @@ class Paths:
         top = [self.runs, self.jobs, self.live, self.active, self.ended, self.damaged, locks]
         self.directories = [*top, *(self.ended / digit for digit in _DIGITS)]
         named = [self.runner_lock, self.claim_lock, self.publisher_lock]
-        self._buckets: dict[str, Path] = {}  # of live jobs that were looked for by their ids
+        # job id -> bucket, for live jobs that were looked up by id
+        self._buckets: dict[str, Path] = {}
         self.locks = [*named, *(locks / digit for digit in _DIGITS)]
 
     def run_dir(self, run: str) -> Path:
+        """The directory of a run. Raises InvalidInput (field `run`) for a name that no run can
+        have."""
         if not is_run_name(run):
             rule = (
                 "a run's name is 1 to 64 of a-z 0-9 . _ - and begins and ends with a letter or"
@@ -98,12 +102,14 @@ class Paths:
         return self.run_dir(run) / "requests"
 
     def session_dir(self, session: str) -> Path:
+        """The directory of a session. Raises NotFound (field `session`) for an id that no session
+        can have."""
         if not re.fullmatch(SESSION_ID_PATTERN, session):
             raise NotFound(f"there is no session {session!r:.100}", field="session")
         return self.sessions / session
 
     def bucket(self, run: str, base_step: int) -> Path:
-        """The directory of the run's live jobs with this base step and its neighbours."""
+        """The directory for the run's live jobs with this base step and nearby ones."""
         return self.live / run / f"{base_step // BUCKET:05d}"
 
     def live_dir(self, key: JobKey) -> Path:
@@ -116,23 +122,23 @@ class Paths:
         return self.ended / _digit(key.id) / f"{key.name},{state}"
 
     def active_file(self, key: JobKey) -> Path:
-        """Exists while a live job does more than wait. Programs that list running jobs read the
-        `job.json` of these jobs."""
+        """A file that exists while a live job does more than wait. Programs that list running jobs
+        read the `job.json` of the jobs with such a file."""
         return self.active / key.name
 
     def live_buckets(self, run: str | None = None) -> list[Path]:
-        """The directories of live jobs, of each run by base step."""
+        """The directories of live jobs, run by run, ordered by base step."""
         runs = filter(is_run_name, listing(self.live)) if run is None else [run]
         return [self.live / name / step for name in runs for step in listing(self.live / name)]
 
     def entries(self, directory: Path) -> tuple[JobDir, ...]:
-        """The jobs in a directory of live or ended jobs, by submission; the same tuple object as
-        long as the directory has not changed."""
+        """The jobs in a directory of live or ended jobs, by submission. As long as the directory
+        has not changed, the tuple is the same object."""
         return self._parsed(directory)[0]
 
     def find(self, job: str | JobKey) -> JobDir | None:
-        """The directory of a job that is not damaged. Live jobs are listed first, because a job
-        that ends during the search is found among the ended ones."""
+        """The directory of a job that is not damaged. Live jobs are listed first, so that a job
+        that ends during the search is found among the ended jobs."""
         if isinstance(job, JobKey):
             job_id, buckets = job.id, [self.bucket(job.run, job.base_step)]
         else:
@@ -190,7 +196,7 @@ class Paths:
         return self.job_dir(job_id) / "lease.json"
 
     def cancel_file(self, job_id: str) -> Path:
-        """Exists while somebody asks to cancel a running job."""
+        """A file that exists while the cancellation of a running job is requested."""
         return self.job_dir(job_id) / "cancel"
 
     def events_file(self, job_id: str) -> Path:
@@ -217,7 +223,7 @@ def _digit(job_id: str) -> str:
 
 
 def _entry(parent: Path, name: str, ended: bool) -> JobDir | None:
-    """The job whose directory has this name; None for other names."""
+    """The job whose directory has the name `name`; None if the name is not a job's."""
     state = None
     if ended:
         name, _, last = name.rpartition(",")
@@ -230,28 +236,29 @@ def _entry(parent: Path, name: str, ended: bool) -> JobDir | None:
 
 
 class Names(tuple[str, ...]):
-    """Sorted names in a directory; `parsed` is the reader's result for them."""
+    """The sorted names in a directory. `parsed` caches the values that a reader computed from
+    them."""
 
     parsed: tuple[Any, ...] | None = None
 
 
 class _Listing(NamedTuple):
     directory: tuple[int, int, int]  # device, inode, mtime (ns)
-    since: float  # monotonic, when this mtime was first seen
+    since: float  # monotonic time at which this mtime was first seen
     listed: float  # monotonic
     names: Names
 
 
 _listings: dict[str, _Listing] = {}
 _SETTLED_SECONDS = 2.5
-"""On every file system, two changes of a directory that are this far apart give it different
-mtimes."""
+"""Two changes of a directory that are this many seconds apart give it different mtimes on every
+file system."""
 
 
 def listing(directory: Path) -> Names:
-    """The names in `directory`, without temporary and hidden ones; none if it does not exist. The
-    same object as long as the directory has not changed."""
-    # Opening a directory makes an NFS client ask the server for its mtime.
+    """The names in `directory`, without temporary and hidden ones; none if it does not exist.
+    Returns the same object as long as the directory has not changed."""
+    # Opening the directory makes an NFS client ask the server for the mtime.
     if (fd := fs.open_dir(directory)) is None:
         _listings.pop(str(directory), None)
         return Names()
@@ -276,8 +283,8 @@ def listing(directory: Path) -> Names:
 
 
 def remembered[T](compute: Callable[[Path], T]) -> Callable[[Path], T | None]:
-    """`compute(path)`, computed again only after the path's inode or mtime has changed; None if the
-    path does not exist."""
+    """Caches `compute(path)` until the path's inode or mtime changes; returns None if the path does
+    not exist."""
 
     @lru_cache(maxsize=2**14)
     def known(path: Path, _inode: int, _mtime: int) -> T:

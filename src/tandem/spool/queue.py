@@ -1,11 +1,12 @@
 """Changes jobs: submit, claim, cancel, requeue, finish.
 
-A change of the state is one rename of the job's `job.json`; a job comes and ends by one rename of
-its directory. Each change holds the job's lock. Its steps are ordered so that a crash leaves the
-state before or after the change. The same call, the next claim, or a new runner's `recover`
-completes a change that a crash interrupted. While a job does more than wait, its name is in
-`jobs/active/`, from before the change until after it. Locks are taken in this order: the run's, the
-claims' lock, the job's.
+A change of the state is one rename of the job's `job.json`. A job is created, and ends, by one
+rename of its directory. Each change holds the job's lock. The steps of a change are ordered so that
+a crash leaves either the state before the change or the state after it. The same call, the next
+claim, or a new runner's `recover` completes a change that a crash interrupted. While a job does
+more than wait, its name is in `jobs/active/`: it is added before the job's state changes and
+removed after the job waits again or ends. Locks are taken in this order: the run's lock, the lock
+of claims, the job's lock.
 """
 
 import socket
@@ -37,8 +38,8 @@ from tandem.spool.schema import (
     SessionJob,
 )
 
-# The least seconds between the `created` of two jobs of a run: keys have whole microseconds, and
-# floats are not exact.
+# The minimum seconds between the `created` of two jobs of a run, because keys have whole
+# microseconds and floats are not exact.
 _APART = 2e-6
 
 
@@ -59,8 +60,8 @@ class Queue:
         return file_lock(self._paths.job_lock(job_id))
 
     def next_base(self, run: str) -> int:
-        """The step that the run's next job starts from: the newest checkpoint, plus one for each
-        pending job."""
+        """The step from which the run's next job will start: the newest checkpoint, plus one for
+        each pending job."""
         decided = self._jobs.decided(run)
         return self._index.first_gap(run, self._checkpoints.newest(run), decided)
 
@@ -75,21 +76,22 @@ class Queue:
         most_behind: int | None = None,
         now: Callable[[], float] = time.time,
     ) -> tuple[Job, bool]:
-        """Queues a job. Returns the job, and whether it is new. Any failure, also of `make`, leaves
-        no trace.
+        """Queues a job. Returns the job, and whether the job is new. A failure, including one in
+        `make`, leaves nothing behind.
 
         A known id with the same run and fingerprint returns the known job.
 
         Args:
             make: `make(id, base_step, directory)` writes the job's data into `directory` and
-                returns its specification. Its `base_step`, `created` and `data.path` are set here,
-                because another job may be queued while it works.
-            job_id: the client's id, or None for a new one. Raises Conflict (field `id`) if it is
-                known with another run or fingerprint.
+                returns its specification. The specification's `base_step`, `created` and
+                `data.path` are set here, because another job may be queued while `make` runs.
+            job_id: the client's id, or None for a new one. Raises Conflict (field `id`) if the id
+                is known with another run or fingerprint.
             base_step: the step that the client expects to start from. Raises Conflict (field
-                `base_step`) if it is not `next_base(run)`.
-            most_behind: how many steps before the job's base step its oldest turn may have been
-                sampled. Raises InvalidInput (field `max_off_policy_steps`) for an older turn.
+                `base_step`) if that step is not `next_base(run)`.
+            most_behind: the maximum number of steps between the job's base step and the step that
+                sampled its oldest turn. Raises InvalidInput (field `max_off_policy_steps`) for an
+                older turn.
             now: Unix seconds.
         """
         spec_of_run = self._runs.get(run)
@@ -97,7 +99,8 @@ class Queue:
             job_id = fs.new_ulid()
         elif (known := self._known(job_id, run, fingerprint)) is not None:
             return known, False
-        # This check refuses early. `base_step` is known for certain only once the data is there.
+        # The first check only refuses early. `base_step` is certain only after the data has been
+        # written.
         expected = (
             self._checkpoints.newest(run) if base_step is None else self._check_base(run, base_step)
         )
@@ -109,7 +112,7 @@ class Queue:
                 problem = f"run {run!r} is trained by the requests of its session alone"
                 raise Conflict(f"{problem}; fork it, and train the fork", field="run")
             with self._runs.lock(run), self._job_lock(job_id):
-                # Another request may have taken the client's id in between.
+                # Another request may have used the client's id meanwhile.
                 if (known := self._known(job_id, run, fingerprint)) is not None:
                     return known, False
                 if self._runs.get(run) != spec_of_run:
@@ -127,16 +130,16 @@ class Queue:
         return job, True
 
     def _next_created(self, run: str, now: float) -> float:
-        """`now`, or if that is earlier, a time just after the `created` of the run's jobs that have
-        not ended. Their clocks may be ahead, and a reader that follows `created` must not find a
-        job before the ones that it has read.
+        """`now`; or, if a live job of the run was created later, a time just after that job's
+        `created`. The clock that created that job may be ahead, and a reader that follows `created`
+        must not find a job before the jobs that it has already read.
         """
         newest = [entry.key for entry in islice(self._index.newest_live(run), 1)]
         pending = [*newest, *(key for key in self._index.active() if key.run == run)]
         return max([now, *(key.created / 1e6 + _APART for key in pending)])
 
     def _placed(self, job: Job) -> Job:
-        """The job, with the path of its data if it has any."""
+        """The job, with the final path of its data if it has data."""
         if isinstance(job.spec, SessionJob):
             return job
         data = self._paths.live_dir(job.key) / "data"
@@ -169,7 +172,7 @@ class Queue:
         return job
 
     def _enqueue(self, job: Job, staged: Path) -> None:
-        """Makes the job, with all its files, by one rename."""
+        """Creates the job, with all its files, by one rename."""
         target = self._paths.live_dir(job.key)
         fs.write_json_atomic(staged / JOB_FILE, job)
         try:
@@ -184,8 +187,8 @@ class Queue:
         fs.write_json_atomic(self._paths.live_dir(job.key) / JOB_FILE, job)
 
     def _mark(self, key: JobKey) -> None:
-        """Adds the job to `jobs/active/`: from here on, programs that list jobs read its file. A
-        loss of power may undo this, so a claim and `recover` also read the first job of each
+        """Adds the job to `jobs/active/`, so that programs that list jobs read its file from now
+        on. A power loss may undo this, so a claim and `recover` also read the first job of each
         run."""
         with fs.volume_errors(self._paths.active):
             self._paths.active_file(key).touch()
@@ -194,15 +197,16 @@ class Queue:
         _remove(self._paths.active_file(key))
 
     def _remove_empty(self, key: JobKey) -> None:
-        """Removes the directories of a job that is gone, if they are empty."""
+        """Removes the directories of a job that has been moved or removed, if they are empty."""
         directory = self._paths.live_dir(key).parent
         fs.remove_empty(directory, directory.parent)
 
     def claim(self, runner: str, *, waiting: Collection[str] = ()) -> Job | None:
         """Starts an attempt of the oldest queued job whose run has no running job; None if there is
-        no such job. A run's jobs are claimed in the order of their base steps, and none after a job
-        whose id is in `waiting`. When this returns, the job is running, with one more attempt, a
-        lease, a work directory and the event `claimed`. If this raises, the job is still queued."""
+        no such job. A run's jobs are claimed in the order of their base steps. Jobs after one whose
+        id is in `waiting` are not claimed. When this returns, the job is running, with one more
+        attempt, a lease, a work directory and the event `claimed`. If this raises, the job is still
+        queued."""
         with file_lock(self._paths.claim_lock):
             for key in self._index.active():
                 self.settle(key)
@@ -219,8 +223,8 @@ class Queue:
                         located = self._jobs.locate(head)
                         if located is not None and located[0] == "queued":
                             return self._start(located[1], runner)
-                        # The job is set aside, or is damaged and stays until the volume takes its
-                        # end.
+                        # The job was set aside, or is damaged and stays until the volume accepts
+                        # the writes that end it.
                         if located is None:
                             passed.add(head.id)
                         else:
@@ -239,7 +243,7 @@ class Queue:
                 work.mkdir(parents=True)
             self._mark(key)
             self._leases.write(job, runner, "claimed")
-            # The end of the block claims the job.
+            # The rename at the end of the block claims the job.
             with fs.replacing(directory / JOB_FILE, fs.record_bytes(job)):
                 self._say(job, "claimed", runner=runner, host=socket.gethostname())
         except BaseException:
@@ -249,15 +253,15 @@ class Queue:
         return job
 
     def _say(self, job: Job, kind: EventType, **data: Any) -> None:
-        """Appends an event that an attempt has once, unless a process that died has appended it
-        already."""
+        """Appends an event that an attempt has only once, unless a process that died has already
+        appended it."""
         events = self._events.read(job.spec.id)
         if not any((event.type, event.attempt) == (kind, job.attempt) for event in events):
             self._events.append(job.spec.id, kind, attempt=job.attempt, **data)
 
     def settle(self, key: JobKey) -> None:
-        """Completes the change of a job in `jobs/active/` during which a process died. A running
-        job is left alone."""
+        """Completes a change of a job in `jobs/active/` that a dead process left incomplete. A
+        running job is not changed."""
         with self._job_lock(key.id), suppress(NotFound):
             located = self._jobs.locate(key)
             if located is None and not fs.exists(self._paths.live_dir(key)):
@@ -268,11 +272,11 @@ class Queue:
                 self._clear_attempts(self._paths.live_dir(key))
                 self._unmark(key)
             elif located is not None and not fs.exists(self._paths.active_file(key)):
-                self._mark(key)  # a loss of power took the name
+                self._mark(key)  # a power loss has undone the name
 
     def cancel(self, job_id: str) -> JobState:
-        """Cancels a queued job at once; asks the runner to stop a running one. Returns the state
-        after that."""
+        """Cancels a queued job immediately; requests the runner to stop a running one. Returns the
+        state after the call."""
         with self._job_lock(job_id):
             directory, job = self._jobs.located(job_id)
             if directory == "running" and job.result is None:
@@ -281,10 +285,11 @@ class Queue:
             return self._end(directory, job, _cancelled("cancelled before it started"))
 
     def requeue(self, job: Job, error: JobError, *, counts: bool = True) -> JobState:
-        """Ends an attempt without a result. Returns the new state: `cancelled` if that was asked
-        for; `failed` if `error` is not retriable or no attempt is left; `succeeded` if the attempt
-        made its checkpoint; else `queued`. With `counts` False the attempt does not count against
-        the job's attempts, because the runner was stopped. A decided job keeps its result."""
+        """Ends an attempt without a result. Returns the new state: `cancelled` if cancellation was
+        requested; `failed` if `error` is not retriable or no attempt is left; `succeeded` if the
+        attempt made its checkpoint; else `queued`. With `counts` False the attempt does not count
+        against the job's attempts, because the runner was stopped. A decided job keeps its
+        result."""
         job_id = job.spec.id
         with self._job_lock(job_id):
             directory, current = self._jobs.located(job_id)
@@ -312,7 +317,7 @@ class Queue:
             return "queued"
 
     def finish(self, job: Job, result: JobResult) -> JobState:
-        """Ends a running job; returns the terminal state. Idempotent: the first result stands, and
+        """Ends a running job; returns the terminal state. Idempotent: the first result is kept, and
         a second call completes a change that a crash interrupted. Raises Conflict (field `id`) if
         the job is queued, or in another attempt."""
         with self._job_lock(job.spec.id):
@@ -327,7 +332,7 @@ class Queue:
 
     def _end(self, directory: JobState, job: Job, result: JobResult) -> JobState:
         """Makes `result` final, or the result that the job already has. Starts at the first step
-        that is missing."""
+        that has not been done yet."""
         if directory == "running" and job.result is None and result.state != "succeeded":
             result = self._end_attempt(job) or result
         key, result = job.key, job.result or result
@@ -353,7 +358,8 @@ class Queue:
         return result.state
 
     def _end_attempt(self, job: Job) -> JobResult | None:
-        """Ends the attempt for good. The job has succeeded if the attempt's commit came before."""
+        """Ends the attempt for good. The job has succeeded if the attempt committed its checkpoint
+        before."""
         fence.end(self._paths.work_dir(job.spec.id, job.attempt))
         if not self._checkpoints.made_by(job):
             return None
@@ -366,7 +372,7 @@ class Queue:
 
 
 def _remove(*paths: Path) -> None:
-    """Removes files that have no meaning any more, unless the volume refuses."""
+    """Removes files that no longer have a meaning; ignores it if the volume refuses."""
     for path in paths:
         with suppress(OSError, SpoolUnusable):
             fs.remove_file(path, durable=False)

@@ -1,4 +1,4 @@
-"""Recovery: how a new runner settles the jobs and files that a dead runner left."""
+"""Recovery: a new runner settles the jobs and files that a dead runner left."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,8 +8,7 @@ from tandem.spool import Spool, fs
 from tandem.spool.jobs import JobList
 from tandem.spool.schema import TERMINAL, Job, JobError, JobState
 
-# Younger files may be work in progress of a living process, such as a submission that is being
-# packed.
+# Newer files may belong to a living process, for example to a submission that is being packed.
 STALE_SECONDS = 3600.0
 
 
@@ -17,12 +16,13 @@ def recover(
     spool: Spool, runner: str, adopts: Callable[[Job], bool] = lambda _job: False
 ) -> JobList:
     """Settles the jobs of a dead runner, and removes the files that dead processes left. The caller
-    holds the runner lock, and has ended orphaned ranks. Returns the jobs that moved, with their new
-    states. A running job with a result is finished, and a running job that made its checkpoint
-    succeeds; all others are requeued. A running job stays if `adopts` is true of it: the caller
-    continues its attempt."""
+    holds the runner lock, and has ended orphaned ranks. Returns the jobs whose state changed, with
+    their new states. A running job with a result is finished, and a running job that made its
+    checkpoint succeeds; all others are requeued. A running job stays running if `adopts(job)` is
+    true, because the caller continues its attempt."""
     index = spool.jobs.index
-    keys = dict.fromkeys([*index.active(), *index.heads()])  # a loss of power may take active names
+    # a power loss may have removed names in `jobs/active/`
+    keys = dict.fromkeys([*index.active(), *index.heads()])
     moved = [_recover_job(spool, key.id, runner, adopts) for key in keys]
     for key in index.active():
         spool.queue.settle(key)
@@ -54,8 +54,8 @@ def _recover_job(
 
 
 def sweep(spool: Spool) -> None:
-    """Removes stale temporary files of dead processes. Any program may call this at any time.
-    Temporary files in a job's directory go when the job ends."""
+    """Removes stale temporary files of dead processes. Temporary files in a job's directory are
+    removed when the job ends. Temporary files in a job's directory go when the job ends."""
     paths = spool.paths
     directories = [spool.root, paths.runs, paths.jobs, paths.replicas, *paths.jobs.glob("[!.]*")]
     directories += [spool.uploads.directory, spool.tunings.directory, paths.sessions]
@@ -68,7 +68,7 @@ def sweep(spool: Spool) -> None:
 
 
 def _remove_if_stale(path: Path) -> None:
-    # The time on the volume's own clock, which also stamps the files.
+    # The current time on the volume's own clock, which also sets the files' times.
     clock = fs.temporary_beside(path.with_name("clock"))
     with fs.volume_errors(path):
         try:

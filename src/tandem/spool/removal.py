@@ -1,7 +1,8 @@
 """Removes runs, checkpoints, ended jobs and damaged jobs that nothing needs any more.
 
-Each gets a temporary name first, so that no reader finds half of it. After a death at any point it
-is whole or gone for every reader, and the next `sweep` removes the rest of it.
+Each is renamed to a temporary name first, so that no reader finds it incomplete. If the process
+dies, each run, checkpoint or job is either complete or gone for every reader, and the next `sweep`
+removes the remaining files.
 """
 
 import math
@@ -22,16 +23,16 @@ from tandem.system.logs import Log
 log = Log("spool")
 
 SILENT_SECONDS = 3600.0
-"""A session ends when its client was not heard of for this long. It holds files, but no GPU."""
+"""A session ends if its client has been silent for this long. A session holds files, but no GPU."""
 RESULT_SECONDS = 3600.0
-"""How long the results of an ended session stay."""
+"""Seconds for which the results of an ended session are kept."""
 
 
 def delete_run(spool: Spool, run: str) -> Path:
     """Removes a run with its ended jobs. Returns the directory that the caller still has to remove
-    (`shutil.rmtree`). Raises Conflict if jobs of the run are queued or running; NotFound. After a
-    death half-way the run is whole but lacks some of its ended jobs; calling again completes the
-    removal."""
+    (`shutil.rmtree`). Raises Conflict if jobs of the run are queued or running, and NotFound if the
+    run does not exist. If the process dies in the middle, the run is complete but lacks some of its
+    ended jobs; another call completes the removal."""
     with spool.runs.lock(run):
         spool.jobs.check_none_pending(run, "run")
         for entries in spool.jobs.index.ended().values():
@@ -41,8 +42,8 @@ def delete_run(spool: Spool, run: str) -> Path:
 
 def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
     """Removes a checkpoint. Returns the directory that the caller still has to remove. Raises
-    NotFound. Raises Conflict if it is step 0, the newest, pinned or served, or if a job that is not
-    done needs it."""
+    NotFound if the checkpoint does not exist. Raises Conflict if it is step 0, the newest, pinned
+    or served, or if a job that has not ended needs it."""
     with spool.runs.lock(run):
         directory = spool.checkpoints.path(run, step)
         if why := _needed(spool, run).get(step):
@@ -60,7 +61,7 @@ def prune(spool: Spool, settings: Settings) -> None:
                 _old_checkpoints(spool, run, settings, limit),
                 _old_whole_weights(spool, run),
             )
-        except (TandemError, OSError) as error:  # it was deleted in between, or is damaged
+        except (TandemError, OSError) as error:  # the run was deleted meanwhile, or is damaged
             log.warning("can't remove old checkpoints", run=run, error=error)
             continue
         for directory in doomed + whole:
@@ -79,14 +80,15 @@ def prune(spool: Spool, settings: Settings) -> None:
 
 
 def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -> list[Path]:
-    """Sets aside the checkpoints that are not kept, and discarded checkpoints older than `limit`,
+    """Sets aside the checkpoints that are not kept, and discarded checkpoints from before `limit`,
     Unix seconds."""
     checkpoints = spool.checkpoints
     doomed = _set_aside(
         [path for path in checkpoints.discarded(run) if _set_aside_before(limit, path)]
     )
     if _surplus(checkpoints.steps(run), settings):
-        with spool.runs.lock(run):  # under this lock no rollback, fork or submission begins
+        # while this lock is held, no rollback, fork or submission begins
+        with spool.runs.lock(run):
             surplus = _surplus(checkpoints.steps(run), settings)
             old = surplus - _needed(spool, run).keys()
             doomed += _set_aside([checkpoints.path(run, step) for step in sorted(old)])
@@ -95,13 +97,14 @@ def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -
 
 def _old_whole_weights(spool: Spool, run: str) -> list[Path]:
     """Sets aside the whole merged weights of steps that are neither served nor one of the chain's
-    two newest. Ranks alone would not do it: a rank removes old weights only when it writes new
-    ones, which it does not after a change of the transport or a rollback.
+    two newest. Ranks do not do this reliably: a rank removes old weights only when it writes new
+    ones, which it does not after a rollback or a change of the transport.
     """
     if not spool.merged.steps(run):
         return []
-    with spool.runs.lock(run):  # under this lock no rollback begins
-        # The order matters: a step has its checkpoint before its whole weights.
+    with spool.runs.lock(run):  # while this lock is held, no rollback begins
+        # The order of these reads matters, because a step gets its checkpoint before its whole
+        # weights.
         written, served = spool.merged.steps(run), spool.served.get(run)
         keep = {*spool.checkpoints.steps(run)[-2:], served.step if served else None}
         keep |= spool.replicas.steps(run).keys()
@@ -151,10 +154,10 @@ def _set_aside(directories: Sequence[Path]) -> list[Path]:
 
 def _set_aside_before(limit: float, path: Path) -> bool:
     """Whether a checkpoint was discarded, or a damaged job set aside, before `limit`, Unix seconds.
-    The time is in the ULID at the end of its name. Names that a person made have no ULID and
-    stay."""
+    The time is in the ULID at the end of its name. Names that a person gave have no ULID, so such
+    directories stay."""
     ulid = re.fullmatch(r".*[-.]([0-9A-HJKMNP-TV-Z]{26})", path.name)
-    return ulid is not None and ulid[1][:10] < fs.new_ulid(limit)[:10]  # the milliseconds
+    return ulid is not None and ulid[1][:10] < fs.new_ulid(limit)[:10]  # the ULID's milliseconds
 
 
 def _ended_before(limit: float, entry: JobDir) -> bool:
@@ -167,9 +170,9 @@ def _ended_before(limit: float, entry: JobDir) -> bool:
 
 
 def _prune_sessions(spool: Spool, limit: float) -> None:
-    """Ends sessions whose clients are silent. Removes the requests of ended sessions once a client
-    has had time to read the results, and the records of sessions that ended before `limit`, Unix
-    seconds."""
+    """Ends sessions whose clients have been silent for SILENT_SECONDS. Removes the requests of
+    ended sessions after RESULT_SECONDS, so that clients have time to read the results. Removes the
+    records of sessions that ended before `limit`, Unix seconds."""
     for session in spool.sessions.expire(SILENT_SECONDS):
         log.info("ended a session whose client is silent", session=session)
     for session in spool.sessions.ids():
@@ -187,7 +190,7 @@ def _remove_jobs(spool: Spool, entries: Sequence[JobDir]) -> None:
     """Removes ended jobs of one directory."""
     doomed = []
     for entry in entries:
-        # Another removal, or a reader that found it damaged, may have taken it in between.
+        # Another removal, or a reader that found the job damaged, may have moved it meanwhile.
         with spool.job_lock(entry.key.id), suppress(FileNotFoundError):
             doomed += _set_aside([entry.directory])
     for directory in doomed:

@@ -2,8 +2,8 @@
 `runs/<run>/served/<id>.json` has the steps that it serves of a run.
 
 A step is *announced* (`runs/<run>/served.json`) when every ready replica has verified it. Each
-replica writes its own records only. `announce` reads all of them under one lock, so its answer is
-the same whichever process calls it.
+replica writes only its own records. `announce` reads all of them under one lock, so its result does
+not depend on the process that calls it.
 """
 
 import re
@@ -24,15 +24,15 @@ from tandem.system.environment import REPLICA_PATTERN
 
 DEAD_SECONDS = 30.0
 """A replica whose record has not changed for this long is dead: no step waits for it. Each process
-measures this by its own monotonic clock, because the hosts' clocks differ and may be set."""
+measures this with its own monotonic clock, because the hosts' clocks differ and may be changed."""
 FORGET_SECONDS = 600.0
-"""The records of a replica that was dead for this long are removed."""
+"""The records of a replica that has been dead for this long are removed."""
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """`served`: the step of the run that every ready replica serves, with the newest step that all
-    of them refused; `verified`: all steps that every ready replica serves."""
+    """`served`: the step of the run that every ready replica serves, together with the newest step
+    that all of them refused; `verified`: all steps that every ready replica serves."""
 
     served: Served | None
     verified: tuple[Served, ...]
@@ -44,24 +44,26 @@ class Replicas:
     ) -> None:
         self._paths, self._runs = paths, runs
         self._announced, self._checkpoints = served, checkpoints
-        # Replica -> the last beat seen in its record, and the monotonic time at which it was first
-        # seen.
+        # Replica -> the last beat seen in its record, and the monotonic time at which that beat was
+        # first seen.
         self._seen: dict[str, tuple[float, float]] = {}
 
     def lock(self) -> AbstractContextManager[int]:
-        """The lock under which a replica becomes ready or leaves, and a step is announced."""
+        """The lock under which a replica becomes ready or stops being ready, and under which steps
+        are announced."""
         fs.make_dir(self._paths.replicas)
         return file_lock(self._paths.replicas / "lock")
 
     def publisher_lock(self, replica: str) -> AbstractContextManager[None]:
-        """The lock that the one publisher of a replica holds while it lives. SpoolUnusable names
-        another holder."""
+        """The lock that the only publisher of a replica holds while it lives. If another publisher
+        holds the lock, raises SpoolUnusable with that holder's name."""
         path = self._file(replica).with_suffix(".lock")
         fs.make_dir(path.parent)
         return hold_publisher_lock(self._paths, path)
 
     def put(self, record: Replica) -> None:
-        """Writes a replica's record, not durably: a loss of power ends the replica too."""
+        """Writes a replica's record. The write is not durable, because a power loss ends the
+        replica too."""
         fs.write_json_atomic(self._file(record.replica), record, durable=False)
 
     def all(self) -> dict[str, Replica]:
@@ -76,16 +78,16 @@ class Replicas:
 
     def living(self) -> dict[str, Replica]:
         """The replicas whose records changed within DEAD_SECONDS. A replica that this process sees
-        for the first time counts as living, though it may have been dead for longer; `fresh`
-        compares the record's own time."""
+        for the first time counts as living, even if it has been dead for long; `fresh` compares the
+        record's own time instead."""
         records = self.all()
         return {
             name: records[name] for name, age in self._ages(records).items() if age <= DEAD_SECONDS
         }
 
     def fresh(self) -> dict[str, Replica]:
-        """The replicas that live by this machine's clock. For programs that look only once and
-        decide nothing by it."""
+        """The replicas that are alive according to this machine's clock. For programs that look
+        only once and base no decision on the result."""
         now = time.time()
         return {
             name: record
@@ -94,7 +96,7 @@ class Replicas:
         }
 
     def _ages(self, records: Mapping[str, Replica]) -> dict[str, float]:
-        """For how many seconds this process has seen each record unchanged."""
+        """For each record, the seconds for which this process has seen it unchanged."""
         now = time.monotonic()
         self._seen = {
             name: seen
@@ -112,7 +114,7 @@ class Replicas:
     def put_serves(self, run: str, replica: str, record: ReplicaServed) -> None:
         path = self._of_run(run, replica)
         if fs.read_undamaged(path, ReplicaServed) != record:
-            # the run's directory is gone if the run was deleted in between
+            # if the run was deleted meanwhile, its directory is gone
             path.parent.mkdir(exist_ok=True)
             fs.write_json_atomic(path, record)
 
@@ -127,11 +129,12 @@ class Replicas:
         return found
 
     def announce(self, run: str, *, one_step: bool) -> Announcement:
-        """Write what the ready replicas agree on as the run's `served.json`. Under `lock`.
+        """Write the step on which the ready replicas agree to the run's `served.json`. The caller
+        holds `lock`.
 
-        `one_step`: a replica serves one step at a time (merged weights), and the oldest of the
-        ready replicas' steps is announced. Otherwise a step is announced only if all ready replicas
-        serve it.
+        `one_step`: a replica serves only one step at a time (merged weights). The oldest of the
+        ready replicas' steps is then announced. Otherwise a step is announced only if all ready
+        replicas serve it.
         """
         ready = [name for name, record in self.living().items() if record.ready]
         records = {name: self.serves(run, name) for name in ready}
@@ -161,7 +164,7 @@ class Replicas:
         return record
 
     def withdraw(self, replica: str) -> None:
-        """Records that a replica's vLLM has nothing loaded. The announced step stays while other
+        """Records that a replica's vLLM has nothing loaded. The announced step is kept while other
         replicas serve it."""
         with self.lock():
             fs.remove_file(self._file(replica))
@@ -170,8 +173,8 @@ class Replicas:
             self.withdraw_unserved()
 
     def withdraw_unserved(self, listed: Collection[str] = ()) -> None:
-        """Withdraws the announced steps while no replica is ready. Steps whose names are in
-        `listed`, which a vLLM still has, stay: they are about to be verified again. Under
+        """Withdraws the announced steps if no replica is ready. Steps whose names are in `listed`
+        are kept: a vLLM still has them, and they are about to be verified again. The caller holds
         `lock`."""
         if not any(record.ready for record in self.living().values()):
             for run in self._runs.names():
@@ -180,8 +183,8 @@ class Replicas:
                     self._announced.withdraw(run)
 
     def forget_dead(self) -> None:
-        """Remove the records of replicas that are gone for good, for example after the number of
-        replicas was reduced. Under `lock`."""
+        """Remove the records of replicas that are gone for good, for example because the number of
+        replicas was reduced. The caller holds `lock`."""
         ages = self._ages(self.all())
         for replica in [name for name, age in ages.items() if age > FORGET_SECONDS]:
             for run in self._runs.names():
@@ -207,8 +210,8 @@ _Steps = Mapping[str, Mapping[tuple[int, str], Served]]
 
 
 def _in_common(replicas: _Steps) -> list[Served]:
-    """The steps that all replicas serve, the newest first. Each has the record of the replica that
-    verified it last."""
+    """The steps that all replicas serve, the newest first. For each step, the record of the replica
+    that verified it last is returned."""
     keys = set.intersection(*(set(steps) for steps in replicas.values()))
     return [
         max((steps[key] for steps in replicas.values()), key=lambda served: served.verified)
@@ -217,7 +220,7 @@ def _in_common(replicas: _Steps) -> list[Served]:
 
 
 def _oldest(replicas: _Steps) -> list[Served]:
-    """The oldest of the replicas' newest steps; None if a replica serves none."""
+    """The oldest of the replicas' newest steps, as a list; empty if a replica serves no step."""
     newest = [
         max(steps.values(), key=lambda s: s.step, default=None) for steps in replicas.values()
     ]
@@ -228,7 +231,7 @@ def _oldest(replicas: _Steps) -> list[Served]:
 
 
 def _refused_by_all(records: Mapping[str, ReplicaServed], above: int) -> Refused | None:
-    """The newest step above `above` that every replica refused."""
+    """The newest step above `above` that every replica has refused."""
     refusals = [record.refused for record in records.values()]
     if not refusals or None in refusals:
         return None

@@ -1,18 +1,18 @@
-"""The requests of a session's run: `runs/<run>/requests/<seq>/`. A request is a file, committed by
-one rename, before it is answered. So a repeated request finds itself, and a process that computes
-requests can die and begin again.
+"""The requests of a session's run: `runs/<run>/requests/<seq>/`. A request is a file that is
+committed by one rename before the request is answered. So a repeated request is recognised, and a
+process that computes requests can die and start again.
 
 A request with a known number and the same content is the same request; with other content it is a
-conflict. Requests are computed in their order, without gaps. `Manifest.seq` is the last request
-whose effect is in the checkpoint. New ranks, after idling or `kill -9`, compute the log's later
-requests again, to the same bits. Gradients that no step has applied are not stored. A checkpoint
-every ten minutes bounds the work that is repeated. A request's arrays are removed once a checkpoint
-has their effect.
+conflict. Requests are computed in the order of their numbers, without gaps. `Manifest.seq` is the
+last request whose effect is in the checkpoint. New ranks, after an idle time or a `kill -9`,
+compute the log's later requests again, to the same bits. Gradients that no optimizer step has
+applied are not stored. A checkpoint every ten minutes limits the work that is repeated. A request's
+arrays are removed once a checkpoint contains its effect.
 
-A request that can't be computed has an error as its result. Such a request has changed nothing,
-except that a failed step discards the gradients. A request that has begun five times without a
-result is given up. If the job fails or is cancelled, its waiting requests get its error as their
-result.
+A request that can't be computed has an error as its result. A request with an error has changed
+nothing, except that a failed step discards the gradients. A request that has been started five
+times without a result is given up. If the job fails or is cancelled, its waiting requests get the
+job's error as their result.
 """
 
 import re
@@ -30,17 +30,18 @@ from tandem.spool.schema.session import MOST_SEQUENCE_NUMBER
 from tandem.spool.sessions import TrainingSessions
 
 _REQUEST, _RESULT, _LOGPROBS = "request.json", "result.json", "logprobs.f32"
-_ARRAYS = "arrays.npy"  # as `data.packed_format` names it
+_ARRAYS = "arrays.npy"  # the name in `data.packed_format`
 _MOST_BYTES = 2**31
 _is_seq = re.compile("[0-9]{8}").fullmatch
 
 
 class RequestLog:
-    """`seq` counts a run's requests from 1. They are computed in this order, without gaps."""
+    """`seq` counts a run's requests from 1. Requests are computed in this order, without gaps."""
 
     def __init__(self, paths: Paths, runs: Runs, sessions: TrainingSessions) -> None:
         self._paths, self._runs, self._sessions = paths, runs, sessions
-        # Run -> the highest request up to which all are answered, or have no arrays (caches).
+        # Two caches. Run -> the number up to which all requests are answered; and up to which all
+        # arrays are removed.
         self._answered: dict[str, int] = {}
         self._trimmed: dict[str, int] = {}
 
@@ -51,8 +52,9 @@ class RequestLog:
         request: AnyRequest,
         write: Callable[[Path], str] | None = None,
     ) -> bool:
-        """Logs a request durably; False if it is logged already. `write(directory)` writes the
-        packed arrays of a `PassRequest` and returns their SHA-256.
+        """Logs a request durably; returns False if the request is already logged.
+        `write(directory)` writes the packed arrays of a `PassRequest` and returns the file's
+        SHA-256.
 
         Raises Conflict (field `seq`) if there is another request with this number, or (field
         `session`) if the session has ended. Raises NotFound (field `run`) if the run does not
@@ -83,22 +85,22 @@ class RequestLog:
         return False
 
     def get(self, run: str, seq: int) -> LoggedRequest:
-        """The request. Raises NotFound (field `seq`) if there is none, or if its record is
-        damaged."""
+        """The request. Raises NotFound (field `seq`) if the request does not exist, or if its
+        record is damaged."""
         logged = fs.read_undamaged(self._directory(run, seq) / _REQUEST, LoggedRequest)
         if logged is None:
             raise NotFound(f"run {run!r} has no request {seq}", field="seq")
         return logged
 
     def data_dir(self, run: str, seq: int) -> Path:
-        """The directory with the packed arrays, until `trim` removes them."""
+        """The directory with the packed arrays; `trim` removes the arrays."""
         return self._directory(run, seq)
 
     def has(self, run: str, seq: int) -> bool:
         return fs.exists(self._directory(run, seq))
 
     def begin(self, run: str, seq: int) -> int:
-        """Counts one more start of a request's computation. Returns how many starts there were."""
+        """Counts one more start of a request's computation. Returns the number of starts so far."""
         path = self._directory(run, seq) / "begun"
         count = int(fs.read_bytes(path) or b"0") + 1
         fs.write_atomic(path, str(count).encode(), durable=False)
@@ -109,8 +111,9 @@ class RequestLog:
         return fs.read_undamaged(self._directory(run, seq) / _RESULT, RequestResult)
 
     def logprobs(self, run: str, seq: int) -> list[bytes]:
-        """The log-probs of each sequence's items in an answered pass, in the client's order:
-        float32, little-endian. Raises NotFound (field `seq`) if there are none."""
+        """The log-probs of each sequence's items in an answered pass, in the client's order: for
+        each sequence the bytes of a little-endian float32 array, in nats. Raises NotFound (field
+        `seq`) if the request has no log-probs."""
         request = self.get(run, seq).request
         path = self._directory(run, seq) / _LOGPROBS
         content = fs.read_bytes(path, most=_MOST_BYTES)
@@ -127,8 +130,8 @@ class RequestLog:
     def answer(
         self, run: str, seq: int, result: RequestResult, logprobs: bytes | None = None
     ) -> None:
-        """Writes the result, unless there is one. The write is not durable: a result that a loss of
-        power takes is computed again, to the same bits."""
+        """Writes the result, unless the request already has one. The write is not durable: a result
+        that a power loss takes is computed again, to the same bits."""
         directory = self._directory(run, seq)
         if self.result(run, seq) is None:
             if logprobs is not None:
@@ -136,7 +139,7 @@ class RequestLog:
             fs.write_json_atomic(directory / _RESULT, result, durable=False)
 
     def last(self, run: str) -> int:
-        """The highest number of a request; 0 without one."""
+        """The highest request number; 0 if there is no request."""
         names = listing(self._paths.requests_dir(run))
         return next((int(name) for name in reversed(names) if _is_seq(name)), 0)
 
@@ -151,12 +154,12 @@ class RequestLog:
         ]
 
     def next(self, run: str) -> int | None:
-        """The first request without a result, if no number before it is missing."""
+        """The first request without a result; None if a number before it is missing."""
         seq = self._answered_to(run) + 1
         return seq if self.has(run, seq) else None
 
     def first_pass(self, run: str, after: int) -> int | None:
-        """The first `PassRequest` after the request `after`, if no number before it is missing."""
+        """The first `PassRequest` after request `after`; None if a number before it is missing."""
         seq = after + 1
         while self.has(run, seq):
             if isinstance(self.get(run, seq).request, PassRequest):
@@ -172,8 +175,8 @@ class RequestLog:
         return seq
 
     def trim(self, run: str, seq: int) -> None:
-        """Removes the packed arrays of the answered requests up to `seq`, which a checkpoint
-        has."""
+        """Removes the packed arrays of the answered requests up to `seq`, whose effect a checkpoint
+        contains."""
         for old in range(self._trimmed.get(run, 0) + 1, min(seq, self._answered_to(run)) + 1):
             fs.remove_file(self._directory(run, old) / _ARRAYS, durable=False)
             self._trimmed[run] = old

@@ -1,5 +1,5 @@
-"""Runs (`runs/<run>/`), made by one rename; the manifests of their checkpoints; and the records of
-what vLLM serves of them."""
+"""Runs (`runs/<run>/`), which are created by one rename; the manifests of their checkpoints; and
+the records of the steps that vLLM serves."""
 
 import os
 import time
@@ -51,9 +51,9 @@ def write_manifest(
 
 
 def verify_files(directory: Path, manifest: Manifest) -> None:
-    """Compares every file with the manifest. CheckpointDamaged names each file that is missing,
-    truncated, altered or not a regular file. Raises CheckpointIncomplete if files are only
-    missing."""
+    """Compares every file with the manifest. Raises CheckpointDamaged that names each file that is
+    missing, truncated, altered or not a regular file. Raises CheckpointIncomplete if files are
+    missing and the others are right."""
     paths = {name: directory / name for name in manifest.files}
     sizes = dict[str, int]()
     strange = dict[str, str]()
@@ -93,7 +93,7 @@ def _hashes(paths: Mapping[str, Path]) -> dict[str, str]:
 
 
 class CheckpointIncomplete(CheckpointDamaged):
-    """Files of a checkpoint are missing, and nothing else is wrong with it."""
+    """Files of a checkpoint are missing, and its other files are right."""
 
 
 class Runs:
@@ -101,7 +101,7 @@ class Runs:
         self._paths = paths
 
     def directory(self, name: str) -> Path:
-        """The run's directory. Raises NotFound (field `run`) if there is none."""
+        """The run's directory. Raises NotFound (field `run`) if the run does not exist."""
         path = self._paths.run_dir(name)
         if not path.is_dir() and not fs.exists(path):
             known = ", ".join(listing(path.parent)[:20]) or "none yet"
@@ -115,10 +115,10 @@ class Runs:
         sha256: Mapping[str, str] | None = None,
         **details: Any,
     ) -> RunSpec:
-        """Makes a run with its checkpoint of step 0. `write_files(directory)` writes the files of
-        that checkpoint. `sha256`: hashes of files whose writer knows them; `details`: more fields
-        of its manifest. Raises Conflict (field `name`) if the run exists. The run appears as a
-        whole or not at all."""
+        """Creates a run with its checkpoint of step 0. `write_files(directory)` writes the files of
+        that checkpoint. `sha256`: hashes of files whose writer computed them; `details`: further
+        fields of the manifest. Raises Conflict (field `name`) if the run exists. The run appears
+        completely or not at all."""
         manifest = Manifest(
             run=spec.name, step=0, job=None, created=spec.created, files={}, **details
         )
@@ -142,8 +142,8 @@ class Runs:
         return spec
 
     def get(self, name: str) -> RunSpec:
-        """The run's specification. Raises NotFound (field `run`) if there is none. Raises
-        RunDamaged if it can't be read."""
+        """The run's specification. Raises NotFound (field `run`) if the run does not exist. Raises
+        RunDamaged if the run's record can't be read."""
         path = self.directory(name) / "run.json"
         try:
             spec = _read_spec(path) or fs.read_record(path, RunSpec)
@@ -157,23 +157,24 @@ class Runs:
         return spec
 
     def names(self) -> list[str]:
-        """The names of all runs that can be read, in order."""
+        """The sorted names of all runs that can be read."""
         return [spec.name for spec in self.list()]
 
     def list(self) -> list[RunSpec]:
-        """All runs that can be read, by name."""
+        """All runs that can be read, sorted by name."""
         return [*self.after("")]
 
     def after(self, name: str) -> Iterator[RunSpec]:
-        """The readable runs whose names come after this one, by name, read lazily."""
+        """The readable runs whose names come after `name`, sorted by name and read lazily."""
         names = listing(self._paths.runs)
         for at in range(bisect_right(names, name), len(names)):
             if is_run_name(names[at]):
-                with suppress(RunDamaged, NotFound):  # `damaged` names it, or it is gone by now
+                # `damaged` reports the run, or it was removed meanwhile
+                with suppress(RunDamaged, NotFound):
                     yield self.get(names[at])
 
     def damaged(self) -> dict[str, str]:
-        """Names below `runs/` that are not a whole run, with the reason for each."""
+        """Names below `runs/` that are not complete runs, each with the reason."""
         found = {}
         for name in listing(self._paths.runs):
             try:
@@ -186,15 +187,15 @@ class Runs:
                     )
             except RunDamaged as error:
                 found[name] = error.message
-            except NotFound:  # it is gone by now
+            except NotFound:  # the run was removed meanwhile
                 continue
         return found
 
     @contextmanager
     def lock(self, name: str) -> Iterator[None]:
-        """Serialises changes of the run's chain: submission, rollback, removal, and the beginning
-        of a fork. Raises NotFound (field `run`) if there is no run, even if it is deleted while
-        this waits."""
+        """Serialises changes of the run's chain: submission, rollback, removal, and the start of a
+        fork. Raises NotFound (field `run`) if the run does not exist, or is deleted while this
+        method waits for the lock."""
         path = self.directory(name) / "lock"
         with ExitStack() as stack:
             try:
@@ -202,7 +203,8 @@ class Runs:
                 same = os.path.samestat(held, path.stat())
             except FileNotFoundError:
                 same = False
-            # The lock of a run that is gone. It blocks no new run of the same name.
+            # The lock belongs to a run that has been removed. The old lock does not block a new run
+            # with the same name.
             if not same:
                 raise NotFound(f"run {name!r} was deleted", field="run")
             yield
@@ -214,12 +216,12 @@ def _read_spec(path: Path) -> RunSpec | None:
 
 
 WANTED_SECONDS = 600.0
-"""A step stays loaded for this long after a client has asked for it."""
+"""Seconds for which a step stays loaded after a client has asked for it."""
 
 
 class ServedRecords:
-    """`runs/<run>/served.json`: what vLLM serves of a run. All methods raise NotFound (field `run`)
-    without the run."""
+    """`runs/<run>/served.json`: the step that vLLM serves of a run. All methods raise NotFound
+    (field `run`) if the run does not exist."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
@@ -228,8 +230,7 @@ class ServedRecords:
         return self._runs.directory(run) / "served.json"
 
     def get(self, run: str) -> Served | None:
-        """The run's record; None while vLLM serves no step of the run, and if the file is
-        damaged."""
+        """The run's record; None if vLLM serves no step of the run, or if the file is damaged."""
         return fs.read_undamaged(self._path(run), Served)
 
     def put(self, run: str, served: Served) -> None:
@@ -237,7 +238,7 @@ class ServedRecords:
         fs.remove_file(self._refused(run))
 
     def withdraw(self, run: str) -> None:
-        """Removes the records: vLLM now has no step of the run, and has refused none."""
+        """Removes the records: vLLM now serves no step of the run, and has refused none."""
         fs.remove_file(self._path(run))
         fs.remove_file(self._refused(run))
 
@@ -245,7 +246,7 @@ class ServedRecords:
         return self._runs.directory(run) / "refused.json"
 
     def refused(self, run: str) -> Refused | None:
-        """The step that vLLM refused, if vLLM serves no step of the run."""
+        """The step that vLLM refused, if it serves no step of the run."""
         return fs.read_undamaged(self._refused(run), Refused)
 
     def put_refused(self, run: str, refused: Refused) -> None:
@@ -253,15 +254,16 @@ class ServedRecords:
             fs.write_json_atomic(self._refused(run), refused)
 
     def want(self, run: str, step: int) -> None:
-        """Records that a client samples from this step, which vLLM does not have: the publisher
-        loads it and keeps it for a while."""
+        """Records that a client samples from a step that vLLM does not have. The publisher then
+        loads the step and keeps it for WANTED_SECONDS."""
         path = self._wanted(run) / str(step)
         with fs.volume_errors(path):
             fs.make_dir(path.parent)
             path.touch()
 
     def wanted(self, run: str) -> list[int]:
-        """The steps that were asked for within WANTED_SECONDS, by this machine's clock."""
+        """The steps that clients asked for within the last WANTED_SECONDS, by this machine's
+        clock."""
         found = []
         for name in listing(self._wanted(run)):
             with suppress(OSError, ValueError):
@@ -273,7 +275,8 @@ class ServedRecords:
         return self._runs.directory(run) / "wanted"
 
     def changed(self, run: str) -> float | None:
-        """When the record was written, Unix seconds by the volume's clock; None without one."""
+        """The time at which the record was written, in Unix seconds by the volume's clock; None if
+        there is no record."""
         with suppress(FileNotFoundError):
             return self._path(run).stat().st_mtime
         return None

@@ -1,5 +1,5 @@
-"""Jobs of kind `session`: the runner queues one for each run whose session has a request that
-waits."""
+"""Jobs of kind `session`: the runner queues one for each run of a session that has a waiting
+request."""
 
 import time
 from collections.abc import Iterator
@@ -13,10 +13,11 @@ from tandem.spool.schema import JobSpec, RequestError, RequestResult, SessionJob
 
 def queue_waiting(spool: Spool) -> None:
     """Queues a job for each run of an open session that has an uncomputed request and no job. If
-    the job before has failed on these requests, it answers them with that job's error. Only the
-    spool's runner calls this."""
+    the previous job has failed on these requests, answers them with that job's error. Only the
+    spool's runner calls this function."""
     for session, run, seq in _waiting(spool):
-        # It was removed in between, or is damaged (`tandem doctor` says so), or its session ended.
+        # The run was removed meanwhile, is damaged (`tandem doctor` reports it), or its session has
+        # ended.
         with suppress(NotFound, CheckpointDamaged, Conflict):
             if not _has_job(spool, run):
                 if (reason := _refusal(spool, run, seq)) is not None:
@@ -26,8 +27,8 @@ def queue_waiting(spool: Spool) -> None:
 
 
 def others_wait(spool: Spool) -> bool:
-    """Whether a run without a running job has a job that is queued, or a request to compute. As
-    long as the runner has no room, it claims and queues none."""
+    """Whether a run that has no running job has a queued job or a request to compute. A runner
+    whose GPUs are all in use claims and queues no job for such a run."""
     index = spool.jobs.index
     busy = {key.run for key in index.running()}
     queued = any(head.run not in busy for head in index.heads())
@@ -35,7 +36,8 @@ def others_wait(spool: Spool) -> bool:
 
 
 def _waiting(spool: Spool) -> Iterator[tuple[str, str, int]]:
-    """Session, run and number of the requests that are to be computed next."""
+    """For each run with waiting requests: the session, the run, and the number of the next request
+    to compute."""
     for session in spool.sessions.unended():
         for run in spool.sessions.runs(session):
             with suppress(NotFound, CheckpointDamaged):
@@ -45,8 +47,8 @@ def _waiting(spool: Spool) -> Iterator[tuple[str, str, int]]:
 
 def _has_job(spool: Spool, run: str) -> bool:
     index = spool.jobs.index
-    # Running jobs are read before and after the queue, because a job may move from the queue to the
-    # running jobs or back meanwhile.
+    # Running jobs are read before and after the queue, because a job may meanwhile move from the
+    # queue to the running jobs or back.
     return bool(index.running(run) or any(index.queued(run)) or index.running(run))
 
 
@@ -65,8 +67,8 @@ def _queue(spool: Spool, session: str, run: str) -> None:
 
 
 def _refusal(spool: Spool, run: str, seq: int) -> str | None:
-    """The error for a request that no job will compute: the job that had to compute it has failed,
-    or was cancelled."""
+    """The error for a request that no job will compute, because the job for it has failed or was
+    cancelled."""
     for state, job in spool.jobs.list(run, limit=1):
         result, created = job.result, spool.requests.get(run, seq).created
         if result is not None and result.error is not None and result.finished >= created:

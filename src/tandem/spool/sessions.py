@@ -27,14 +27,15 @@ from tandem.spool.schema import (
 _RECORD, _BEAT, _END = "session.json", "beat.json", "end.json"
 
 
-@remembered  # the runner looks for the end of every session in each turn of its loop
+# cached, because the runner checks whether every session has ended in each turn of its loop
+@remembered
 def _read_end(path: Path) -> SessionEnd | None:
     return fs.read_undamaged(path, SessionEnd)
 
 
 class TrainingSessions:
-    """All sessions. A session takes requests until its client ends it, or is not heard of any
-    more."""
+    """All sessions. A session accepts requests until its client ends it, or is silent for too
+    long."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -42,7 +43,7 @@ class TrainingSessions:
     def create(
         self, *, submitted_by: str | None = None, labels: Mapping[str, str] | None = None
     ) -> SessionRecord:
-        """A new session. Its client counts as heard of now."""
+        """A new session. The session's client counts as alive now."""
         record = SessionRecord(
             id=fs.new_ulid().lower(),
             created=time.time(),
@@ -59,8 +60,8 @@ class TrainingSessions:
         return record
 
     def get(self, session: str) -> SessionRecord:
-        """The session. Raises NotFound (field `session`) if there is none, or if its record is
-        damaged."""
+        """The session. Raises NotFound (field `session`) if the session does not exist, or if its
+        record is damaged."""
         record = fs.read_undamaged(self._paths.session_dir(session) / _RECORD, SessionRecord)
         if record is None:
             raise NotFound(f"there is no session {session!r}", field="session")
@@ -75,14 +76,15 @@ class TrainingSessions:
         return [session for session in self.ids() if self.ended(session) is None]
 
     def beat(self, session: str) -> None:
-        """Records that the client lives. NotFound; Conflict (field `session`) after the end."""
+        """Records that the client lives. Raises NotFound if the session does not exist, Conflict
+        (field `session`) if it has ended."""
         self.check_open(session)
         path = self._paths.session_dir(session) / _BEAT
         fs.write_json_atomic(path, SessionBeat(time=time.time()), durable=False)
 
     def check_open(self, session: str) -> None:
-        """Raises NotFound if the session does not exist, Conflict (field `session`) after its
-        end."""
+        """Raises NotFound if the session does not exist, Conflict (field `session`) if it has
+        ended."""
         self.get(session)
         if (end := self.ended(session)) is not None:
             raise Conflict(f"session {session!r} has ended: {end.reason}", field="session")
@@ -91,15 +93,16 @@ class TrainingSessions:
         return _read_end(self._paths.session_dir(session) / _END)
 
     def end(self, session: str, reason: str) -> None:
-        """Ends a session: it takes no request any more. The first reason stands. Raises NotFound if
-        the session does not exist."""
+        """Ends a session: it accepts no further requests. If the session has ended before, the
+        first reason is kept. Raises NotFound if the session does not exist."""
         self.get(session)
         if self.ended(session) is None:
             path = self._paths.session_dir(session) / _END
             fs.write_json_atomic(path, SessionEnd(finished=time.time(), reason=reason))
 
     def expire(self, seconds: float) -> list[str]:
-        """Ends the sessions whose clients were silent for too long. Returns these sessions."""
+        """Ends the sessions whose clients have been silent for more than `seconds`. Returns the ids
+        of these sessions."""
         silent = []
         for session in self.unended():
             beat = fs.read_undamaged(self._paths.session_dir(session) / _BEAT, SessionBeat)
@@ -114,7 +117,7 @@ class TrainingSessions:
         self._put(session, f"model-{number}.json", model, "model_seq_id")
 
     def model(self, session: str, number: int) -> ClientModel:
-        """The model's record. Raises NotFound (field `model_id`) if there is none."""
+        """The model's record. Raises NotFound (field `model_id`) if the model does not exist."""
         path = self._paths.session_dir(session) / f"model-{number}.json"
         if (found := fs.read_undamaged(path, ClientModel)) is None:
             raise NotFound(f"session {session!r} has no model {number}", field="model_id")
@@ -126,7 +129,8 @@ class TrainingSessions:
         self._put(session, f"sampler-{number}.json", sampler, "sampling_session_seq_id")
 
     def sampler(self, session: str, number: int) -> ClientSampler:
-        """The sampler's record. Raises NotFound (field `sampling_session_id`) if there is none."""
+        """The sampler's record. Raises NotFound (field `sampling_session_id`) if the sampler does
+        not exist."""
         path = self._paths.session_dir(session) / f"sampler-{number}.json"
         if (found := fs.read_undamaged(path, ClientSampler)) is None:
             problem = f"session {session!r} has no sampler {number}"
@@ -140,8 +144,8 @@ class TrainingSessions:
             os.utime(path)
 
     def sampler_used(self, session: str, number: int) -> float:
-        """When the sampler's client last sampled, Unix seconds by the volume's clock; 0 if it never
-        did."""
+        """The time at which the sampler's client last sampled, in Unix seconds by the volume's
+        clock; 0 if it never did."""
         with suppress(OSError):
             path = self._paths.session_dir(session) / f"sampler-{number}.json"
             return path.stat().st_mtime
@@ -168,7 +172,8 @@ class TrainingSessions:
             fs.write_json_atomic(path, record)
 
     def run_name(self, session: str, number: int) -> str:
-        """The run of the session's model `number`. `RunSpec.session` names the session."""
+        """The name of the run of the session's model `number`. The run's `RunSpec.session` refers
+        to the session."""
         self._paths.session_dir(session)
         return f"{session}-train-{number}"
 
@@ -184,31 +189,34 @@ class TrainingSessions:
 
 
 class CheckpointNames:
-    """Clients' names of checkpoints, `runs/<run>/names.json`. A named checkpoint is pinned."""
+    """Names that clients gave to checkpoints, `runs/<run>/names.json`. A named checkpoint is
+    pinned."""
 
     def __init__(self, runs: Runs, checkpoints: Checkpoints) -> None:
         self._runs, self._checkpoints = runs, checkpoints
 
     def list(self, run: str) -> list[SavedName]:
-        """The names of a run's checkpoints, in the order in which they were given. Raises NotFound
-        if the run does not exist."""
+        """The names of a run's checkpoints, in the order in which they were assigned. Raises
+        NotFound if the run does not exist."""
         path = self._runs.directory(run) / "names.json"
         return [*(fs.read_undamaged(path, SavedNames) or SavedNames()).names]
 
     def find(self, run: str, group: str, name: str) -> SavedName:
-        """The checkpoint with this name. Raises NotFound (field `name`) if there is none."""
+        """The checkpoint with this name. Raises NotFound (field `name`) if no checkpoint has the
+        name."""
         for saved in self.list(run):
             if (saved.group, saved.name) == (group, name):
                 return saved
         raise NotFound(f"run {run!r} has no checkpoint {json.dumps(name)}", field="name")
 
     def put(self, run: str, saved: SavedName) -> None:
-        """Gives the name to this checkpoint; another checkpoint loses it."""
+        """Gives the name to this checkpoint; a checkpoint that had the name loses it."""
         self._checkpoints.pin(run, saved.step)
         self._replace(run, saved, saved)
 
     def remove(self, run: str, group: str, name: str) -> None:
-        """Forgets a name. Raises NotFound if there is none. The checkpoint may then be removed."""
+        """Forgets a name. Raises NotFound if the name does not exist. The checkpoint may then be
+        removed."""
         self._replace(run, self.find(run, group, name), None)
 
     def _replace(self, run: str, old: SavedName, new: SavedName | None) -> None:

@@ -1,5 +1,5 @@
 """OpenAI's fine-tuning API on the volume: uploaded files (`uploads/<id>/`) and fine-tunings
-(`tunings/<id>.json`). The ids begin with the time, so sorted names are in the order of time."""
+(`tunings/<id>.json`). The ids begin with the time, so sorting by name is sorting by time."""
 
 import re
 import time
@@ -21,30 +21,31 @@ _RECORD = "file.json"
 
 
 class Uploads:
-    """Uploaded files. They are immutable, and made by one rename."""
+    """Uploaded files. An upload is immutable, and is created by one rename."""
 
     def __init__(self, paths: Paths) -> None:
         self.directory = paths.root / "uploads"
 
     @contextmanager
     def receiving(self) -> Iterator[Path]:
-        """A new directory for a file that arrives. It is removed at the end unless `commit` took
-        it."""
+        """A new directory for a file that arrives. The directory is removed at the end of the block
+        unless `commit` moved it."""
         with fs.volume_errors(self.directory):
             fs.make_dir(self.directory)
         with fs.staging(self.directory) as staged:
             yield staged
 
     def commit(self, staged: Path, upload: Upload) -> None:
-        """Makes the file in `staged`, named `<id>.jsonl` or `<id>.csv`, the upload. A second upload
-        with this id changes nothing."""
+        """Makes the file in `staged`, named `<id>.jsonl` or `<id>.csv`, the upload with this id. A
+        second upload with this id changes nothing."""
         fs.write_json_atomic(staged / _RECORD, upload)
         fs.fsync_tree(staged)
         with suppress(FileExistsError):
             fs.rename_dir(staged, self.directory / upload.id)
 
     def get(self, upload_id: str) -> Upload:
-        """The file's record. Raises NotFound (field `file_id`) if there is none."""
+        """Raises NotFound (field `file_id`) if the file does not exist. Raises NotFound (field
+        `file_id`) if the file does not exist."""
         if (
             not _is_upload(upload_id)
             or (upload := _read_upload(self.directory / upload_id / _RECORD)) is None
@@ -58,7 +59,8 @@ class Uploads:
         return self.directory / upload.id / f"{upload.id}.{suffix}"
 
     def reader(self, upload: Upload) -> BinaryIO:
-        """The file's content, opened. Raises NotFound if it is gone or is not a regular file."""
+        """The file's content, opened. Raises NotFound if it was removed or is not a regular
+        file."""
         try:
             return open_plain(self.path(upload))
         except (FileNotFoundError, NotPlainError) as error:
@@ -86,7 +88,8 @@ class Tunings:
         self.directory = paths.root / "tunings"
 
     def lock(self) -> AbstractContextManager[int]:
-        """Serialises changes of fine-tunings, and the removal of the files that they train."""
+        """Serialises changes of fine-tunings, and the removal of the files that fine-tunings
+        use."""
         with fs.volume_errors(self.directory):
             fs.make_dir(self.directory)
         return file_lock(self.directory / ".lock")
@@ -96,8 +99,8 @@ class Tunings:
             fs.write_json_atomic(self._path(tuning.id), tuning)
 
     def get(self, tuning_id: str) -> Tuning:
-        """The fine-tuning's record. Raises NotFound (field `fine_tuning_job_id`) if there is none,
-        or if it is damaged."""
+        """The fine-tuning's record. Raises NotFound (field `fine_tuning_job_id`) if it does not
+        exist or is damaged."""
         tuning = None
         if _is_tuning(tuning_id):
             tuning = fs.read_undamaged(self._path(tuning_id), Tuning)
@@ -109,7 +112,7 @@ class Tunings:
 
     def change(self, tuning_id: str, update: Callable[[Tuning], Tuning]) -> Tuning:
         """Replaces the record by `update(record)`, unless the fine-tuning has ended. Returns the
-        present record."""
+        current record."""
         with self.lock():
             tuning = self.get(tuning_id)
             if tuning.end is None and (changed := update(tuning)) != tuning:

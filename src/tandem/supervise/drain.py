@@ -1,8 +1,9 @@
-"""Takes one of several inference servers out of the proxy before it is stopped, and waits up to
+"""Removes one of several inference servers from the proxy before it is stopped, and waits up to
 SECONDS for its requests (`python -m tandem.supervise.drain SECONDS`).
 
-Its publisher reads the order to leave, and withdraws vLLM's permission to answer. The proxy sends
-no more requests; running requests continue. It never fails: the server is stopped in any case.
+The server's publisher reads the order to leave, and withdraws vLLM's permission to answer. The
+proxy sends no more requests; running requests continue. The program never fails, because the server
+is stopped in any case.
 """
 
 import sys
@@ -17,13 +18,14 @@ from tandem.vllm_client.client import InferenceGone, VllmClient
 log = Log("drain")
 
 CHECKED_SECONDS = 1.5
-"""Seconds within which the proxy has seen that a server is not ready: two checks, 0.5 s apart."""
+"""Seconds after which the proxy has noticed that a server is not ready: two checks, 0.5 s apart."""
 
 
 def drain(settings: Settings, seconds: float) -> bool:
-    """Whether the server had no request left."""
+    """Waits until the server has no request left. Returns False if `seconds` pass first."""
     end = time.monotonic() + seconds
-    # The file outlives this container's restart, and must not keep the next server out.
+    # The file remains after a restart of this container, so it contains a time limit: it must not
+    # keep the next server out.
     leaving_file(settings.root).write_text(str(time.time() + seconds))
     client = VllmClient(settings, timeout=5.0)
     quiet_since = None

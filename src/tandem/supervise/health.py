@@ -1,14 +1,14 @@
 """The images' HEALTHCHECK: `python -m tandem.supervise.health [--started | --live]`. Prints one
 line; exits with 0 if all is well, else with 1.
 
-TANDEM_ROLE decides what is checked. `controller` answers /readyz. `trainer` has a runner that runs
-and holds the spool's lock. `inference` has a publisher that runs, and a vLLM that is up, healthy
-and lists the base model. Without a role all of this is checked.
+TANDEM_ROLE selects the checks. `controller` must answer /readyz. `trainer` needs a running runner
+that holds the spool's lock. `inference` needs a running publisher, and a vLLM that is up, healthy
+and lists the base model. Without a role, all of this is checked.
 
 `--started`, for a startup probe: a vLLM that waits for a trainer to give back shared GPUs
 counts as healthy.
 
-`--live`, for a liveness probe: checks only whether the programs' own loops turn
+`--live`, for a liveness probe, only checks that the programs' own loops still run
 (`tandem.system.liveness`), so that nothing is killed while a model loads, a step is published or a
 volume is away. If vLLM's engine or a job's ranks hang, `tandem up` and the runner end them.
 """
@@ -33,8 +33,9 @@ from tandem.system.ports import local_url
 from tandem.vllm_client.names import BASE_MODEL_NAME, READY_ROUTE
 
 _TIMEOUT_SECONDS = 4.0
-# The servers are on this machine, so there is no proxy and no TLS. `build_opener` reads all
-# certificates, 25 ms of CPU, and `tandem up` asks eight times a second until all is ready.
+# The servers are on this machine, so the opener needs no proxy and no TLS. `build_opener` reads all
+# certificates, which takes 25 ms of CPU, and `tandem up` asks eight times per second until all
+# programs are ready.
 _OPENER = urllib.request.OpenerDirector()
 for _handler in (
     urllib.request.HTTPHandler(),
@@ -50,7 +51,7 @@ def problems(settings: Settings, role: str, *, started: bool = False) -> list[st
     Raises SpoolUnusable or OSError if the volume can't be read.
 
     Args:
-        started: the check for `--started`.
+        started: whether this is the check for `--started`.
     """
     found = [] if role in ("trainer", "inference") else [_get(settings, "controller", "/readyz")[0]]
     if role != "controller":
@@ -68,15 +69,15 @@ def problems(settings: Settings, role: str, *, started: bool = False) -> list[st
         if {"vllm", "proxy"} & set(needed) and not waits:
             found.append(_problem_of_vllm(settings))
         if "vllm" in needed and settings.replica is not None and not started:
-            # Ready only with every announced step: otherwise an upgrade would stop the next server
-            # too early.
+            # vLLM is ready only with every announced step; otherwise an upgrade would stop the next
+            # server too early.
             found.append(_get(settings, "inference", READY_ROUTE)[0])
     return [problem for problem in found if problem]
 
 
 def _needed(settings: Settings, role: str) -> list[str]:
-    """The essential programs that `role` runs under supervisord, without the controller, which
-    answers /readyz."""
+    """The essential programs that `role` runs under supervisord, except the controller, which is
+    checked by /readyz."""
     return [p.name for p in programs_of(settings, role) if p.essential and p.name != "controller"]
 
 
@@ -88,14 +89,14 @@ def _problem_of_vllm(settings: Settings) -> str:
         return problem
     with suppress(ValueError, LookupError, TypeError):
         names = [model["id"] for model in json.loads(body)["data"]]
-        # Of the run that is served then.
+        # With merged weights, the listed names are those of the served run.
         if BASE_MODEL_NAME in names or (settings.weights == "merged" and names):
             return ""
     return f"vLLM does not list the model {BASE_MODEL_NAME!r}"
 
 
 def stopped_loops(settings: Settings, role: str) -> list[str]:
-    """One message for each program of `role` whose loop no longer turns."""
+    """One message for each program of `role` whose loop no longer runs."""
     if role == "controller":
         problem, _ = _get(settings, "controller", "/healthz")
         return [problem] if problem else []
@@ -114,7 +115,7 @@ def _get(
     path: str,
     key: str | None = None,
 ) -> tuple[str, bytes]:
-    """(the problem, or an empty string; the answer's body)"""
+    """(the problem, or an empty string; the body of the answer)"""
     url = local_url(getattr(settings, f"{server}_host"), getattr(settings, f"{server}_port")) + path
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:

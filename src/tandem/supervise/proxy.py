@@ -2,11 +2,12 @@
 tandem.supervise.proxy [HOST:PORT ... | --resolve NAME:PORT]`).
 
 The routing rule was measured (docs/performance.md). A rollout stays on the server that has its
-prefix in the cache and its turns in the rollout door. The samples of a group share their prompt.
-They start on one server, unless it has much more to do than the others.
+prefix in the cache and its turns in the rollout door's memory. The samples of a group share their
+prompt. The samples start on one server, unless that server has much more work than the others.
 
-Without arguments the servers are the ones that `tandem up` starts beside the proxy. `--resolve`:
-all addresses of a name, such as a headless Service's, looked up again every second.
+Without arguments, the servers are those that `tandem up` starts beside the proxy. `--resolve`: the
+servers are all addresses of a name, such as a headless Service's, which is resolved again every
+second.
 """
 
 import argparse
@@ -32,14 +33,14 @@ from tandem.vllm_client.names import (
 log = Log("proxy")
 
 ANSWER_SECONDS = 3700
-"""Seconds to wait for an answer; longer than the clients wait."""
+"""Seconds to wait for an answer; more than the clients' own limit."""
 MOST_SESSIONS = 500_000
-"""The most rollouts that are remembered, about 150 bytes each: rollouts with a request within
-SESSION_TIME."""
+"""The maximum number of remembered rollouts, about 150 bytes each. Rollouts with a request within
+SESSION_TIME are remembered."""
 SESSION_TIME = "2h"
 RETRIED_BYTES = 131072
-"""A request up to this size, headers included, is sent to another server if the first one fails. A
-client sends a larger one again by itself."""
+"""A request up to this many bytes, headers included, is sent to another server if the first one
+fails. If a larger request fails, the client sends it again."""
 MOST_RESOLVED = 64
 INSTALL = "apt-get install haproxy"
 
@@ -59,12 +60,12 @@ def haproxy_config(settings: Settings, servers: Sequence[str] = (), resolve: str
 
     Args:
         servers: `<host>:<port>` of each inference server.
-        resolve: one name and port for all of them.
+        resolve: one host name and port that stand for all servers.
     """
     host = settings.inference_host
     address = f"[{host}]" if ":" in host else host
-    # A server that refuses a connection is marked down at once, because the hash would choose it
-    # again.
+    # A server that refuses a connection is marked down immediately, because the hash would choose
+    # it again.
     options = "check inter 500ms fall 2 rise 1 observe layer4 error-limit 1 on-error mark-down"
     lines = [f"server replica-{n} {server} {options}" for n, server in enumerate(servers)]
     if resolve:

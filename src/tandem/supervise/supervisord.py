@@ -39,12 +39,13 @@ class Program:
     name: str
     module: str
     stop_seconds: int  # between SIGTERM and SIGKILL
-    essential: bool = True  # any other may fail again and again without ending `tandem up`
-    costly: bool = False  # to start again: its state takes minutes to make
-    # It listens on settings.<port>_port, or on `number`.
+    # a program that is not essential may fail repeatedly without ending `tandem up`
+    essential: bool = True
+    costly: bool = False  # whether a restart is costly, because its state takes minutes to build
+    # The program listens on settings.<port>_port, or on `number`.
     port: Literal["controller", "inference", "metrics"] | None = None
     number: int | None = None
-    environment: tuple[tuple[str, str], ...] = ()  # beside supervisord's own
+    environment: tuple[tuple[str, str], ...] = ()  # variables in addition to supervisord's own
 
     @property
     def kind(self) -> str:
@@ -57,9 +58,9 @@ _VLLM = Program("vllm", "tandem.inference.server.serve", 20, costly=True, port="
 # The common address of several inference servers.
 _PROXY = Program("proxy", "tandem.supervise.proxy", 5, port="inference")
 _PUBLISHER = Program("publisher", "tandem.inference.publisher", 8)
-# The runner stops its ranks, puts the job back, and gives shared GPUs back. Its own time limit is
-# tandem.trainer.runner.loop.STOP_SECONDS. It does not talk to vLLM, so it gets no address or token
-# of vLLM.
+# The runner stops its ranks, puts the job back into the queue, and gives shared GPUs back. The
+# runner's own time limit is tandem.trainer.runner.loop.STOP_SECONDS. The runner does not contact
+# vLLM, so it gets neither vLLM's address nor its token.
 _RUNNER = Program(
     "runner",
     "tandem.trainer.runner",
@@ -79,9 +80,9 @@ _LEFTOVER_SECONDS = 13
 
 
 def programs_of(settings: Settings, role: str) -> tuple[Program, ...]:
-    """The programs of a role. Several inference servers are pairs of vLLM and publisher, behind a
-    proxy; with TANDEM_REPLICA this machine has one of them. Raises InvalidInput if there are not
-    enough GPUs for them."""
+    """The programs of a role. Several inference servers are pairs of a vLLM and a publisher, behind
+    a proxy. With TANDEM_REPLICA, this machine has only one of the pairs. Raises InvalidInput if
+    there are not enough GPUs for the servers."""
     programs = PROGRAMS.get(role, PROGRAMS["all"])
     if settings.local_replicas == 1 or _VLLM not in programs:
         return programs
@@ -107,12 +108,13 @@ def inference_ports(settings: Settings) -> dict[str, int]:
 
 
 def replica_variables(settings: Settings) -> list[dict[str, str]]:
-    """The environment of each of several inference servers on this machine."""
+    """For each of several inference servers on this machine, its environment variables. Raises
+    InvalidInput if there are too few GPUs for the servers."""
     count, each = settings.local_replicas, settings.inference_tensor_parallel
     try:
         gpus = Devices(settings, "inference").uuids
     except DriverFailed:
-        gpus = ()  # vLLM's own start reports it
+        gpus = ()  # vLLM reports the error when it starts
     if gpus and len(gpus) < count * each:
         raise InvalidInput(
             f"{count} inference servers of {each} GPUs need {count * each}, and there are"
@@ -134,14 +136,14 @@ def replica_variables(settings: Settings) -> list[dict[str, str]]:
 
 
 def supervisord_seconds(programs: Sequence[Program]) -> int:
-    """The most seconds that supervisord takes to stop its programs: one kind after another, and all
-    programs of a kind at once."""
+    """The most seconds that supervisord takes to stop its programs: it stops one kind after
+    another, and all programs of a kind together."""
     return sum(max(p.stop_seconds for p in of) for of in _by_kind(programs).values()) + 8
 
 
 def stop_seconds(programs: Sequence[Program]) -> int:
-    """The most seconds between SIGTERM and the end of `tandem up`, which finally ends the processes
-    that supervisord left."""
+    """The most seconds between SIGTERM and the end of `tandem up`, including the time to end
+    processes that supervisord left."""
     return supervisord_seconds(programs) + _LEFTOVER_SECONDS
 
 
@@ -154,7 +156,7 @@ def _by_kind(programs: Sequence[Program]) -> dict[str, list[Program]]:
 
 @dataclass(frozen=True)
 class Status:
-    """The state of a program, as supervisord reports it."""
+    """The state of a program according to supervisord."""
 
     state: str  # STARTING, RUNNING, BACKOFF, STOPPING, EXITED, FATAL, STOPPED
     pid: int  # 0: not running
@@ -171,7 +173,7 @@ def log_path(logs: Path, program: str) -> Path:
 
 def write_config(directory: Path, logs: Path, programs: Sequence[Program]) -> Path:
     """Write supervisord.conf. Programs start in the order of `programs` and stop in the opposite
-    order; programs of a kind start and stop together. The file holds no secrets: programs get
+    order; programs of one kind start and stop together. The file holds no secrets: programs get
     secrets through supervisord's environment."""
     text = f"""\
 [supervisord]
@@ -189,8 +191,8 @@ chmod = 0700
 supervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface
 """
     for priority, program in enumerate(programs):
-        # killasgroup: vLLM's engine stays in its server's process group, and would keep the GPU of
-        # a killed server.
+        # killasgroup: vLLM's engine is in the process group of its server, and would keep the GPU
+        # if only the server was killed.
         text += f"""
 [program:{program.name}]
 command = "{sys.executable}" -m {program.module}
@@ -216,8 +218,8 @@ priority = {programs.index(of[0])}
 
 
 class Console:
-    """Prints programs' logs. `logs`: the directory of the logs, which are followed from their
-    present ends. `as_json`: every printed line is a JSON object with a key `program`."""
+    """Prints programs' logs. `logs`: the directory of the logs. The logs are followed from their
+    current ends. `as_json`: every printed line is a JSON object with a key `program`."""
 
     def __init__(self, logs: Path, programs: Iterable[str], *, as_json: bool) -> None:
         self._as_json = as_json
@@ -249,16 +251,16 @@ class Console:
                 else ("", "")
             )
             text = f"{before}{program:>10} |{after} {text}"
-        with suppress(OSError):  # the terminal may be gone; the logs remain
+        with suppress(OSError):  # the terminal may be closed; the log files remain
             print(text, flush=True)
 
 
 def how_it_ended(logs: Path, program: str) -> str:
-    """How supervisord's log describes a program's last end: "exit status 1", "terminated by
+    """The description of a program's last end in supervisord's log: "exit status 1", "terminated by
     SIGKILL".
 
-    supervisord forgets a status when it starts the program again, and its events have none: the log
-    is the only place that holds it.
+    supervisord forgets a program's exit status when it restarts the program, and its events do not
+    contain it. Only the log has the exit status.
     """
     pattern = rf"(?:exited|stopped): {re.escape(program)} \(([^;\n]+?)(?:; .*)?\)$"
     ends = re.findall(pattern, last_lines(log_path(logs, "supervisord")), re.MULTILINE)
@@ -278,7 +280,7 @@ def statuses(settings: Settings) -> dict[str, Status]:
 
 
 def start_again(settings: Settings, program: str) -> None:
-    """Have supervisord start a program that it gave up. Does nothing if supervisord can't, or
+    """Make supervisord start a program that it gave up. Does nothing if supervisord can't do so or
     doesn't answer."""
     with suppress(*_NO_ANSWER), _rpc(settings) as supervisor:
         supervisor.startProcess(f"{liveness.program_kind(program)}:{program}", False)

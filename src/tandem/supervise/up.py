@@ -1,9 +1,9 @@
 """`tandem up`: runs the programs of one container, or of all three on one machine, under one
 supervisord in the foreground.
 
-supervisord restarts a program that crashes. supervisord would do so for ever, and it exits with 0
-whatever happened to its programs. So this process watches over it and reports by its own exit
-status how the stack ended:
+supervisord restarts a program that crashes. But supervisord would restart it for ever, and
+supervisord exits with 0 whatever happened to its programs. So this process watches supervisord, and
+its own exit status says how the stack ended:
 
      0  stopped by Ctrl-C or SIGTERM
     70  an essential program could not be started
@@ -11,14 +11,14 @@ status how the stack ended:
         STEADY_SECONDS
     72  supervisord itself ended
 
-Once the stack has been ready, 70 and 71 occur only if no other running program is costly to start
-again (vLLM, the runner with its job): one program's trouble must not cost the others their state.
-In that case the program is tried again for ever.
+Once the stack has been ready, it ends with 70 or 71 only if no other running program is costly to
+restart (vLLM, the runner with its job): a failing program must not cost other programs their state.
+Otherwise the failing program is restarted for ever.
 
-However `tandem up` ends, at most `supervisord.stop_seconds()` later no process that it started is
-left. (If supervisord is killed with it, the next `tandem up` of this role ends the processes that
-they left.) `tandem up` may be the first process of a container, or have an init before it: it
-adopts and reaps processes that lose their parent.
+However `tandem up` ends, at most `supervisord.stop_seconds()` later all processes that it started
+have ended. (If supervisord is killed together with `tandem up`, the next `tandem up` of this role
+ends the processes that they left.) `tandem up` may be the first process of a container, or have an
+init process as its parent. `tandem up` adopts and reaps processes that lose their parent.
 """
 
 import os
@@ -54,27 +54,27 @@ from tandem.system.nvml import DriverFailed
 from tandem.system.tail import last_lines
 
 EXIT_FATAL, EXIT_CRASH_LOOP, EXIT_SUPERVISORD = 70, 71, 72  # explained by `tandem up --help`
-MOST_CRASHES = 8  # in a row, of an essential program
+MOST_CRASHES = 8  # crashes in a row of an essential program
 STEADY_SECONDS = 600.0
-"""A program that ran for this long before it crashed is not in a crash loop: its count starts
+"""A program that has run for this long before a crash is not in a crash loop, so its count starts
 again."""
 TRY_AGAIN_SECONDS = 30.0
-"""Seconds between two tries of a program that is not essential, after supervisord gave it up."""
+"""Seconds between two restarts of a program that is not essential and that supervisord gave up."""
 LEFTOVER_SECONDS = 3.0
-"""The most seconds that processes left by supervisord may take to end."""
+"""The most seconds that the remaining processes of supervisord may take to end."""
 
 
 def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | None = None) -> int:
     """Run the programs of `role` until Ctrl-C, SIGTERM or a crash loop; returns the exit status.
 
-    Needs a process of its own: it changes the environment and umask, and ends all of its
+    Call it in a separate process: it changes the environment and umask, and ends all of its
     descendants. Raises InvalidInput, Conflict (a port is taken, or this role runs on this spool
     already) or SpoolUnusable before it starts anything.
     """
     if find_spec("supervisor") is None:
         raise InvalidInput("supervisor is not installed; install tandem-rl[cpu] or tandem-rl[gpu]")
-    # Containers of one group share the volume, whatever their users. On a machine with several
-    # users, other users can't read runs, prompts and logs.
+    # In containers, users of one group share the volume. On a machine with several users, other
+    # users must not read runs, prompts and logs.
     os.umask(0o027 if role == "all" else 0o002)
     programs = programs_of(settings, role) if programs is None else programs
     names = {program.kind for program in programs}
@@ -84,10 +84,10 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
         check_apart(settings)
     sides: tuple[tuple[str, Side], ...] = (("runner", "trainer"), ("vllm", "inference"))
     for of, side in sides:
-        # Ranks of another executor are on other hosts.
+        # The ranks of other executors run on other hosts.
         if of in names and (of != "runner" or settings.executor == "local"):
             with suppress(DriverFailed):
-                Devices(settings, side)  # refuses GPUs that this machine does not have
+                Devices(settings, side)  # raises for GPUs that this machine does not have
     if "controller" in names:
         settings.check_bind("controller")
     if "vllm" in names:
@@ -125,8 +125,9 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
 
 
 def _end_remains(directory: Path, seconds: float, console: Console) -> None:
-    """End the processes that a killed `tandem up` left: they would keep ports and the runner's
-    lock. supervisord stops its programs within `seconds`, but it may have been killed too."""
+    """End the processes that a killed `tandem up` left, because they would keep ports and the
+    runner's lock. supervisord stops its programs within `seconds`, but it may have been killed
+    too."""
     find = partial(processes.marked, liveness.VARIABLE, str(directory))
     if not (left := find()):
         return
@@ -147,8 +148,9 @@ class _Life:
 
     pid: int = 0
     since: float = 0.0
-    crashes: int = 0  # in a row, without a steady life between them
-    # When supervisord was last asked to start the program that it had given up.
+    crashes: int = 0  # in a row, without a run of STEADY_SECONDS between them
+    # The time at which supervisord was last asked to restart the program, after it had given the
+    # program up; None: it has not given it up.
     tried: float | None = None
 
 
@@ -172,7 +174,7 @@ class Stack:
         self._signals = 0
         self._ready = False  # at least once
         # vLLM's admin routes are never open. The user who started the stack doesn't need to know
-        # this token.
+        # the token that is generated here.
         self._token = settings.secret("admin_token") or secrets.token_urlsafe(32)
 
     def run(self) -> int:
@@ -194,14 +196,14 @@ class Stack:
             self._stop()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # Left by a `tandem up` that was killed.
+        # Files left by a `tandem up` that was killed.
         for stale in (supervisord.socket_path(self._directory), *self._directory.glob("*.alive")):
             stale.unlink(missing_ok=True)
         config = supervisord.write_config(
             self._directory, self._logs, list(self._programs.values())
         )
-        # In this process too, because `supervisord.statuses` asks the supervisord of the role in
-        # the environment.
+        # The variables are also set in this process, because `supervisord.statuses` asks the
+        # supervisord of the role in the environment.
         os.environ |= {ROLE_VARIABLE: self._role, liveness.VARIABLE: str(self._directory)}
         variables = {"PYTHONUNBUFFERED": "1"}
         if not self._settings.secret("admin_token"):
@@ -214,8 +216,8 @@ class Stack:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                # Ctrl-C reaches only this process. supervisord stops the programs in their order
-                # when it gets SIGTERM, which the kernel sends if this process is killed.
+                # Ctrl-C reaches only this process. On SIGTERM, supervisord stops the programs in
+                # their order. If this process is killed, the kernel sends SIGTERM to supervisord.
                 start_new_session=True,
                 preexec_fn=partial(  # noqa: PLW1509
                     processes.die_with_parent, parent, signal.SIGTERM
@@ -247,7 +249,7 @@ class Stack:
         return 0
 
     def _check(self, program: Program, status: Status) -> int:
-        """Counts a program's crashes. Returns the exit status if the stack has to end, else 0."""
+        """Counts a program's crashes. Returns the exit status if the stack must end, else 0."""
         life, now = self._lives[program.name], time.monotonic()
         if status.state == "FATAL":
             if life.tried is None:
@@ -266,12 +268,12 @@ class Stack:
         return 0
 
     def _ends_stack(self, program: Program) -> bool:
-        """Whether the stack ends because this program does not stay up."""
+        """Whether the stack ends because this program fails to stay up."""
         others = [
             other for other in self._programs.values() if other.costly and other is not program
         ]
         lives = [self._lives[other.name] for other in others]
-        # A program that has just crashed and waits for its next start also counts as staying up.
+        # A program that has just crashed and waits for its restart still counts as staying up.
         stays_up = any(life.tried is None and life.crashes <= MOST_CRASHES for life in lives)
         return program.essential and not (self._ready and stays_up)
 
@@ -315,7 +317,7 @@ class Stack:
         seconds = supervisord_seconds(list(self._programs.values()))
         self._wait(lambda: self._daemon.poll() is not None, seconds, most_signals)
         if self._daemon.poll() is not None:
-            # If supervisord was killed, its programs are this process's children now.
+            # If supervisord was killed, its programs are now children of this process.
             for process in left():
                 processes.send(process, signal.SIGTERM)
             self._wait(lambda: not left(), LEFTOVER_SECONDS, most_signals)

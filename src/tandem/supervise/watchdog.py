@@ -1,4 +1,4 @@
-"""Kills a vLLM that makes no progress. Its `/health` answers 200 even while its engine hangs, so
+"""Kills a vLLM that makes no progress. vLLM's `/health` answers 200 even while its engine hangs, so
 its token counts are watched."""
 
 import math
@@ -31,15 +31,16 @@ Question = Callable[[], bool]
 
 @dataclass(frozen=True)
 class Sample:
-    """vLLM's work, as its `/metrics` describes it."""
+    """The work of vLLM, read from its `/metrics`."""
 
-    requests: float  # running or waiting
+    requests: float  # number of running or waiting requests
     tokens: float  # grows with every iteration of the engine
     asleep: bool = False
 
 
 def parse(text: str) -> Sample:
-    """Reads Prometheus' text format. Without series that count tokens there are no requests."""
+    """Reads Prometheus' text format. If vLLM has no series that count tokens yet, it has had no
+    requests."""
     requests, tokens, counts_tokens, asleep = 0.0, 0.0, False, False
     for name, labels, value in _SERIES.findall(text):
         number = float(value)
@@ -79,9 +80,9 @@ class Progress:
         Args:
             now: monotonic seconds.
             vllm: its pid and start time.
-            sample: its work; None if it doesn't answer. Before its first answer vLLM is loading.
-            paused: called only if nothing else explains the stall.
-            may_sleep: called only if vLLM sleeps.
+            sample: vLLM's work; None if it doesn't answer. Before its first answer vLLM is loading.
+            paused: returns whether vLLM is paused; called only if nothing else explains the stall.
+            may_sleep: returns whether vLLM may sleep; called only if vLLM sleeps.
         """
         if (vllm.pid, vllm.started) != self._process:
             self._process, self._answered, self._tokens, self._since = (
@@ -91,7 +92,7 @@ class Progress:
                 now,
             )
         elif now - self._last > self._longest_gap:
-            self._since = now  # the watchdog was stopped in between, and vLLM perhaps too
+            self._since = now  # the watchdog itself was suspended meanwhile, and perhaps vLLM too
         self._last = now
         waited = now - self._since
         stalled = waited > self._stall
@@ -146,8 +147,8 @@ class Watchdog(threading.Thread):
             if why is not None and now is not None and now.started == vllm.started:
                 self._say(f"{self._program} (pid {vllm.pid}) has stalled: {why}; killing it")
                 with suppress(ProcessLookupError):
-                    # supervisord made vLLM the leader of a process group, to which its engine
-                    # belongs.
+                    # supervisord started vLLM as the leader of a process group, to which vLLM's
+                    # engine belongs.
                     os.killpg(vllm.pid, signal.SIGKILL)
 
     def _sample(self) -> Sample | None:
@@ -162,15 +163,16 @@ class Watchdog(threading.Thread):
             answer = self._http.get("/is_paused")
             return answer.status_code == 200 and answer.json()["is_paused"] is True
         except (httpx.HTTPError, ValueError, LookupError, TypeError):
-            return False  # a hanging engine doesn't answer this either
+            return False  # an engine that hangs doesn't answer this request either
 
     def _may_sleep(self) -> bool:
-        """Whether vLLM sleeps for a good reason: its own user will wake it, or on shared GPUs a
-        trainer holds them or its publisher is about to wake it."""
+        """Whether vLLM sleeps for a good reason. Without shared GPUs, the client that put vLLM to
+        sleep will wake vLLM. On shared GPUs, a trainer must hold them, or the publisher be about to
+        wake vLLM."""
         if self._settings.gpu_mode == "dedicated":
             return True
         try:
             hold = Spool(self._settings.root).hold.get()
         except (TandemError, OSError):
-            return True  # without the volume the trainer's state is unknown
+            return True  # without the volume, the trainer's state is unknown
         return hold is not None and time.time() < hold.deadline

@@ -1,5 +1,5 @@
 """API keys and their names: finds the name of a request's key, and adds it to the line of the
-access log. Both servers use it, so it imports no server framework."""
+access log. Controller and vLLM's server both use it, so it imports no server framework."""
 
 import hmac
 import logging
@@ -10,7 +10,8 @@ from hashlib import sha256
 
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):(.+)")
 asking: ContextVar[str] = ContextVar("asking", default="")
-"""The name of the key of the request that this task answers; empty if the key has no name."""
+"""The name of the key with which the current task's request was sent; empty if the key has no
+name."""
 
 
 def split_name(entry: str) -> tuple[str, str]:
@@ -26,17 +27,18 @@ def digests(keys: Mapping[str, str]) -> dict[str, str]:
 
 
 def name_of(authorization: str, known: Mapping[str, str]) -> str | None:
-    """The name of the key in the value of the header Authorization; None if the key is unknown."""
+    """The name of the key in the value of an Authorization header; None if the key is unknown."""
     scheme, _, key = authorization.partition(" ")
     digest = sha256(key.strip().encode("latin-1")).hexdigest()
-    # Every key is compared, in constant time, so that the time does not tell how close a guess is.
+    # All keys are compared, each in constant time, so that the time does not reveal how close a
+    # guess is.
     names = [name for one, name in known.items() if hmac.compare_digest(digest, one)]
     return names[0] if names and scheme.lower() == "bearer" else None
 
 
 def name_in_log(record: logging.LogRecord) -> bool:
-    """A filter of uvicorn's access log that puts the key's name after the address. Lets every line
-    pass."""
+    """A filter for uvicorn's access log that inserts the key's name after the address. The filter
+    never drops a line."""
     if (name := asking.get()) and isinstance(record.args, tuple) and record.args:
         record.args = (f"{record.args[0]} {name}", *record.args[1:])
     return True

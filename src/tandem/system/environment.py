@@ -1,5 +1,5 @@
-"""A program's environment: its role, the directory that programs of a role share, packages, and
-OpenMP's way of waiting."""
+"""A program's environment: its role, the directory that programs of a role share, package versions,
+caches of compiled code, and OpenMP's way of waiting."""
 
 import hashlib
 import os
@@ -15,51 +15,53 @@ from typing import Literal, get_args
 from tandem.errors import SpoolUnusable
 
 Role = Literal["all", "trainer", "inference"]
-"""The set of programs that run under one supervisord: one container's, or all on one machine."""
+"""The set of programs that run under one supervisord: those of one container, or all programs on
+one machine."""
 ROLE_VARIABLE = "TANDEM_ROLE"
-# The id of an inference server becomes a file name and a label; a pod's name is an example.
+# The id of an inference server becomes a file name and a label; for example, it may be a pod's
+# name.
 REPLICA_PATTERN = r"^[a-z0-9](?:[a-z0-9.-]{0,61}[a-z0-9])?$"
 INDUCTOR_VARIABLE, TRITON_VARIABLE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 _VLLM_VARIABLE = "VLLM_CACHE_ROOT"
-# The path of a Unix socket has at most 107 bytes. Up to 57 of them are this directory's own name,
-# the socket's name and the pid that supervisord appends until it listens.
+# The path of a Unix socket has at most 107 bytes. Up to 57 of them are needed for this directory's
+# own name, the socket's name, and the pid that supervisord appends until it listens.
 _LONGEST_PARENT = 50
 
 
 def current_role() -> Role:
-    """TANDEM_ROLE, which `tandem up` sets for its programs and the images set for everything in
-    them; else "all"."""
+    """TANDEM_ROLE, which `tandem up` sets for its programs and the images set for all of their
+    processes; if unset, "all"."""
     role = os.environ.get(ROLE_VARIABLE)
     return next((known for known in get_args(Role) if known == role), "all")
 
 
 def runtime_dir(root: Path, role: Role) -> Path:
     """This user's directory for the sockets, locks and configuration of `role` on the spool `root`,
-    with mode 0700. It is on this machine's disk, because a socket can't be on a network volume.
-    Raises SpoolUnusable if another user owns it.
+    with mode 0700. The directory is on this machine's disk, because a socket can't be on a network
+    volume. Raises SpoolUnusable if another user owns the directory.
     """
     key = hashlib.sha256(f"{root.absolute()} {role}".encode()).hexdigest()[:12]
     return _own_directory(key, os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir())
 
 
 def leaving_file(root: Path) -> Path:
-    """The file that says when (Unix seconds) an inference server of this machine will be
-    stopped."""
+    """The file with the time (Unix seconds) until which an inference server of this machine stays
+    out of service, because it is about to be stopped."""
     return runtime_dir(root, current_role()) / "leaving"
 
 
 def scratch_directory(name: str) -> Path:
     """An empty directory under TMPDIR for the temporary files of processes that may be killed.
-    `name`: each user of such a directory has its own name. The caller must be the only user,
-    because the content of the directory is removed."""
+    `name`: a name that no other use of such directories has. There may be only one caller at a
+    time, because the content of the directory is removed."""
     directory = _own_directory(name, tempfile.gettempdir())
     empty_directory(directory)
     return directory
 
 
 def _own_directory(name: str, *parents: str | None) -> Path:
-    """This user's directory in the first of `parents` that exists and is short enough for sockets,
-    else in /tmp."""
+    """This user's directory in the first of `parents` that exists and whose path is short enough
+    for sockets, else in /tmp."""
     short = (Path(parent) for parent in parents if parent and len(parent) <= _LONGEST_PARENT)
     return private_directory(
         next(filter(Path.is_dir, short), Path("/tmp")) / f"tandem-{os.getuid()}-{name}"
@@ -77,18 +79,19 @@ def empty_directory(directory: Path) -> None:
 
 
 def private_directory(directory: Path) -> Path:
-    """Makes a directory for this user alone, if it does not exist. Raises SpoolUnusable if another
-    user owns or reads it."""
+    """Creates a directory for this user alone, if it does not exist. Raises SpoolUnusable if
+    another user owns the directory or can read it."""
     return _of_this_user(directory, 0o077)
 
 
 def trusted_directory(directory: Path) -> Path:
-    """Like `private_directory`, but others may read it: a directory from which code is loaded."""
+    """Like `private_directory`, but other users may read it: a directory from which code is
+    loaded."""
     return _of_this_user(directory, 0o022)
 
 
 def _of_this_user(directory: Path, forbidden: int) -> Path:
-    with suppress(FileExistsError):  # a broken link, which the check names
+    with suppress(FileExistsError):  # a broken link, which the check below reports
         directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.lstat()
     if (
@@ -101,10 +104,10 @@ def _of_this_user(directory: Path, forbidden: int) -> Path:
 
 
 def compiler_caches(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the directories in which torch and Triton keep compiled code. torch and
-    Triton load that code, and unpickle some of it, without checking who wrote it. So each is a
-    directory of this user alone, below the directory that `environ` names, or TMPDIR. Raises
-    SpoolUnusable if another user owns it."""
+    """The environment variables for the directories in which torch and Triton keep compiled code.
+    torch and Triton load this code, and unpickle some of it, without checking who wrote it. So each
+    directory belongs to this user alone. Each directory is below the directory that `environ`
+    names, or below TMPDIR. Raises SpoolUnusable if another user owns the directory."""
     own = f"tandem-{os.getuid()}-compiled"
     inductor = Path(environ.get(INDUCTOR_VARIABLE) or tempfile.gettempdir()) / own
     triton = Path(environ[TRITON_VARIABLE]) / own if environ.get(TRITON_VARIABLE) else None
@@ -124,9 +127,9 @@ def compiler_caches(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def vllm_caches(environ: Mapping[str, str]) -> dict[str, str]:
-    """The same for vLLM, which also unpickles its compiled code: a directory of this user alone
-    below the one that `environ` names, by default `vllm` in the user's cache. vLLM, torch and
-    Triton key the content by their versions."""
+    """Like `compiler_caches`, for vLLM, which also unpickles its compiled code. The directory
+    belongs to this user alone; it is below the directory that `environ` names, by default `vllm` in
+    the user's cache. The keys of the content contain the versions of vLLM, torch and Triton."""
     default = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm"
     own = Path(environ.get(_VLLM_VARIABLE) or default) / f"tandem-{os.getuid()}-compiled"
     own.parent.mkdir(parents=True, exist_ok=True)
@@ -143,9 +146,9 @@ def installed_version(package: str) -> str:
 
 
 def omp_waiting(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that lets OpenMP's threads (libgomp's, in torch and vLLM) wait for each other
-    briefly and then sleep; empty if `environ` already sets how they wait. By default they spin 300
-    000 times, which made them 40 times as slow when another process used one of two cores."""
+    """The variable that makes OpenMP's threads (libgomp's, in torch and vLLM) wait for each other
+    briefly and then sleep; empty if `environ` already sets it. By default, OpenMP's threads spin
+    300,000 times, which made them 40 times slower when another process used one of two cores."""
     return (
         {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys() else {"GOMP_SPINCOUNT": "1000"}
     )

@@ -1,8 +1,8 @@
-"""The GPUs that the trainer or vLLM uses, and whether they are free, seen from outside the
-processes that use them.
+"""The GPUs that the trainer or vLLM uses, and whether they are free. The GPUs are examined from
+outside of the processes that use them.
 
-On a machine without GPUs there are no devices, and "free" means that none of Tandem's processes is
-left.
+On a machine without GPUs there are no devices, and "free" means that all of Tandem's processes have
+ended.
 """
 
 import os
@@ -19,22 +19,22 @@ from tandem.system.nvml import Driver, DriverFailed, Gpu
 log = Log("gpus")
 
 STAYING_BYTES = 8 * 2**30
-"""The most bytes that a trainer's resident ranks may keep of a device that vLLM uses too: CUDA
-contexts, NCCL's buffers."""
+"""The most bytes that a trainer's resident ranks may keep on a device that vLLM uses too, for CUDA
+contexts and NCCL's buffers."""
 
 Side = Literal["trainer", "inference"]
 
 
 class Devices:
-    """The GPUs of one side: the ones that TANDEM_<SIDE>_DEVICES or else CUDA_VISIBLE_DEVICES names,
-    or all."""
+    """The GPUs of one side: those that TANDEM_<SIDE>_DEVICES names, else those that
+    CUDA_VISIBLE_DEVICES names, else all."""
 
     def __init__(self, settings: Settings, side: Side, most: int | None = None) -> None:
         """Raises InvalidInput if the settings name GPUs that this machine does not have. Raises
         DriverFailed if the driver does not list its GPUs.
 
         Args:
-            most: take only the first `most` devices.
+            most: use only the first `most` devices.
         """
         self.uuids: tuple[str, ...] = ()
         self.free_bytes = settings.free_gpu_bytes
@@ -47,7 +47,7 @@ class Devices:
             self.uuids = _selected(settings, side, gpus, failures)[:most]
             return
         names = ", ".join(getattr(settings, f"{side}_devices"))
-        if settings.device == "cuda" or names:  # "auto" would silently take the CPU instead
+        if settings.device == "cuda" or names:  # "auto" would silently choose the CPU
             message = "NVML finds no GPU; give the container one, or set TANDEM_DEVICE=cpu"
             raise InvalidInput(
                 f"names {names}; {message}" if names else message,
@@ -55,16 +55,15 @@ class Devices:
             )
 
     def smallest(self) -> int:
-        """Bytes of the smallest device's memory; 0 if there is none, or the driver does not
-        tell."""
+        """Memory of the smallest device in bytes; 0 if there is no device, or if the driver does
+        not report it."""
         with suppress(TandemError), closing(Driver()) as driver:
             memory = [driver.memory(driver.handle(uuid)) for uuid in self.uuids]
             return min((sizes["total"] for sizes in memory if sizes), default=0)
         return 0
 
     def used(self) -> dict[str, int | None]:
-        """Bytes in use per UUID, whichever process uses them; None for a device that does not
-        answer."""
+        """UUID -> bytes in use, by any process; None for a device that does not answer."""
         if not self.uuids:
             return {}
         used: dict[str, int | None] = dict.fromkeys(self.uuids)
@@ -85,13 +84,13 @@ class Devices:
         return used
 
     def busy(self, floor: Mapping[str, int]) -> dict[str, int | None]:
-        """The devices that are not free, or don't answer. `floor`: bytes that may stay in use, by
-        UUID."""
+        """The devices that are not free, or do not answer. `floor`: UUID -> bytes that may stay in
+        use."""
         return self.over(self.used(), floor)
 
     def wait_free(self, timeout: float, floor: Mapping[str, int]) -> dict[str, int | None]:
-        """Waits until every device is free, which is a little after its processes have ended, or
-        for `timeout` seconds. Returns `used` of that moment."""
+        """Waits until every device is free, or for `timeout` seconds. A device is free a little
+        after its processes have ended. Returns the result of `used` at that moment."""
         end = time.monotonic() + timeout
         while self.over(used := self.used(), floor) and time.monotonic() <= end:
             time.sleep(0.2)
@@ -100,8 +99,8 @@ class Devices:
     def over(
         self, used: Mapping[str, int | None], floor: Mapping[str, int]
     ) -> dict[str, int | None]:
-        """The devices of `used` that are not free: `free_bytes` or more are in use beyond the
-        floor, or they don't answer."""
+        """The devices of `used` that are not free (`free_bytes` or more are in use above the floor)
+        or do not answer."""
         left = beyond(used, floor)
         return {
             uuid: used[uuid]
@@ -111,8 +110,9 @@ class Devices:
 
 
 def check_apart(settings: Settings) -> None:
-    """Raises InvalidInput if trainer and vLLM of one machine are dedicated but would have the same
-    GPU: jobs would wait for ever. If the driver does not answer, nothing is refused."""
+    """Raises InvalidInput if trainer and vLLM on one machine are dedicated but would use the same
+    GPU, because jobs would then wait for ever. If the driver does not answer, nothing is
+    refused."""
     if settings.gpu_mode == "shared":
         return
     with suppress(DriverFailed):
@@ -128,7 +128,7 @@ def check_apart(settings: Settings) -> None:
 
 
 def beyond(used: Mapping[str, int | None], floor: Mapping[str, int]) -> dict[str, int | None]:
-    """Bytes in use on each device beyond its floor; None for a device that does not answer."""
+    """UUID -> bytes in use above the device's floor; None for a device that does not answer."""
     return {
         uuid: None if size is None else max(size - floor.get(uuid, 0), 0)
         for uuid, size in used.items()
@@ -164,22 +164,23 @@ def _selected(
 
 
 def nccl_path(settings: Settings, side: Side) -> str | None:
-    """How NCCL reaches the other side's GPUs, as far as `side`'s container can see it: one line for
-    its log. None without GPUs, or if the driver does not answer. NVLink needs both sides' GPUs
-    visible on both sides, one NCCL_HOSTID, one /dev/shm and one network. Without GPUs visible on
-    both sides or one NCCL_HOSTID, NCCL uses TCP, 60 times slower (docs/operations.md); the last two
-    conditions can't be checked from here."""
+    """The way by which NCCL reaches the other side's GPUs, as far as `side`'s container can tell:
+    one line for its log. Returns None without GPUs, or if the driver does not answer. NVLink
+    requires that all GPUs are visible on both sides, and that both sides share NCCL_HOSTID,
+    /dev/shm and the network. If GPUs are not visible on both sides, or NCCL_HOSTID differs, NCCL
+    uses TCP, which is 60 times slower (docs/operations.md). /dev/shm and the network can't be
+    checked from here."""
     other: Side = "inference" if side == "trainer" else "trainer"
     theirs: set[str] = set()
     try:
         own = set(Devices(settings, side).uuids)
         if getattr(settings, f"{other}_devices"):
-            with suppress(InvalidInput):  # this container does not have those GPUs
+            with suppress(InvalidInput):  # this container lacks those GPUs
                 theirs = set(Devices(settings, other).uuids) - own
         with closing(Driver()) as driver:
             paths = {"NVLink" if driver.has_nvlink(a, b) else "PCIe" for a in own for b in theirs}
     except TandemError:
-        return None  # the program that needs the devices reports the error
+        return None  # the program that uses the devices reports the error
     if not own:
         return None
     missing = [] if theirs else [f"the GPUs of {other} are not visible here"]

@@ -1,9 +1,9 @@
-"""Bounds how much a peer of uvicorn may send and how long it may take; controller and vLLM share
-the bounds.
+"""Limits how much a peer of uvicorn may send and how long it may take. Controller and vLLM use the
+same limits.
 
-uvicorn's httptools protocol keeps a request's headers until they end, however many arrive, and
-waits for the rest of a request for ever. A peer needs no API key for this. Only programs that serve
-with uvicorn import this module.
+uvicorn's httptools protocol keeps a request's headers until they are complete, however many arrive,
+and it waits without a limit for the remaining part of a request. A peer needs no API key to exploit
+this. Only programs that serve with uvicorn import this module.
 """
 
 from asyncio import TimerHandle, Transport
@@ -14,18 +14,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 HEAD_BYTES = 64 * 2**10
 """The most bytes of the request line and all headers of a request."""
 WAIT_SECONDS = 30.0
-"""The time within which a connection's first request, each request's headers, and each part of a
+"""Seconds within which a connection's first request, each request's headers, and each part of a
 body must arrive."""
 PART_BYTES = 16 * 2**10
-"""The least bytes of a body in `WAIT_SECONDS`; a slower body ends its connection."""
+"""The minimum number of body bytes per `WAIT_SECONDS`; a slower body ends its connection."""
 
 _TOO_LARGE = (431, "Request Header Fields Too Large", f"headers have more than {HEAD_BYTES} bytes")
 _TOO_SLOW = (408, "Request Timeout", f"the headers did not end within {WAIT_SECONDS:.0f} seconds")
 
 
 Owed = Literal["request", "head", "body"]
-"""The part that the peer still owes: a request that has not begun, the rest of its headers, or the
-rest of its body."""
+"""The part that the peer must still send: a request that has not begun, the remaining headers, or
+the remaining body."""
 
 
 class _HeadTooLarge(Exception):
@@ -33,18 +33,19 @@ class _HeadTooLarge(Exception):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's protocol with the bounds above. A request beyond the bounds is refused and its
-    connection closed.
+    """uvicorn's protocol with the limits above. A request beyond the limits is refused, and its
+    connection is closed.
 
-    An endless head takes at most HEAD_BYTES and one read of the socket in memory.
+    An endless head takes at most HEAD_BYTES plus one read of the socket in memory.
     """
 
-    # What the peer owes. Between two requests, nothing: uvicorn closes idle connections itself.
+    # The part that the peer must still send. None between two requests, because uvicorn closes idle
+    # connections itself.
     _owed: Owed | None = None
     _since = 0.0  # loop time: when the head or the current part of the body began
-    _raw = 0  # bytes since the head began, or since the last bytes of the body
-    _fields = 0  # bytes of the request line, headers and trailers that are complete
-    _part = 0  # bytes of the current part of the body
+    _raw = 0  # bytes since the head began, or since the last bytes of the body arrived
+    _fields = 0  # bytes of the complete request line, headers and trailers
+    _part = 0  # bytes in the current part of the body
     _timer: TimerHandle | None = None
 
     @override
@@ -63,11 +64,11 @@ class BoundedHttp(HttpToolsProtocol):
         super().data_received(data)
         if self.transport.is_closing():
             return
-        # The parser holds an unfinished header back, so no callback has seen it.
+        # The parser does not pass on an unfinished header, so no callback has seen it.
         if self._owed and self._raw > HEAD_BYTES:
             self._refuse(*_TOO_LARGE)
         elif self._owed is None and not self._answering:
-            # Blank lines between requests: they ended uvicorn's own wait for the next request.
+            # Blank lines between requests have ended uvicorn's own wait for the next request.
             self._expect("request")
 
     @override
@@ -108,7 +109,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     @override
     def handle_websocket_upgrade(self) -> None:
-        self._expect(None)  # the connection belongs to another protocol from here on
+        self._expect(None)  # from here on, the connection belongs to another protocol
         super().handle_websocket_upgrade()
 
     @override
@@ -142,7 +143,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self._owed is None or self.transport.is_closing():
             return
         if self.flow.read_paused or (self._answering and self._owed != "body"):
-            # The peer waits for the server: for the application to take the input, or for an
+            # The peer waits for the server, either for the application to take the input or for an
             # answer.
             self._since = self.loop.time()
         left = self._since + WAIT_SECONDS - self.loop.time()
@@ -154,7 +155,8 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.abort()
 
     def _refuse(self, status: int, phrase: str, why: str) -> None:
-        """Answers, unless an answer to an earlier request is under way, and closes."""
+        """Sends an answer, unless an answer to an earlier request is being sent, and closes the
+        connection."""
         self._expect(None)
         self.logger.warning("Refused a request: %s.", why)
         if self._answering:

@@ -1,8 +1,8 @@
-"""Signs of life: in every turn of its main loop a program touches a file in TANDEM_ALIVE_DIR, which
-`tandem up` names.
+"""Signs of life: in every turn of its main loop, a program touches a file in TANDEM_ALIVE_DIR,
+which `tandem up` sets.
 
-The liveness probe reads these files. An open port does not prove that a program works, and a
-program that loads a model or trains a job does not hang.
+The liveness probe reads these files. An open port does not prove that a program works. A program
+that loads a model or trains a job is busy, but does not hang.
 """
 
 import os
@@ -15,29 +15,31 @@ from pathlib import Path
 
 VARIABLE = "TANDEM_ALIVE_DIR"
 NAME_VARIABLE = "TANDEM_ALIVE_NAME"
-"""The variable with the name of a program that has siblings of its kind, such as `publisher-1`."""
+"""The variable with the name of this instance, for programs that run several times, such as
+`publisher-1`."""
 LONGEST_SECONDS = {
-    "up": 60.0,  # it waits for nothing
-    # Ending ranks takes half a minute, removing a job's data from a slow volume longer.
+    "up": 60.0,  # this loop waits for nothing
+    # Ending ranks takes half a minute; removing a job's data from a slow volume takes longer.
     "runner": 600.0,
-    # One turn hashes and copies one adapter, has vLLM load it, and has vLLM score the probe. During
-    # a swap of merged weights, and while a whole model is hashed, the publisher beats in between.
+    # One turn hashes and copies one adapter, makes vLLM load it, and makes vLLM score the probe.
+    # During a swap of merged weights, and while a whole model is hashed, the publisher writes beats
+    # in between.
     "publisher": 1800.0,
 }
 """The most seconds that one turn of a program's loop may take."""
 
 
 def program_kind(program: str) -> str:
-    """The kind of a program with siblings: `vllm` for `vllm-1`."""
+    """The kind of a program that runs several times: `vllm` for `vllm-1`."""
     return program.partition("-")[0]
 
 
-_turns: dict[threading.Thread, float] = {}  # when each thread's loop last turned
+_turns: dict[threading.Thread, float] = {}  # the time of the last turn of each thread's loop
 
 
 def beat(program: str) -> None:
-    """Records a turn of this thread's loop in TANDEM_ALIVE_DIR; does nothing without one. A program
-    with several loops lives as long as the oldest last turn says."""
+    """Records a turn of this thread's loop in TANDEM_ALIVE_DIR; does nothing if the variable is not
+    set. A program with several loops counts as alive as long as the slowest of them."""
     if directory := os.environ.get(VARIABLE):
         now = time.time()
         _turns[threading.current_thread()] = now
@@ -52,7 +54,8 @@ def beat(program: str) -> None:
 
 
 def report(program: str, problem: str) -> None:
-    """Records why `program` can't work now, for its readiness probe; an empty text: it can."""
+    """Records why `program` can't work now, for its readiness probe. An empty text means that it
+    can work."""
     if directory := os.environ.get(VARIABLE):
         with suppress(OSError):
             path = _problem_path(program, Path(directory))
@@ -63,7 +66,7 @@ def report(program: str, problem: str) -> None:
 
 
 def reported(program: str, directory: Path) -> str:
-    """The problem that `program` reported last; empty: `program` can work."""
+    """The problem that `program` reported last; empty if `program` can work."""
     with suppress(OSError):
         return _problem_path(program, directory).read_text()
     return ""
@@ -74,8 +77,8 @@ def _problem_path(program: str, directory: Path) -> Path:
 
 
 def silence(program: str, directory: Path) -> str | None:
-    """A message if `program`'s loop has not turned for too long; None if it has turned, or has not
-    begun."""
+    """A message if the last turn of `program`'s loop is too long ago, else None; also None if the
+    loop has not begun."""
     longest = LONGEST_SECONDS[program_kind(program)]
     with suppress(FileNotFoundError):
         if (age := time.time() - (directory / f"{program}.alive").stat().st_mtime) > longest:
@@ -84,8 +87,9 @@ def silence(program: str, directory: Path) -> str | None:
 
 
 def in_thread[T](action: Callable[[], T], beat: Callable[[], object], seconds: float) -> T:
-    """The result of `action`, which runs in a thread. Calls `beat` every `seconds` until it ends.
-    Raises what `action` raises, or what `beat` raises; then the thread is abandoned."""
+    """The result of `action`, which runs in a thread. Calls `beat` every `seconds` until `action`
+    ends. Raises the error of `action` or `beat`. After an error of `beat`, the thread is
+    abandoned."""
     future = Future[T]()
     threading.Thread(target=settle, args=(future, action), daemon=True).start()
     return result_of(future, beat, seconds)
@@ -100,8 +104,8 @@ def settle[T](future: Future[T], action: Callable[[], T]) -> None:
 
 
 def result_of[T](future: Future[T], beat: Callable[[], object], seconds: float) -> T:
-    """The result of `future`; calls `beat` every `seconds` until the result is there. Raises what
-    either raises."""
+    """The result of `future`. Calls `beat` every `seconds` until the result is available. Raises
+    the error of the future or of `beat`."""
     while not wait([future], timeout=seconds).done:
         beat()
     return future.result()

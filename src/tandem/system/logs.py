@@ -18,7 +18,8 @@ from typing import override
 
 
 class TextFormatter(logging.Formatter):
-    """A record's fields become ` key=value` after the message; values with spaces are quoted."""
+    """A record's fields are appended to the message as ` key=value`; values with spaces are
+    quoted."""
 
     @override
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -76,7 +77,8 @@ def configure(level: int = logging.INFO) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json() else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level, force=True)
-    # One line per request of a client that polls twice a second would bury everything else.
+    # Otherwise, one line per request of a client that polls twice a second would bury all other
+    # lines.
     for client in ("httpx", "httpx2"):
         logging.getLogger(client).setLevel(logging.WARNING)
 

@@ -1,5 +1,5 @@
-"""This machine's addresses, whether two processes reach one another over loopback, and what got
-lost on the way to another machine."""
+"""This machine's addresses; whether two processes reach one another over loopback; and the data
+that was lost on the way to another machine."""
 
 import array
 import fcntl
@@ -16,27 +16,27 @@ from tandem.errors import InvalidInput
 
 LOOPBACK = "127.0.0.1"
 _BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-# Addresses for documentation (RFC 5737, RFC 3849). The route to them is the route to all other
-# networks.
+# Addresses for documentation (RFC 5737, RFC 3849). The route to these addresses is the route to all
+# other networks.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 def network_name() -> str:
-    """The name of this process's network namespace, different on every machine and after every
-    boot; empty if the kernel does not tell."""
+    """The name of this process's network namespace, which differs between machines and between
+    boots; empty if the kernel does not provide it."""
     with suppress(OSError):
         return f"{_BOOT.read_text().strip()}:{_NETWORK.stat().st_ino}"
     return ""
 
 
 def same_network(name: str) -> bool:
-    """Whether this process reaches the process with this `network_name` over loopback."""
+    """Whether this process can reach the process with this `network_name` over loopback."""
     return bool(name) and name == network_name()
 
 
 def own_address(host: str, port: int = 80) -> str:
-    """This machine's address on the route to `host`. Sends nothing. Raises OSError if there is no
-    route."""
+    """This machine's own address on the route to `host`. No packet is sent. Raises OSError if there
+    is no route."""
     kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as towards:
         towards.connect(target)
@@ -45,7 +45,7 @@ def own_address(host: str, port: int = 80) -> str:
 
 def reachable_address() -> str:
     """The address by which other machines most likely reach this one: the address of the interface
-    that leads elsewhere, else of this machine's name, else loopback."""
+    that leads to other networks, else the address of this machine's name, else loopback."""
     for elsewhere in _ELSEWHERE:
         with suppress(OSError):
             return own_address(elsewhere)
@@ -56,7 +56,7 @@ def reachable_address() -> str:
 
 def interface_addresses() -> list[tuple[str, str]]:
     """(interface, address) of this network namespace, without link-local IPv6 addresses."""
-    buffer = array.array("B", bytes(40 * 256))  # struct ifreq of Linux on 64 bits
+    buffer = array.array("B", bytes(40 * 256))  # struct ifreq of 64-bit Linux
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("iP", len(buffer), buffer.buffer_info()[0])  # struct ifconf
         length = struct.unpack("iP", fcntl.ioctl(any_socket.fileno(), 0x8912, request))[0]
@@ -74,10 +74,10 @@ def interface_addresses() -> list[tuple[str, str]]:
 
 
 def host_address(chosen: str | None) -> tuple[str, str]:
-    """The address by which the other hosts reach this one, and its interface. It is `chosen`, else
-    the address of the interface that leads elsewhere, else the first that is not loopback. No name
-    is looked up. Raises InvalidInput if `chosen` is not an address of this host, or the host has
-    none."""
+    """The address by which other hosts reach this host, and the address's interface. The address is
+    `chosen`; else the address of the interface that leads to other networks; else the first address
+    that is not loopback. No name is looked up. Raises InvalidInput if `chosen` is not an address of
+    this host, or the host has none."""
     known = interface_addresses()
     names = ", ".join(f"{address} ({interface})" for interface, address in known)
     if chosen is None:
@@ -102,8 +102,8 @@ def host_address(chosen: str | None) -> tuple[str, str]:
 
 
 def check_interface_names() -> None:
-    """Raises InvalidInput if a variable by which Gloo or NCCL choose their interface names an
-    interface that this host does not have."""
+    """Raises InvalidInput if an environment variable with which Gloo or NCCL choose their interface
+    names an interface that this host does not have."""
     known = sorted({name for name, _ in interface_addresses()})
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")
@@ -122,12 +122,14 @@ def check_interface_names() -> None:
 
 
 _FEWEST_TRIES = 3
-"""How often the kernel has sent data again before it counts as lost: about 1.5 s."""
+"""The number of times that the kernel must have sent data again before the data counts as lost:
+about 1.5 s."""
 
 
 def lost_data(addresses: Collection[str]) -> dict[str, str]:
-    """Address -> what is wrong, of `addresses` to which this network namespace has TCP connections
-    with data that nobody acknowledges. An exited process's connections count too."""
+    """Address -> problem, for those of `addresses` to which this network namespace has TCP
+    connections with data that the peer does not acknowledge. Connections of exited processes count
+    too."""
     known = {ipaddress.ip_address(address): address for address in addresses}
     tries = defaultdict[str, list[int]](list)
     for table in ("tcp", "tcp6"):
@@ -148,7 +150,7 @@ def lost_data(addresses: Collection[str]) -> dict[str, str]:
 
 
 def _address(digits: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The address in the notation of /proc/net/tcp: words of 32 bits in the machine's order."""
+    """The address in the notation of /proc/net/tcp: 32-bit words in the machine's byte order."""
     words = (int(digits[at : at + 8], 16) for at in range(0, len(digits), 8))
     address = ipaddress.ip_address(b"".join(struct.pack("=I", word) for word in words))
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
@@ -156,7 +158,7 @@ def _address(digits: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def _mtu(address: str) -> int:
-    """The MTU that the kernel uses towards `address`."""
+    """The MTU that the kernel uses for packets to `address`."""
     six = ":" in address
     with socket.socket(socket.AF_INET6 if six else socket.AF_INET, socket.SOCK_DGRAM) as towards:
         towards.connect((address, 9))

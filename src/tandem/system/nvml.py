@@ -1,12 +1,12 @@
-"""The one place that asks the NVIDIA driver about GPUs: NVML, through nvidia-ml-py. NVML makes no
-CUDA context.
+"""The only module that asks the NVIDIA driver about GPUs: NVML, through nvidia-ml-py. NVML creates
+no CUDA context.
 
 A machine without the bindings, the driver's library or the driver has no GPUs. Every other failure
 raises DriverFailed, so that a failing driver never looks like a machine without GPUs.
 
-GPUs are named by UUID: an index starts at 0 in each container, and the pids that NVML reports are
-the host's. NVML's first call starts a thread that waits for driver events and outlives `close`. It
-takes none of Python's locks, so `subprocess` may still fork afterwards.
+GPUs are identified by UUID, because an index starts at 0 in each container. The pids that NVML
+reports are the host's. NVML's first call starts a thread that waits for driver events and outlives
+`close`. The thread takes none of Python's locks, so `subprocess` may still fork afterwards.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from typing import Any
 
 from tandem.errors import TandemError
 
-# A driver, a GPU or a container may lack a single feature; that is not a failure.
+# A driver, a GPU or a container may lack a single feature, which is not a failure.
 _NO_ANSWER = (
     "NOT_SUPPORTED",
     "NO_PERMISSION",
@@ -29,7 +29,7 @@ _NO_ANSWER = (
 
 
 class DriverFailed(TandemError):
-    """The NVIDIA driver is installed and does not answer, or a GPU is in trouble."""
+    """The NVIDIA driver is installed but does not answer, or a GPU has failed."""
 
     code = "gpu_driver_failed"
 
@@ -49,7 +49,7 @@ class Gpu:
         return self.uuid != self.whole_uuid
 
     def has_name(self, name: str) -> bool:
-        """Whether `name` is the whole GPU's index, or the beginning of a UUID, which CUDA accepts
+        """Whether `name` is the whole GPU's index, or the beginning of the UUID, which CUDA accepts
         too."""
         return name == self.index.partition(":")[0] or any(
             u.startswith(name) for u in (self.uuid, self.whole_uuid)
@@ -57,13 +57,13 @@ class Gpu:
 
 
 class Driver:
-    """NVML, open from construction (which raises DriverFailed) to `close`; handles are valid in
+    """NVML, open from construction (which may raise DriverFailed) to `close`. Handles are valid in
     between. Without a driver every answer is None."""
 
     def __init__(self) -> None:
         self.nvml: Any = None
         try:
-            nvml: Any = import_module("pynvml")  # has no types
+            nvml: Any = import_module("pynvml")  # the package has no types
             nvml.nvmlInit()
         except ModuleNotFoundError:
             return
@@ -84,8 +84,8 @@ class Driver:
                 self.nvml.nvmlShutdown()
 
     def ask(self, function: str, *arguments: Any, **options: Any) -> Any:
-        """The answer of an NVML function; None if this driver, GPU or container does not have it.
-        Raises DriverFailed."""
+        """The answer of an NVML function; None if this driver, GPU or container does not support
+        it. Raises DriverFailed."""
         if self.nvml is None:
             return None
         try:
@@ -129,23 +129,23 @@ class Driver:
         return self.ask("nvmlDeviceGetHandleByUUID", uuid)
 
     def has_nvlink(self, a: str, b: str) -> bool:
-        """Whether two GPUs, given by UUID, reach each other's memory over NVLink. Raises
+        """Whether two GPUs, given by UUID, can access each other's memory over NVLink. Raises
         DriverFailed."""
         over_nvlink = self.nvml.NVML_P2P_CAPS_INDEX_NVLINK
         status = self.ask("nvmlDeviceGetP2PStatus", self.handle(a), self.handle(b), over_nvlink)
         return bool(status == self.nvml.NVML_P2P_STATUS_OK)
 
     def memory(self, handle: Any) -> dict[str, int] | None:
-        """Bytes of memory: `total` = `free` + `reserved` + `used`; None if the GPU does not tell.
-        Raises DriverFailed. `used` is nvidia-smi's number, without the driver's own reservation
-        (600 MiB on an H200). NVML's first version of this call counts the reservation as used, so
-        there is no fallback to it."""
+        """Memory in bytes: `total` = `free` + `reserved` + `used`; None if the GPU does not report
+        it. Raises DriverFailed. `used` is the number that nvidia-smi shows, without the driver's
+        own reservation (600 MiB on an H200). NVML's first version of this call counts the
+        reservation as used, so it is not used as a fallback."""
         if handle is None:
             return None
         memory = self.ask("nvmlDeviceGetMemoryInfo", handle, version=self.nvml.nvmlMemory_v2)
         if memory is None:
             return None
-        # Some drivers count the reserved memory in `used` here too.
+        # Some drivers count the reserved memory in `used` even in this version.
         used = max(memory.total - memory.free - memory.reserved, 0)
         return {
             "total": memory.total,

@@ -4,8 +4,7 @@ import resource
 import sys
 from contextlib import suppress
 
-# Linux takes no more than 2**20 unless somebody changed fs.nr_open, macOS no more than
-# kern.maxfilesperproc.
+# Linux allows at most 2**20 unless fs.nr_open was changed, macOS at most kern.maxfilesperproc.
 _MOST = 10240 if sys.platform == "darwin" else 2**20
 
 

@@ -1,7 +1,7 @@
-"""Opening files that other programs wrote: only regular files, through no link.
+"""Opening files that other programs wrote: only regular files, and no links in the path.
 
-A program that writes on the volume may put a link, a FIFO or a device in a file's place. A plain
-`open` follows the link to this process's own files, and waits for ever at the FIFO.
+A program that writes to the volume may put a link, a FIFO or a device in the place of a file. A
+plain `open` would follow the link to this process's own files, or wait for ever at the FIFO.
 """
 
 import errno
@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Literal
 
 Links = Literal["none", "above", "any"]
-"""The links that a path may have. `above`: in place of directories in which nobody else writes.
-`any`: the file itself too, as in the hub's cache of models."""
+"""The links that a path may contain. `above`: links in place of directories, in places where no
+other user can write.
+`any`: also a link in place of the file, as in the hub's cache of models."""
 
 _DIRECTORY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO is opened without a writer
-# The errors of open for a path that exists and is not a file: directory, link, socket or device.
+# O_NONBLOCK: opening a FIFO does not wait for a writer
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+# The errors of open for an existing path that is not a file: directory, link, socket or device.
 NOT_PLAIN = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV)
 
 
@@ -50,8 +52,8 @@ def read_plain(path: Path, *, most: int, links: Links = "none") -> bytes:
 
 
 def descriptor(path: Path, flags: int, *, links: Links = "none") -> int:
-    """`os.open` of a regular file, with the checks of `open_plain`. Without links `path` must be
-    absolute."""
+    """`os.open` of a regular file, with the checks of `open_plain`. With links="none", `path` must
+    be absolute. Raises NotPlainError if the path is not a regular file."""
     assert links != "none" or path.is_absolute(), path
     try:
         follow = os.O_NOFOLLOW if links == "any" else 0
@@ -83,16 +85,17 @@ def copy_plain(source: Path, target: Path, *, most: int | None = None) -> None:
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """Whether the kernel's name for the open file is `path`. It is another path if a directory of
-    the path is a link, or if the file was renamed."""
+    """The name differs from `path` if a directory of the path is a link, or if the file was
+    renamed. The name is another path if a directory of the path is a link, or if the file was
+    renamed."""
     try:
         return Path(f"/proc/self/fd/{fd}").readlink() == path
-    except OSError:  # another system than Linux
+    except OSError:  # not Linux, so there is no /proc
         return False
 
 
 def _through_no_link(path: Path, flags: int) -> int:
-    """Opens directory after directory, so that no part of the path can be a link."""
+    """Opens the path directory by directory, so that no part of it can be a link."""
     here = os.open("/", _DIRECTORY)
     try:
         for name in path.parent.parts[1:]:

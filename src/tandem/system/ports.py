@@ -1,15 +1,15 @@
 """The only module that chooses TCP ports.
 
-A port that is only looked up can be taken before its program listens. Here a socket stays bound to
-it, without listening, until its holder closes it:
+A port that is only looked up can be taken before the program listens on it. Here, a socket stays
+bound to the port, without listening, until the holder closes it:
 
-- the kernel gives a bound port to no process that asks for "any port";
-- a process that asks for this very number gets EADDRINUSE, unless it sets SO_REUSEADDR: Linux then
-  allows it while no socket on the port *listens*. Servers (asyncio, uvicorn, vLLM, torch's
-  TCPStore) set it, so the program that was given the number listens beside the holder, and from
-  then on no other process can;
-- an abstract Unix socket of the network namespace, with the number in its name, keeps two Tandem
-  processes apart."""
+- if a process asks for "any port", the kernel does not give it a bound port;
+- a process that asks for this port number gets EADDRINUSE, unless it sets SO_REUSEADDR; then Linux
+  allows the bind while no socket *listens* on the port. Servers (asyncio, uvicorn, vLLM, torch's
+  TCPStore) set SO_REUSEADDR. So the program that was given the number can listen while the holder
+  holds the port, and from then on no other process can;
+- an abstract Unix socket in the network namespace, whose name contains the number, prevents two
+  Tandem processes from holding the same port."""
 
 import socket
 from contextlib import ExitStack
@@ -18,25 +18,27 @@ from tandem.errors import Conflict
 
 
 class HeldPort(ExitStack):
-    """A port that no other process gets until `close`. Close it when its program listens, or has
+    """A port that no other process can get until `close`. Close it once its program listens or has
     ended."""
 
     port = 0
 
 
 def reserve(preferred: int = 0, *, host: str = "127.0.0.1", name: str = "port") -> HeldPort:
-    """Holds `preferred`, or a free port if it is 0, for a program that is about to listen on it.
-    Raises Conflict (field `name`) when another process listens on it or holds it."""
+    """Holds `preferred`, or a free port if `preferred` is 0, for a program that will listen on it.
+    Raises Conflict (field `name`) if another process listens on the port or holds it."""
     while True:
         held = HeldPort()
         tcp = held.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
         mark = held.enter_context(socket.socket(socket.AF_UNIX))
         try:
             if preferred:
-                # A port in TIME_WAIT from the program's last life must not refuse its next one.
+                # A port in TIME_WAIT from an earlier run of the program must not prevent the next
+                # bind.
                 tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             tcp.bind((host, preferred))
-            # After a bind to port 0, because that one has to find a port that no socket uses.
+            # The option is set after a bind to port 0, because that bind must find a port that no
+            # socket uses.
             tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.port = tcp.getsockname()[1]
             mark.bind(f"\0tandem-port-{held.port}")

@@ -1,13 +1,14 @@
 """Process trees on Linux.
 
-torchrun starts every rank in a session of its own, so a signal to a process group does not reach
-the ranks. These do:
+torchrun starts every rank in its own session, so a signal to a process group does not reach the
+ranks. Ranks are reached by other means:
 
-- `die_with_parent` (PR_SET_PDEATHSIG) in every link of the chain, so that `kill -9` of one link
-  ends the rest;
-- `adopt_orphans` (PR_SET_CHILD_SUBREAPER) in the process at the top, so that a process that loses
-  its parent stays a descendant, which `descendants` finds;
-- `marked`: an environment variable that children inherit across sessions and double forks."""
+- `die_with_parent` (PR_SET_PDEATHSIG) in every process of the chain, so that `kill -9` of one
+  process ends its descendants;
+- `adopt_orphans` (PR_SET_CHILD_SUBREAPER) in the topmost process, so that a process that loses its
+  parent stays a descendant, which `descendants` finds;
+- `marked`: an environment variable that child processes inherit, even across sessions and double
+  forks."""
 
 import ctypes
 import os
@@ -25,8 +26,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Process:
-    """One entry of /proc. `started` (clock ticks since boot) tells a reused pid from the process
-    that had it before."""
+    """One entry of /proc. `started` (clock ticks since boot) distinguishes a process from an
+    earlier process with the same pid."""
 
     pid: int
     parent: int
@@ -36,8 +37,8 @@ class Process:
 
 
 def die_with_parent(parent: int | None = None, sig: signal.Signals = signal.SIGKILL) -> None:
-    """Has the kernel send this process `sig` when its parent dies; at once if that is not `parent`
-    (a pid) any more."""
+    """Makes the kernel send this process `sig` when its parent dies. Sends the signal immediately
+    if the parent is no longer `parent` (a pid)."""
     _prctl(_PR_SET_PDEATHSIG, int(sig))
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), sig)
@@ -59,7 +60,7 @@ def read_process(pid: int) -> Process | None:
         text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
     except OSError:
         return None
-    # The command is in parentheses and may itself contain spaces and parentheses.
+    # The command is in parentheses, and may itself contain spaces and parentheses.
     before, _, after = text.rpartition(")")
     fields = after.split()
     command = before.partition("(")[2]
@@ -83,30 +84,31 @@ def descendants(pid: int) -> list[Process]:
     for process in all_processes():
         children.setdefault(process.parent, []).append(process)
     tree = children.get(pid, []).copy()
-    for process in tree:  # grows while it is read
+    for process in tree:  # the list grows during the loop
         tree += children.get(process.pid, [])
     return tree
 
 
 def marked(variable: str, value: str) -> list[Process]:
     """Living processes of this user that were started with `variable=value` in their environment,
-    without this one."""
+    except this process."""
     mark = f"{variable}={value}".encode()
     matches = []
     for process in all_processes():
         if process.pid == os.getpid() or process.zombie:
             continue
-        with suppress(OSError):  # it belongs to another user, or is gone
+        with suppress(OSError):  # the process belongs to another user, or has ended
             if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
                 matches.append(process)
     return matches
 
 
 def reap_orphans(known: Collection[int] = ()) -> None:
-    """Collects the exit status of adopted children. `known`: children that other code waits for."""
+    """Collects the exit status of adopted children. `known`: children that other code waits for,
+    which are left alone."""
     with suppress(ChildProcessError):
-        # This is cheap if there is nothing to do, because a container does it several times a
-        # second.
+        # A cheap check for the usual case that there is nothing to do, because a container calls
+        # this several times a second.
         if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
         for process in all_processes():
@@ -117,12 +119,12 @@ def reap_orphans(known: Collection[int] = ()) -> None:
 def kill_all(
     find: Callable[[], list[Process]], *, timeout: float, known: Collection[int] = ()
 ) -> list[Process]:
-    """SIGKILLs the processes that `find` returns until none of them is alive (one may fork while it
-    is being killed). Returns the processes that still live after `timeout` seconds, in
-    uninterruptible sleep.
+    """Sends SIGKILL to the processes that `find` returns until none of them is alive. Repeats,
+    because a process may fork while it is killed. Returns the processes that are still alive after
+    `timeout` seconds, in uninterruptible sleep.
 
     Args:
-        known: as for `reap_orphans`.
+        known: see `reap_orphans`.
     """
     end = time.monotonic() + timeout
     while True:
@@ -136,7 +138,7 @@ def kill_all(
 
 
 def alive(process: Process) -> bool:
-    """Whether `process` has not ended, and its pid belongs to no other process by now."""
+    """Whether `process` has not ended. False if its pid now belongs to another process."""
     now = read_process(process.pid)
     return now is not None and now.started == process.started and not now.zombie
 
@@ -149,7 +151,7 @@ def send(process: Process, sig: signal.Signals) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """An exit status as subprocess returns it, in words."""
+    """An exit status in the form of `subprocess`, in words."""
     if code >= 0:
         return f"exit code {code}"
     with suppress(ValueError):

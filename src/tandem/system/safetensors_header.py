@@ -16,7 +16,7 @@ from tandem.errors import InvalidInput
 from tandem.system.plain_files import open_plain
 
 LONGEST_HEADER = 100 * 10**6
-"""Bytes; the reference implementation's own limit."""
+"""Bytes; the same limit as in the reference implementation."""
 
 DTYPES = {
     "F64": ("float64", 8),
@@ -32,7 +32,7 @@ DTYPES = {
     "F8_E4M3": ("float8_e4m3fn", 1),
     "F8_E5M2": ("float8_e5m2", 1),
 }
-"""Dtype in a header -> its name in torch, and the bytes of an element."""
+"""Dtype in a header -> its name in torch, and the number of bytes of an element."""
 
 _METADATA = "__metadata__"
 
@@ -55,11 +55,12 @@ class Entry:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Every tensor of a file, by name. The tensors fill the file: none overlaps another one, none
-    ends behind the file, and no byte is left over.
+    """The entries of all tensors of a file, by name. The tensors must fill the file: no two
+    overlap, none extends past the end of the file, and no byte is left over.
 
-    Raises InvalidInput, which names the file, if it can't be read or is not a whole safetensors
-    file. The field is `base_model`; who reads a checkpoint raises CheckpointDamaged instead.
+    Raises InvalidInput that names the file if it can't be read or is not a complete safetensors
+    file. The error's field is `base_model`; callers that read a checkpoint raise CheckpointDamaged
+    instead.
     """
     try:
         with open_plain(path, links="any") as file:
@@ -78,8 +79,8 @@ def read_header(path: Path) -> dict[str, Entry]:
 def lay_out(
     tensors: Mapping[str, tuple[str, Sequence[int]]],
 ) -> tuple[bytes, dict[str, Entry]]:
-    """The header of a new file, and where each tensor is in that file. `tensors`: name -> dtype and
-    shape, in the order of their bytes behind the header."""
+    """The header of a new file, and the place of each tensor in the file. `tensors`: name -> dtype
+    and shape, in the order of their bytes after the header."""
     listed: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -104,7 +105,7 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 
 def _check(listed: Mapping[str, Any], data: int, size: int) -> dict[str, Entry]:
-    """The tensors that a header lists, in a file of `size` bytes whose data begins at byte
+    """The entries that a header lists, checked for a file of `size` bytes whose data begins at byte
     `data`."""
     entries = {name: _entry(name, entry, data) for name, entry in listed.items()}
     end = data

@@ -1,4 +1,4 @@
-"""Following text files that other processes append to, by whole lines."""
+"""Following text files to which other processes append, line by line."""
 
 import os
 from contextlib import suppress
@@ -8,15 +8,16 @@ from typing import BinaryIO
 from tandem.system.plain_files import open_plain
 
 _CHUNK = 1 << 16
-# A longer line is returned in pieces, because its end may never come.
+# A longer line is returned in pieces, because its end may never arrive.
 _LONGEST_LINE = 1 << 20
-# Approximate bytes that one call reads: a writer may be faster than its reader.
+# The approximate number of bytes that one call reads, because a writer may be faster than its
+# reader.
 _MOST = 1 << 24
 
 
 class Tail:
-    """Reads what was appended to `path` since the last call, across truncation and rotation by
-    rename."""
+    """Reads the text that was appended to `path` since the last call, even if the file was
+    truncated, or rotated by a rename."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self.path = path
@@ -26,12 +27,12 @@ class Tail:
             file.seek(0, os.SEEK_END)
 
     def lines(self, *, final: bool = False) -> list[str]:
-        """New complete lines, without their ends, at most about 16 MiB of them: the next call has
-        more. `final`: the last line of the file counts even if it is not finished."""
+        """New complete lines without line ends, at most about 16 MiB; the next call returns further
+        lines. `final`: whether the last line is returned even if it is not complete."""
         lines, read = list[str](), 0
         while file := self._open():
             if os.fstat(file.fileno()).st_size < file.tell():
-                file.seek(0)  # it was truncated
+                file.seek(0)  # the file was truncated
             while read < _MOST and (chunk := file.read(_CHUNK)):
                 read += len(chunk)
                 *complete, self._partial = (self._partial + chunk).split(b"\n")
@@ -42,7 +43,7 @@ class Tail:
                 return lines
             with suppress(OSError):
                 if not os.path.samestat(self.path.stat(), os.fstat(file.fileno())):
-                    self.close()  # it was rotated
+                    self.close()  # the file was rotated
                     continue
             break
         if final and self._partial:
@@ -73,5 +74,5 @@ def last_lines(path: Path, *, lines: int = 40, most_bytes: int = 8192) -> str:
     except OSError:
         return ""
     if start and len(complete) > 1:
-        complete = complete[1:]  # the beginning of the first one is missing
+        complete = complete[1:]  # the first line is cut off at its beginning
     return "\n".join(complete[-lines:])

@@ -1,1 +1,2 @@
-"""Sizes of the parallel dimensions, and each rank's place in them; knows no model and no torch."""
+"""Sizes of the parallel dimensions, and each rank's place in them. The package imports no torch and
+depends on no model."""

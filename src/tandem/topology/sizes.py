@@ -1,4 +1,4 @@
-"""The sizes of the parallel dimensions, and each rank's place in them. No torch."""
+"""The sizes of the parallel dimensions, and each rank's place in them. Imports no torch."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +12,7 @@ _CHOSEN = ("tensor", "sequence", "context", "pipeline", "expert", "expert_tensor
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's number in each dimension of its `Sizes`, from 0."""
+    """One rank's index in each dimension of its `Sizes`, from 0."""
 
     tensor: int
     context: int
@@ -25,11 +25,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of ranks in each parallel dimension.
+    """The number of ranks in each parallel dimension.
 
-    Ranks count through the tensor dimension first, then context, data and pipeline. In a mixture's
-    experts, the ranks of one pipeline stage count through expert_tensor first, then expert and
-    expert_data. Both are Megatron-core's order (`parallel_state.initialize_model_parallel`).
+    Consecutive ranks first differ in the tensor dimension, then in context, data and pipeline. For
+    a mixture's experts, consecutive ranks of one pipeline stage first differ in expert_tensor, then
+    in expert and expert_data. Both orders are Megatron-core's
+    (`parallel_state.initialize_model_parallel`).
     """
 
     tensor: int = 1
@@ -44,13 +45,13 @@ class Sizes:
 
     @classmethod
     def of(cls, settings: Settings) -> "Sizes":
-        """The sizes of the trainer's ranks."""
+        """The sizes that `settings` choose for the trainer's ranks."""
         sizes = cls(**{name: getattr(settings, f"{name}_parallel") for name in _CHOSEN})
         return replace(sizes, data=settings.trainer_ranks // sizes.world)
 
     @property
     def stage(self) -> int:
-        """The number of ranks of one pipeline stage."""
+        """The number of ranks in one pipeline stage."""
         return self.tensor * self.context * self.data
 
     @property
@@ -60,7 +61,7 @@ class Sizes:
     @property
     def expert_ranks(self) -> int:
         """The number of ranks that a mixture's experts are cut over. These ranks are consecutive,
-        and gather their tokens."""
+        and they gather their tokens."""
         return self.expert_tensor * self.expert
 
     @property
@@ -95,12 +96,12 @@ class Sizes:
         )
 
     def layers(self, count: int, stage: int) -> range:
-        """The layers of a pipeline stage, out of `count`. If they don't divide evenly, the last
-        stage, which also has the output layer, has the fewest."""
+        """The layers of pipeline stage `stage`, out of `count` layers. If the layers don't divide
+        evenly, the last stage has the fewest, because it also has the output layer."""
         return range(-(-count * stage // self.pipeline), -(-count * (stage + 1) // self.pipeline))
 
     def manifest(self) -> dict[str, int]:
-        """The sizes as a checkpoint's manifest records them."""
+        """The sizes in the form of a checkpoint's manifest."""
         return {"world_size": self.world} | {name: int(size) for name, size in asdict(self).items()}
 
     def fields(self) -> dict[str, int]:

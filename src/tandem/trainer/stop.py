@@ -1,4 +1,4 @@
-"""Waiting and retrying until the runner is asked to stop."""
+"""Waiting and retrying, until the runner is asked to stop."""
 
 import time
 from collections.abc import Callable
@@ -12,12 +12,12 @@ log = Log("runner")
 
 LONGEST_PAUSE_SECONDS = 30.0
 OTHER_ERROR_SECONDS = 60.0
-"""Seconds for which an OSError that is not the volume's is tried again. Then a new runner has to
-settle the job."""
+"""Seconds for which an OSError is retried that the volume did not cause. After that, a new runner
+must settle the job."""
 
 
 class Stop:
-    """Whether the runner was asked to stop; pauses and retries end when it is."""
+    """Whether the runner was asked to stop. The request also ends pauses and retries."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -39,16 +39,16 @@ class Stop:
         errors: tuple[type[Exception], ...] = (TandemError, OSError),
         until: str = "the volume is back",
     ) -> T | None:
-        """The result of `action`, which is tried again after `errors`: the volume is full, gone or
+        """The result of `action`, which is retried after `errors`: the volume is full, gone or
         read-only.
 
-        Returns None if the runner is asked to stop in the meantime. Raises errors that are not
-        retriable, and after OTHER_ERROR_SECONDS an OSError that is not the volume's.
+        Returns None if the runner is asked to stop meanwhile. Raises errors that are not retriable,
+        and after OTHER_ERROR_SECONDS an OSError that the volume did not cause.
 
         Args:
-            what: the action's name in the log, which gets a line when it first fails and one when
-                it works again.
-            action: what to do.
+            what: the action's name in the log, which gets a line when the action first fails and a
+                line when it works again.
+            action: the function to call.
             errors: the retriable errors.
             until: the awaited state, for the log.
         """

@@ -1,7 +1,7 @@
 """The step loop: no files, no processes.
 
 `steps.py` is the loop of a job. `rows.py` computes rows and sums their gradients, for jobs and
-sessions. `losses.py` has each loss with its source. `schedule.py` assigns rows to ranks and
-computes the denominators of all ranks. `optimizer.py` is Adam for adapters, `sharded_adam.py` for
-all weights. `phases.py` measures seconds and bytes.
+sessions. `losses.py` has each loss, with its source. `schedule.py` assigns rows to ranks and
+computes the denominators over all ranks. `optimizer.py` is Adam for adapters; `sharded_adam.py` is
+Adam for all weights. `phases.py` measures seconds and bytes.
 """

@@ -7,30 +7,30 @@ A loss is the weighted mean over the items of one optimizer step, on *all* data-
 
 `w` and `D` come from `item_weights`. The functions here return one row's part of the sum; the items
 of a sequence are never split over rows. Notation: `lp` is the trainer's log-prob of the item's
-token, `old` the log-prob in the ratio's denominator, `A` the advantage, `r = exp(lp - old)`, `x =
-lp - ref` with `ref` the reference's log-prob, `sg` a stop-gradient. An item that a mask leaves out
-still counts in D.
+token, `old` is the log-prob in the ratio's denominator, `A` is the advantage, `r = exp(lp - old)`,
+`x = lp - ref` where `ref` is the reference's log-prob, and `sg` stops the gradient. An item that a
+mask leaves out still counts in D.
 
 Sources:
 - CISPO: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
 - PPO: arXiv:1707.06347, eq. 7; separate bounds (clip-higher) and token-level mean: DAPO,
   arXiv:2503.14476, eq. 8.
 - GSPO: arXiv:2507.18071, eq. 5 and 7; GSPO-token: eq. 13 and 14, and Tinker's documentation
-  (tinker/losses/gspo), whose ratio is of some of a sequence's tokens.
+  (tinker/losses/gspo), where the ratio covers only some tokens of a sequence.
 - SAPO: Gao et al., 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347, section 3.
 - Dual clip: Ye et al., 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement
   Learning", arXiv:1912.09729; the same as the two-sided clipping of INTELLECT-2, arXiv:2505.07291.
 - Mask by ratio: token level, IcePop, in Ring-1T, arXiv:2510.18855; sequence level, Liu, Li et al.,
   2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch";
-  of negative advantages far off the policy, DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
+  for negative advantages far off the policy, DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
 - Normalisation: GRPO (arXiv:2402.03300, eq. 3) averages per trajectory, DAPO over a group's tokens,
   Dr. GRPO (arXiv:2503.20783) divides by a constant.
 - Truncated importance sampling: Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You
   Off-Policy RL Training".
 - KL estimators k1, k2, k3: Schulman, 2020, "Approximating KL Divergence"
-  (joschu.net/blog/kl-approx.html); why the derivative of k1 is of no use: arXiv:2506.09477.
-  Correction by the ratio: DeepSeek-V3.2, eq. 7. In the advantage: Ziegler et al., 2019,
-  arXiv:1909.08593, eq. 2; less its mean, as in OpenPipe's ART and Tinker's cookbook.
+  (joschu.net/blog/kl-approx.html); arXiv:2506.09477 explains why the derivative of k1 is useless.
+  Correction of the KL by the ratio: DeepSeek-V3.2, eq. 7. KL in the advantage: Ziegler et al.,
+  2019, arXiv:1909.08593, eq. 2; minus its mean, as in OpenPipe's ART and Tinker's cookbook.
 - Pairs: DPO, Rafailov et al., 2023, arXiv:2305.18290, eq. 7; label smoothing: Mitchell, 2023, "A
   note on DPO with noisy preferences"; IPO, Azar et al., 2023, arXiv:2310.12036, eq. 17, with means
   over tokens as in TRL, because sums depend on length; SimPO, Meng et al., 2024, arXiv:2405.14734,
@@ -47,8 +47,8 @@ from torch.nn.functional import logsigmoid
 
 from tandem.spool.schema import PreferenceLoss, RLLoss
 
-# Largest argument of exp() in nats, so that no single token makes a loss or a gradient infinite in
-# float32.
+# The largest argument of exp() in nats, so that no single token makes a loss or a gradient infinite
+# in float32.
 MAX_NATS = 20.0
 
 Ints = NDArray[np.integer[Any]]
@@ -60,22 +60,23 @@ class Items:
     """The items of one row. Tensors are [items], of one floating dtype (`sequence`: int64);
     log-probs are in nats."""
 
-    logprobs: Tensor  # of the policy being trained; carries gradients
-    # Of the distribution that each token was drawn from, in nats; carries gradients.
+    logprobs: Tensor  # log-probs of the policy being trained; carry gradients
+    # Entropy of the distribution from which each token was drawn, in nats; carries gradients.
     entropy: Tensor
-    weights: Tensor  # `w`; 0 in a row that is computed only to match collectives
-    sequence: Tensor  # index of the item's sequence within the row, 0 .. num_sequences - 1
+    weights: Tensor  # `w`; 0 in a row that is computed only so that collectives match
+    sequence: Tensor  # index of the item's sequence within the row: 0 .. num_sequences - 1
     num_sequences: int
     advantages: Tensor | None = None  # needed by RL
     old_logprobs: Tensor | None = None  # denominator of the ratio; needed by RL
-    sampler_logprobs: Tensor | None = None  # reported by the sampler (vLLM); needed by RL
+    sampler_logprobs: Tensor | None = None  # log-probs reported by the sampler (vLLM); needed by RL
     reference_logprobs: Tensor | None = None
     # Mean of old - reference over the job's items, in nats; needed by `kl_in="advantage"`.
     mean_kl: float = 0.0
     pair: Tensor | None = None  # int64, 0 .. pairs - 1 in the row; needed by preferences
-    rejected: Tensor | None = None  # bool: of its pair's rejected answer; needed by preferences
-    # int64: steps from the checkpoint that sampled the token to the job's base step; below 0:
-    # unknown.
+    # bool: whether the item belongs to its pair's rejected answer; needed by preferences
+    rejected: Tensor | None = None
+    # int64: number of steps between the checkpoint that sampled the token and the job's base step;
+    # negative if unknown.
     steps_behind: Tensor | None = None
 
 
@@ -117,9 +118,9 @@ def item_weights(
 
 
 def bounded_exp(x: Tensor) -> Tensor:
-    """`exp(x)`; beyond +-MAX_NATS it has the value at that bound. The derivative equals the value
-    everywhere. It never vanishes, as a plain clamp's would, so a token that is far off is still
-    pulled back."""
+    """`exp(x)`, with x clamped to +-MAX_NATS. The derivative equals the value everywhere, even
+    beyond the bounds. The derivative never vanishes, as a plain clamp's would, so a token that is
+    far off is still pulled back. x is in nats and has any shape."""
     return (x + (x.clamp(-MAX_NATS, MAX_NATS) - x).detach()).exp()
 
 
@@ -137,16 +138,16 @@ def sequence_mean(values: Tensor, items: Items) -> Tensor:
 
 
 def known_mean(values: Tensor, items: Items) -> Tensor:
-    """Mean of the `values` [items] that are not NaN over each item's sequence, [items]; NaN if all
-    are."""
+    """The mean of those `values` [items] that are not NaN, over each item's sequence, [items]; NaN
+    if all of them are NaN."""
     known = ~values.isnan()
     count = sequence_sum(known.to(values.dtype), items)
     return sequence_sum(values.where(known, 0.0), items) / count
 
 
 def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
-    """`(policy_i, ratio_i, clipped_i)`, each [items]; `clipped` is True for the items whose
-    gradient the bounds changed.
+    """`(policy_i, ratio_i, clipped_i)`, each [items]; `clipped` is True for items whose gradient
+    was changed by the bounds.
 
     [lo, hi] = `loss.clip_bounds`. r is the ratio of the token or, with `loss.level` "sequence", of
     its sequence:
@@ -154,23 +155,23 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
     - cispo: -sg(clip(r, lo, hi)) A lp
     - ppo:   -min(r A, clip(r, lo, hi) A); with dual clip and A < 0: -max(min(r A, clip(r, lo, hi)
              A), dual_clip A)
-    - gspo:  ppo with the sequence's ratio. Each token of a sequence gets the gradient r A / |y|.
-             With one sequence per trajectory and GSPO's default normalisation this is the paper's
-             objective.
+    - gspo:  like ppo, with the sequence's ratio. Each token of a sequence gets the gradient
+             r A / |y|. With one sequence per trajectory and GSPO's default normalisation this is
+             the paper's objective.
 
-    - gspo_token: ppo with r_i = sg(s) exp(lp_i - sg(lp_i)); s is the exp of the mean of lp - old
-             over the sequence's items whose `old` is not NaN. Each token has its own advantage and
-             its own gradient, r A.
+    - gspo_token: like ppo, with r_i = sg(s) exp(lp_i - sg(lp_i)); s is the exp of the mean of lp -
+             old over those items of the sequence whose `old` is not NaN. Each token has its own
+             advantage and its own gradient, r A.
 
     - dro:   -(A lp - beta / 2 (log r)^2), without bounds (Richemond et al., 2024,
-             arXiv:2405.19107, with the advantage in place of the reward less its value)
+             arXiv:2405.19107, with the advantage in place of reward minus value)
 
-    - sapo:  -4 / t sigmoid(t (r - 1)) A; t is the first of `loss.sapo_temperatures` where A > 0,
+    - sapo:  -4 / t sigmoid(t (r - 1)) A; t is the first of `loss.sapo_temperatures` if A > 0,
              else the second (Gao et al., 2025, arXiv:2511.20347). The gradient is PPO's at r = 1
              and fades on both sides.
 
-    With `beyond_bounds="mask"` the term of an item whose r is outside [lo, hi] is 0, and all other
-    terms are unclipped.
+    With `beyond_bounds="mask"`, the term of an item with r outside [lo, hi] is 0, and the terms of
+    other items are not clipped.
     """
     assert items.old_logprobs is not None
     assert items.advantages is not None
@@ -208,8 +209,8 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
 def importance_weights(items: Items, loss: RLLoss) -> Tensor | None:
     """`c`, the factor of each item's policy term, [items], without gradient; None: all 1.
 
-    c = exp(old - sampler) corrects for the fact that another engine drew the tokens. It is the
-    token's or, with `tis_level="sequence"`, the product over its sequence. c is 0 outside
+    c = exp(old - sampler) corrects for tokens that another engine drew. The factor is that of the
+    token or, with `tis_level="sequence"`, the product over the token's sequence. c is 0 outside
     [tis_mask_low, tis_mask_high], and at most tis_cap. With `off_policy_threshold`, c is 0 where A
     < 0 and the sequence's mean of sampler - lp is larger than the threshold.
     """
@@ -239,17 +240,17 @@ def importance_weights(items: Items, loss: RLLoss) -> Tensor | None:
 def kl_estimate(
     logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]
 ) -> Tensor:
-    """Per-item estimate of KL(policy || reference), [items], in nats, from tokens drawn from the
-    policy.
+    """Estimate of KL(policy || reference) per item, [items], in nats, from tokens that were drawn
+    from the policy.
 
     With x = log policy - log reference: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x. k2's gradient,
-    x grad lp, is an unbiased estimate of the KL's; k3's is GRPO's. The gradient of k1 alone would
-    be grad lp, which has zero mean for any reference, so k1 takes the KL's score-function gradient
-    instead, x grad lp.
+    x grad lp, is an unbiased estimate of the KL's gradient; k3's gradient is the one that GRPO
+    uses. The gradient of k1 would be grad lp, which has mean zero for any reference. So k1 uses the
+    KL's score-function gradient instead, x grad lp.
 
     Args:
-        logprobs: the policy's, [items], nats; carries gradients.
-        reference: the reference's, [items], nats.
+        logprobs: log-probs under the policy, [items], in nats; carry gradients.
+        reference: log-probs under the reference, [items], in nats.
         estimator: "k1", "k2" or "k3".
     """
     x = logprobs - reference
@@ -260,10 +261,11 @@ def kl_estimate(
 
 
 def kl_penalty(items: Items, loss: RLLoss, estimate: Tensor) -> Tensor:
-    """`kl_i`, [items], from its `kl_estimate`.
+    """`kl_i`, [items], computed from the item's `kl_estimate`.
 
-    With `kl_correction` it is r k3, or sg(r) k1 and sg(r) k2. In both cases the gradient is r x
-    grad lp: the KL's own, in the mean over tokens that were drawn from the policy of `old`.
+    With `kl_correction`, `kl_i` is r k3, or sg(r) k1, or sg(r) k2. In each case the gradient is r x
+    grad lp. The mean of this gradient over tokens drawn from the policy of `old` is the gradient of
+    the KL itself.
     """
     if not loss.kl_correction:
         return estimate
@@ -274,7 +276,8 @@ def kl_penalty(items: Items, loss: RLLoss, estimate: Tensor) -> Tensor:
 
 def with_kl_in_advantages(items: Items, loss: RLLoss) -> Items:
     """`items` with the advantages A_i + kl_coef * (mean_kl - (old - ref)). The sampled log-ratio
-    acts as a reward, less its mean over the job's items, so that it shifts no average."""
+    acts as a reward. The mean of the log-ratio over the job's items is subtracted, so that it
+    shifts no average."""
     assert items.old_logprobs is not None
     assert items.reference_logprobs is not None
     assert items.advantages is not None
@@ -283,13 +286,13 @@ def with_kl_in_advantages(items: Items, loss: RLLoss) -> Items:
 
 
 def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
-    """Policy loss, KL penalty and entropy bonus of one row, and its statistics.
+    """Returns the policy loss, KL penalty and entropy bonus of one row, and statistics.
 
     Among the sums, `kl_sampler` is k3 of KL(sampler || trainer) and `logprob_difference` is
     |trainer - sampler|, both in nats; `masked` counts importance weights of 0. `kl_sampler` and
     `logprob_difference` also exist with the suffix `_fresh`, over items that the job's base step
-    sampled, and `_stale`, over items of older steps. Among the maxima, `above_sampler` is trainer -
-    sampler, in nats.
+    sampled, and `_stale`, over items of older steps. Among the maxima, `above_sampler` is the
+    maximum of trainer - sampler, in nats.
     """
     if loss.kl_in == "advantage":
         items = with_kl_in_advantages(items, loss)
@@ -332,8 +335,8 @@ def sft_loss(items: Items) -> LossOutput:
 
 
 def preference_loss(items: Items, loss: PreferenceLoss) -> LossOutput:
-    """The loss of one row's pairs; `items.rejected` says which answer of its pair an item
-    belongs to.
+    """The loss of one row's pairs; `items.rejected` says to which answer of its pair an item
+    belongs.
 
     With h = lp - ref (SimPO: lp), S = sum h over an answer's items, M = mean h, b =
     `loss.strength`, e the label smoothing, and s = b (S_chosen - S_rejected) for DPO, b (M_chosen -
@@ -342,8 +345,8 @@ def preference_loss(items: Items, loss: PreferenceLoss) -> LossOutput:
     - dpo, simpo: -(1 - e) log sigmoid(s) - e log sigmoid(-s)
     - ipo: (M_chosen - M_rejected - 1 / (2 b))^2
 
-    An answer's reward is b S (SimPO: b M). Per pair, `accuracy` is whether the chosen answer has
-    the larger reward.
+    An answer's reward is b S (SimPO: b M). The statistic `accuracy` is, per pair, whether the
+    chosen answer has the larger reward.
     """
     assert items.pair is not None
     assert items.rejected is not None
@@ -355,7 +358,7 @@ def preference_loss(items: Items, loss: PreferenceLoss) -> LossOutput:
     answer = 2 * items.pair + items.rejected
 
     def per_answer(values: Tensor) -> Tensor:
-        """Sums of `values` [items] over the answers, [pairs, 2]."""
+        """Sums of `values` [items] over each answer, [pairs, 2]."""
         return values.new_zeros(2 * pairs).index_add(0, answer, values).view(pairs, 2)
 
     total = per_answer(h)
@@ -376,7 +379,7 @@ def preference_loss(items: Items, loss: PreferenceLoss) -> LossOutput:
         "chosen_reward": chosen,
         "rejected_reward": rejected,
     }
-    # The weights of a pair's items sum to the pair's.
+    # The weights of a pair's items add up to the weight of the pair.
     return _output(items, losses[items.pair], sums, {})
 
 

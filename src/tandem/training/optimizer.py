@@ -1,6 +1,6 @@
 """Adam on the LoRA parameters: torch's AdamW, with Tandem's own gradient buffers and clipping.
 
-The LoRA parameters are fp32 and are cast in use, so they are their own master weights.
+The LoRA parameters are fp32 and are cast for use, so they are their own master weights.
 """
 
 from collections.abc import Iterable
@@ -18,9 +18,9 @@ from tandem.model.policy import Policy
 from tandem.spool.schema import OptimizerSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's fp32 state per parameter, by the names that torch and the checkpoints use."""
+"""Adam's fp32 state per parameter; torch and the checkpoints use these names."""
 type Moments = dict[str, dict[str, Tensor]]
-"""Each of `MOMENTS`, by parameter name: of this rank's shards; empty before the first step."""
+"""For each of `MOMENTS`: parameter name -> this rank's shard; empty before the first step."""
 
 
 class NonFinite(TandemError):
@@ -33,7 +33,7 @@ class AdapterOptimizer:
     """The gradients and Adam's state of this rank's shards of the LoRA parameters.
 
     Gradients are accumulated over micro steps and *summed* over data-parallel ranks, because losses
-    are divided by a global denominator beforehand.
+    are already divided by a global denominator.
     """
 
     def __init__(self, policy: Policy, settings: OptimizerSettings) -> None:
@@ -76,7 +76,7 @@ class AdapterOptimizer:
         ) + self._adam_memory.park(moments)
 
     def restore(self) -> None:
-        """Undo `offload`: Adam's state is as it was, gradients are zero."""
+        """The inverse of `offload`: Adam's state is restored, and gradients are zero."""
         self._gradient_memory.restore()
         self._adam_memory.restore()
         self.zero_grad()
@@ -91,9 +91,10 @@ class AdapterOptimizer:
             parallel.all_reduce(memory, group=group)
 
     def gradient_norm(self) -> float:
-        """L2 norm of the whole gradient, in which a replicated parameter counts once.
+        """L2 norm of the whole gradient. A parameter that several ranks hold counts once.
 
-        A collective; all ranks get the same. NaN or infinite if any gradient is.
+        A collective operation; all ranks get the same value. The result is NaN or infinite if any
+        gradient is.
         """
         topology = self._topology
         if self._experts_apart:
@@ -109,8 +110,8 @@ class AdapterOptimizer:
         return float(square.sqrt())
 
     def _norm_with_experts(self, topology: parallel.Topology) -> float:
-        """`gradient_norm` of a model whose experts are cut over other ranks: the first rank that
-        holds a tensor counts it."""
+        """`gradient_norm` for a model whose experts are cut over other ranks than its dense layers:
+        the first rank that holds a tensor counts it."""
         place, counted = topology.place, []
         for tensor in self._tensors.values():
             copy = place.data + place.context, place.tensor
@@ -121,7 +122,7 @@ class AdapterOptimizer:
         return norm_over_ranks([_square(counted)] if counted else [])
 
     def non_finite(self) -> list[str]:
-        """Names of this rank's parameters whose gradients hold NaN or infinity."""
+        """Names of this rank's parameters whose gradients contain NaN or infinity."""
         return [
             name
             for name, p in self.parameters.items()
@@ -130,7 +131,8 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def step(self, norm: float, learning_rate: float) -> None:
-        """Scale the gradient down to `max_grad_norm` if `norm` is larger, and apply it."""
+        """Scale the gradient down to `max_grad_norm` if `norm` is larger, and take an Adam step
+        with it."""
         settings, [group] = self.settings, self._adam.param_groups
         group |= {"lr": learning_rate, "weight_decay": settings.weight_decay, "eps": settings.eps}
         group["betas"] = settings.beta1, settings.beta2
@@ -145,7 +147,7 @@ class AdapterOptimizer:
         return max((int(state["step"]) for state in self._adam.state.values()), default=0)
 
     def moments(self) -> Moments:
-        """Adam's own tensors, not copies."""
+        """Adam's own tensors; they are not copied."""
         states = {
             name: self._adam.state[p]
             for name, p in self.parameters.items()
@@ -156,8 +158,8 @@ class AdapterOptimizer:
         }
 
     def new_state(self, steps: int) -> Moments:
-        """Makes the state after `steps` steps. Returns its tensors uninitialised, for the caller to
-        fill."""
+        """Creates the state for an optimizer that has done `steps` steps. Returns the state's
+        tensors uninitialised, for the caller to fill."""
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         where = next(iter(self.parameters.values())).device
         moments = {moment: allocate(shapes, torch.float32, where)[1] for moment in MOMENTS}
@@ -168,19 +170,21 @@ class AdapterOptimizer:
 
 
 def norm_over_ranks(squares: list[Tensor]) -> float:
-    """The square root of the sum of all ranks' `squares`, float64 scalars. A collective of all
-    ranks."""
+    """The square root of the sum of all ranks' `squares`, float64 scalars. A collective operation
+    of all ranks."""
     square = torch.stack(squares).sum().cpu() if squares else torch.zeros((), dtype=torch.float64)
     parallel.all_reduce(square)
     return float(square.sqrt())
 
 
 def _gradient_memory(parameters: list[Parameter]) -> Tensor:
-    """Zeroed memory for the gradients of all `parameters`; autograd adds to it from now on."""
+    """Zeroed memory for the gradients of all `parameters`, as one flat tensor; autograd adds to it
+    from now on."""
     memory = torch.zeros(
         sum(map(Tensor.numel, parameters)), dtype=torch.float32, device=parameters[0].device
     )
-    # As in Megatron's buffers: the result of a sum over ranks depends on the place in memory.
+    # The order is that of Megatron's buffers, because the result of a sum over ranks depends on the
+    # place in memory.
     last_first = parameters[::-1]
     for parameter, part in zip(
         last_first, memory.split([p.numel() for p in last_first]), strict=True
@@ -190,6 +194,6 @@ def _gradient_memory(parameters: list[Parameter]) -> Tensor:
 
 
 def _square(tensors: Iterable[LoraTensor]) -> Tensor:
-    """Squared norm of all their gradients together, a float64 scalar."""
+    """Squared norm of the gradients of all `tensors` together, as a float64 scalar."""
     sums = [gradients.accumulator(tensor.parameter) for tensor in tensors]
     return torch.stack(torch._foreach_norm(sums, dtype=torch.float64)).square().sum()

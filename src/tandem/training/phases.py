@@ -1,4 +1,4 @@
-"""Measures a rank: the seconds and device bytes of its phases, and the metrics of an optimizer
+"""Measures one rank: the seconds and device bytes of its phases, and the metrics of an optimizer
 step."""
 
 import math
@@ -28,10 +28,11 @@ _MEANS = {
     "importance": "importance_weight_mean",
     "masked": "masked_fraction",
 }
-"""Name of a sum in `tandem.training.losses.LossOutput` -> name of the metric that is its mean over
-items."""
+"""Name of a sum in `tandem.training.losses.LossOutput` -> name of the metric that is the sum's mean
+over items."""
 _AGES = ("fresh", "stale")
-"""Groups of tokens by age: sampled by the job's base step, or by an older step."""
+"""Groups of tokens by age: `fresh` tokens were sampled by the job's base step, `stale` tokens by an
+older step."""
 _PAIR_MEANS = {
     "accuracy": "pair_accuracy",
     "margin": "reward_margin",
@@ -41,9 +42,10 @@ _PAIR_MEANS = {
 
 
 class MemoryWatch:
-    """One rank's memory: at the end of each phase, and the peaks of each phase and of the attempt.
-    Nothing else resets the allocator's peaks. Before the device has started it reports nothing. The
-    allocator's counts begin at 0 for each attempt, even in a rank that stays over several jobs."""
+    """One rank's memory: the values at the end of each phase, and the peaks within each phase and
+    the attempt. No other code may reset the allocator's peaks. The watch reports nothing before the
+    device has started. The allocator's counts start at 0 in each attempt, even in a rank that stays
+    over several jobs."""
 
     def __init__(self) -> None:
         stats = memory.stats() if device.started() else {}
@@ -55,7 +57,7 @@ class MemoryWatch:
         self._used_peak = 0
 
     def begin_phase(self) -> None:
-        """Starts a phase: peaks from before it count for the attempt only."""
+        """Starts a phase: from now on, earlier peaks count only for the attempt."""
         if device.started():
             self._allocator_stats()
             memory.reset_peaks()
@@ -80,15 +82,15 @@ class MemoryWatch:
         return now
 
     def begin_step(self) -> None:
-        """Starts an optimizer step after its gradients are zeroed: the memory allocated now is the
-        step's floor."""
+        """Starts an optimizer step, after its gradients were zeroed: the memory that is allocated
+        now is the step's floor."""
         self._step_floor = memory.stats()["allocated"]
 
     def report(self) -> RankMemory:
         return RankMemory(uuid=device.uuid(), phases=self._phases, highest=self._highest)
 
     def beat(self) -> dict[str, Any]:
-        """The fields of `tandem.spool.schema.Beat` that are about memory."""
+        """The memory fields of `tandem.spool.schema.Beat`."""
         if not device.started():
             return {}
         return {
@@ -112,7 +114,7 @@ class MemoryWatch:
 
 
 class Phases:
-    """One rank's clock, which measures phases. Phases don't nest. `announce(name)` writes the
+    """The clock with which a rank measures phases. Phases don't nest. `announce(name)` writes the
     heartbeat when a phase begins, and during long phases."""
 
     def __init__(self, announce: Callable[[str], None], watch: MemoryWatch) -> None:
@@ -122,10 +124,10 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the block, up to the completion of the work that it queued on the device.
+        """Measure the block, until the work that it queued on the device is complete.
 
-        The seconds of blocks with the same name are added; the memory is measured at the end of the
-        last block.
+        The seconds of blocks with the same name are added up; the memory is measured at the end of
+        each block, and the last value is kept.
         """
         self.announce(name)
         self.watch.begin_phase()
@@ -135,8 +137,8 @@ class Phases:
         finally:
             device.synchronize()
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-            # Measured even if the phase failed: after running out of memory, this shows the
-            # allocated bytes.
+            # The memory is measured even if the phase failed, because after running out of memory
+            # it shows the allocated bytes.
             self._memory[name] = self.watch.end_phase(name)
 
     def take(self) -> tuple[dict[str, float], dict[str, int]]:
@@ -150,7 +152,8 @@ class Phases:
         return seconds, sizes
 
     def gather_memory(self) -> dict[str, dict[str, Any]]:
-        """Each rank's `RankMemory` so far, as JSON objects by rank. A collective of all ranks."""
+        """Each rank's `RankMemory` so far, as JSON objects by rank. A collective operation of all
+        ranks."""
         reports = parallel.gather_objects(self.watch.report().model_dump())
         return {str(rank): report for rank, report in enumerate(reports)}
 
@@ -161,8 +164,8 @@ def reduce_values(
     group: dist.ProcessGroup | None,
     where: torch.device,
 ) -> dict[str, float]:
-    """`values` (scalars, the same names on every rank) reduced over `group` in float64, in one
-    collective."""
+    """`values` (scalars with the same names on every rank), reduced over `group` in float64 with
+    one collective."""
     if not values:
         return {}
     vector = torch.stack(
@@ -173,8 +176,8 @@ def reduce_values(
 
 
 def item_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-    """Metrics from the sums and maxima of `losses.LossOutput` over all rows. Means are over items,
-    unweighted; without items there is no mean."""
+    """Metrics from the sums and maxima of `losses.LossOutput` over all rows. Means are unweighted
+    means over items; without items, the means are left out."""
     items = sums["items"]
     metrics = {"loss": sums["loss"], "trainable_tokens": items}
     metrics |= {metric: sums[name] / items for name, metric in _MEANS.items() if name in sums}
@@ -212,7 +215,8 @@ def reward_metrics(batch: PackedBatch, rows: tuple[int, ...]) -> dict[str, float
 
 
 def staleness(job: BatchJob) -> dict[str, float]:
-    """How many checkpoints the job's turns are behind the one that the job starts from."""
+    """By how many checkpoints the job's turns are older than the checkpoint that the job starts
+    from."""
     data, base = job.data, job.base_step
     if data.policy_step_min is None or data.policy_step_mean is None:
         return {}

@@ -1,6 +1,6 @@
 """Computes the losses of a batch's rows, and adds up their gradients.
 
-It knows nothing of optimizer steps: a job's steps and the requests of a session use it.
+The module does not deal with optimizer steps: both a job's steps and a session's requests use it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from tandem.training.phases import Phases, reduce_values
 from tandem.training.schedule import advantage_divisor, row_weights
 
 MicroSteps = Sequence[tuple[int, bool]]
-"""`(row, counts)` as `RowSchedule.micro_steps` gives them."""
+"""`(row, counts)` pairs as in `RowSchedule.micro_steps`."""
 
 
 def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
@@ -41,29 +41,30 @@ def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
 
 
 class Fit:
-    """Chooses by the device's memory what layers keep for the backward pass
+    """Chooses how much layers keep for the backward pass, according to the device's memory
     (`tandem.model.recompute`)."""
 
     def __init__(self, policy: Policy, device: torch.device, *, on: bool) -> None:
-        """Without `on`, the layers keep what they were set to keep."""
+        """Without `on`, the layers keep what they were already set to keep."""
         self._policy, self._device, self._on = policy, device, on
         self._slots = 0
 
     def to(self, row: PackedRow) -> None:
-        """Choose for rows of this length, unless that was done already. A collective of all
-        ranks."""
+        """Choose for rows of this length, unless that has already been done. A collective operation
+        of all ranks."""
         if self._on and len(row.tokens) > self._slots:
             self._slots = len(row.tokens)
             recompute.fit(self._policy, row_tensors(row, self._device))
 
     def lower(self) -> bool:
-        """After the memory ran out: keep less for the backward pass. False if that can't help."""
+        """To be called after memory ran out: makes layers keep less for the backward pass. Returns
+        False if that can't help."""
         return self._slots > 0 and recompute.lower(self._policy)
 
 
 @dataclass
 class Totals:
-    """`sums` and `maxima` of `LossOutput`, over rows."""
+    """`sums` and `maxima` of `LossOutput`, over several rows."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
@@ -83,7 +84,7 @@ def _ignore(_row: int, _logprobs: Tensor) -> None: ...
 
 @dataclass
 class RowLosses:
-    """The rows of one batch under one loss."""
+    """The rows of one batch, computed with one loss."""
 
     batch: PackedBatch
     loss: Loss
@@ -96,23 +97,23 @@ class RowLosses:
     # Row -> log-probs computed before training, float32 [items].
     old_logprobs: dict[int, Tensor] = field(default_factory=dict)
     reference_logprobs: dict[int, Tensor] = field(default_factory=dict)
-    # Mean over the job's items, from the log-probs before training to the reference, in nats.
+    # Mean over the job's items of the log-probs before training minus the reference's, in nats.
     mean_kl: float = 0.0
     keep: Callable[[int, Tensor], None] = _ignore
-    """`keep(row, logprobs)` gets the items' log-probs of each row that counts, on the ranks that
-    report rows."""
+    """`keep(row, logprobs)` is called with the items' log-probs of each row that counts, on the
+    ranks that report rows."""
     passes: int = 0
-    """Passes with gradients that this rank still has to compute. All are of rows of one length, as
-    in a job. The first one is followed by `graphs.repeat`."""
+    """Number of passes with gradients that this rank still has to compute. All of them are over
+    rows of the same length, as in a job. `graphs.repeat` is called after the first pass."""
 
     def __post_init__(self) -> None:
         self._advantage_divisor = advantage_divisor(self.batch, self.loss)
-        # Context-parallel ranks share a row. The first of them counts it, on the last pipeline
+        # Context-parallel ranks share a row. The first of them counts the row, on the last pipeline
         # stage.
         self.reports = self.topology.place.context == 0 and self.policy.stage.last
 
     def add_gradients(self, steps: MicroSteps, denominator: float) -> Totals:
-        """Adds the gradients of this rank's rows, each loss divided by `denominator`."""
+        """Adds the gradients of this rank's rows; each loss is divided by `denominator`."""
         totals = Totals()
         with self.policy.adapter_fixed():
             self.policy.stage.backward(self._losses(steps, denominator, totals))
@@ -120,7 +121,7 @@ class RowLosses:
 
     @torch.no_grad()
     def values(self, steps: MicroSteps, denominator: float) -> Totals:
-        """As `add_gradients`, without gradients."""
+        """Like `add_gradients`, but without gradients."""
         totals = Totals()
         with self.policy.adapter_fixed():
             for _ in self._losses(steps, denominator, totals):
@@ -139,7 +140,8 @@ class RowLosses:
             if counts and self.reports:
                 self.keep(index, outputs.logprobs.detach())
             yield output.loss
-            if self.passes and torch.is_grad_enabled():  # the first pass has loaded all kernels
+            # the first pass has loaded all of the kernels
+            if self.passes and torch.is_grad_enabled():
                 others, self.passes = self.passes - 1, 0
                 graphs.repeat(self.policy, row_tensors(row, self.device), others)
 
@@ -173,8 +175,8 @@ class RowLosses:
         items.advantages = tensor(row.item_weight / self._advantage_divisor)
         items.old_logprobs = items.sampler_logprobs = tensor(row.item_logprob)
         if loss.old_logprobs == "trainer":
-            # A job of one optimizer step needs no pass before training: the old policy is the
-            # current one.
+            # A job with a single optimizer step needs no pass before training, because the old
+            # policy is the current one.
             items.old_logprobs = self.old_logprobs.get(row.index, outputs.logprobs.detach())
         behind = self.base_step - row.item_policy_step
         items.steps_behind = tensor(np.where(row.item_policy_step < 0, -1, behind), torch.int64)
@@ -185,8 +187,8 @@ class RowLosses:
         return memory.copy_to(torch.tensor(values, dtype=dtype), self.device)
 
     def mean_log_ratio(self, rows: Sequence[int]) -> float:
-        """Mean of old - reference over the items of all ranks' rows, in nats; the same on all
-        ranks. `rows` are this rank's."""
+        """The mean of old - reference over the items of all ranks' rows, in nats; the result is the
+        same on all ranks. `rows`: this rank's rows."""
         sums = {
             "items": torch.zeros((), dtype=torch.float64),
             "nats": torch.zeros((), dtype=torch.float64),

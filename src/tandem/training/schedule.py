@@ -1,7 +1,8 @@
-"""Assigns rows to optimizer steps and ranks, and computes the weight of each item. NumPy.
+"""Assigns rows to optimizer steps and ranks, and computes the weight of each item. Uses only NumPy,
+not torch.
 
-Every rank computes the whole schedule from the job and the packed tables, without communication.
-Denominators are sums over all rows of an optimizer step, not over one rank's rows.
+Every rank computes the whole schedule from the job and the packed tables, without communication. A
+denominator is a sum over all rows of an optimizer step, not only over one rank's rows.
 """
 
 from collections.abc import Sequence
@@ -17,15 +18,15 @@ from tandem.training.losses import Floats, item_weights
 
 @dataclass(frozen=True)
 class RowSchedule:
-    # The rows of each optimizer step, in order; a row appears once per epoch.
+    # For each optimizer step its rows, in order; a row appears once per epoch.
     steps: tuple[tuple[int, ...], ...]
     data_parallel: int
     held_out: tuple[int, ...] = ()  # rows that are only evaluated
 
     def micro_steps(self, step: int, dp_rank: int) -> list[tuple[int, bool]]:
-        """`(row, counts)` for each micro step of data-parallel rank `dp_rank`. All ranks have
-        equally many micro steps, for their collectives. A rank with too few computes the step's
-        first row again, with weight 0 (`counts` False).
+        """`(row, counts)` for each micro step of data-parallel rank `dp_rank`. All ranks have the
+        same number of micro steps, so that their collectives match. A rank with fewer rows computes
+        the step's first row again, with weight 0 (`counts` False).
         """
         rows = self.steps[step]
         counted = [(row, True) for row in rows[dp_rank :: self.data_parallel]]
@@ -44,8 +45,8 @@ class RowSchedule:
         return list(self.held_out[dp_rank :: self.data_parallel])
 
     def rank_rows(self, epochs: int, dp_rank: int) -> list[int]:
-        """The rows of the first of `epochs` passes that this rank counts. Over all ranks, each row
-        counts once."""
+        """The rows that this rank counts in the first of `epochs` passes. Over all ranks together,
+        each row counts once."""
         first = range(len(self.steps) // epochs)
         return [row for step in first for row, counts in self.micro_steps(step, dp_rank) if counts]
 
@@ -53,19 +54,19 @@ class RowSchedule:
 def make_schedule(
     batch: PackedBatch, settings: OptimizerSettings, seed: int, base_step: int, data_parallel: int
 ) -> RowSchedule:
-    """Cut the epochs (passes over the batch's rows) into optimizer steps.
+    """Divide the epochs (passes over the batch's rows) into optimizer steps.
 
-    Each epoch visits all rows that are not held out, in a permutation drawn from (seed, base_step,
+    Each epoch visits all rows except held-out rows, in a permutation drawn from (seed, base_step,
     epoch). A step has `settings.grad_accumulation_sequences` rows over all ranks (None:
-    `data_parallel` rows). The last step of an epoch may have fewer. With `settings.batch_size` the
-    packer chose the rows of each step, and an epoch visits these steps in a permutation drawn the
-    same way.
+    `data_parallel` rows). The last step of an epoch may have fewer. With `settings.batch_size`, the
+    packer chose the rows of each step, and an epoch visits these steps in a permutation drawn in
+    the same way.
 
     Raises InvalidInput if the rows of a step are not a multiple of `data_parallel`.
 
     Args:
         batch: the job's packed rows.
-        seed: the run's.
+        seed: the run's seed.
         base_step: the step that the job starts from.
         data_parallel: the number of data-parallel ranks.
     """
@@ -97,8 +98,8 @@ def make_schedule(
 
 
 def row_weights(batch: PackedBatch, row: PackedRow, loss: Loss) -> tuple[Floats, Floats]:
-    """`losses.item_weights` of the row's items, both float64 [items]. SFT multiplies both by the
-    item's own weight."""
+    """`losses.item_weights` for the row's items, both float64 [items]. For SFT, both arrays are
+    multiplied by the item's own weight."""
     trajectory_items = batch.trajectory_num_items[row.item_trajectory]
     group_items = batch.group_num_items[batch.trajectory_group[row.item_trajectory]]
     constant = loss.normalisation_constant if isinstance(loss, RLLoss) else None
@@ -108,13 +109,13 @@ def row_weights(batch: PackedBatch, row: PackedRow, loss: Loss) -> tuple[Floats,
 
 
 def denominators(batch: PackedBatch, steps: Sequence[Sequence[int]], loss: Loss) -> list[float]:
-    """`D` of each optimizer step (see `losses`): the sum over the items of all its rows, on any
-    rank; 1 for a sum.
+    """For each optimizer step its `D` (see `losses`): the sum over the items of all its rows, on
+    all ranks; 1 if the loss is a sum.
 
     Args:
         batch: the job's packed rows.
-        steps: the rows of each optimizer step, by number.
-        loss: its normalisation counts.
+        steps: the rows of each optimizer step.
+        loss: only its normalisation matters here.
     """
     if loss.mean_over == "sum":
         return [1.0] * len(steps)

@@ -1,11 +1,11 @@
 """AdamW on all weights (Loshchilov and Hutter, 2019, arXiv:1711.05101), divided over the ranks that
 hold the same weights.
 
-Each of these ranks owns an equal range of the weights' memory. It gets the range's summed gradient,
-holds Adam's state of it, updates it, and sends it to the others (ZeRO, Rajbhandari et al., 2020,
-arXiv:1910.02054, stage 1). A bfloat16 weight is the rounded upper half of an fp32 master value. The
-int16 `remainder` holds the difference that the rounding made. So weights and master values take 4
-bytes, not 6.
+Each rank that holds a weight owns an equal range of the weights' memory. The rank gets the summed
+gradient of its range, holds Adam's state for it, updates it, and sends it to the other ranks (ZeRO,
+Rajbhandari et al., 2020, arXiv:1910.02054, stage 1). A bfloat16 weight is the rounded upper half of
+an fp32 master value. The int16 `remainder` contains the difference that the rounding made. So
+weights and master values take 4 bytes, not 6.
 """
 
 import math
@@ -32,46 +32,46 @@ _OF_HEADS = (
     "linear_attention.dt_bias",
 )
 CHUNK = 2**24
-"""Elements per update. An update temporarily takes five times their size in fp32."""
+"""Number of elements per update. An update temporarily takes five times their fp32 size."""
 
 
 @dataclass(frozen=True)
 class _Shard:
     """The part of a section of the weights' memory that this rank owns."""
 
-    group: dist.ProcessGroup  # the ranks that hold the section; each owns an equal part
-    section: slice  # in the memory
+    group: dist.ProcessGroup  # the ranks that hold the section; each of them owns an equal part
+    section: slice  # slice of the weights' memory
     memory: slice
     state: slice  # position in each of `ShardedAdam.tensors`
 
 
 @dataclass(frozen=True)
 class _Range:
-    """A part of a weight that this rank owns."""
+    """The part of one weight that this rank owns."""
 
     name: str
-    begin: int  # in the weights' memory
-    at: int  # in this rank's state
+    begin: int  # first index in the weights' memory
+    at: int  # first index in this rank's state
     length: int
     decays: bool
     counts: bool
     """Whether this rank counts the range in the gradient's norm. If several tensor-parallel ranks
-    hold the whole weight, only the first counts it."""
+    hold the whole weight, only the first of them counts it."""
 
 
 class ShardedAdam:
-    """The fp32 gradients of all weights, and Adam's state of the weights that this rank owns.
+    """The fp32 gradients of all weights, and Adam's state for the weights that this rank owns.
 
-    Gradients are accumulated over micro steps and summed over data-parallel ranks. Weight decay
-    skips vectors (norms and biases), as in transformers' Trainer. A tied table exists on the
-    pipeline's first and last stage. The first stage owns it: it updates the table and sends it to
-    the last stage, whose own gradient and state of the table are meaningless. If both updated it,
-    the two copies would drift apart, because the order in which ranks sum a gradient depends on the
-    owner.
+    Gradients are accumulated over micro steps and summed over data-parallel ranks. Weight decay is
+    not applied to vectors (norms and biases), as in transformers' Trainer. A tied table exists on
+    the pipeline's first and last stage. The first stage owns the table: it updates the table and
+    sends it to the last stage, whose own gradient and state for the table are meaningless. If both
+    stages updated the table, the two copies would diverge, because the order in which ranks sum a
+    gradient depends on the owner.
     """
 
     def __init__(self, policy: Policy, base: BaseWeights, settings: OptimizerSettings) -> None:
-        # Parameters outside `memory` would have no gradient buffer.
+        # Parameters outside of `memory` would have no gradient buffer.
         assert not (
             apart := [n for n, p in base.parameters.items() if p.dtype != base.memory.dtype]
         ), f"{apart[0]} is fp32 beside others"
@@ -108,7 +108,7 @@ class ShardedAdam:
         )
 
     def restore(self) -> None:
-        """Undo `offload`: Adam's state is as it was, gradients are zero."""
+        """The inverse of `offload`: Adam's state is restored, and gradients are zero."""
         self._gradient_memory.restore()
         self._state_memory.restore()
         self.zero_grad()
@@ -118,8 +118,8 @@ class ShardedAdam:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Sum the gradients over the ranks. Afterwards each rank has the sums of the weights that
-        it owns; the rest is undefined."""
+        """Sum the gradients over the ranks. Afterwards each rank has the sums for the weights that
+        it owns; other values are undefined."""
         self._sum_over_tensor_ranks()
         self._sum_over_stages()
         for shard in self._shards:
@@ -132,8 +132,8 @@ class ShardedAdam:
                 part.copy_(parallel.scatter_sum(whole, shard.group))
 
     def gradient_norm(self) -> float:
-        """L2 norm of the whole gradient. A collective; all ranks get the same. NaN or infinite if
-        any gradient is."""
+        """L2 norm of the whole gradient. A collective operation; all ranks get the same value. The
+        result is NaN or infinite if any gradient is."""
         squares = [
             torch.linalg.vector_norm(self._gradient(part), dtype=torch.float64).square()
             for part in self._ranges
@@ -142,7 +142,7 @@ class ShardedAdam:
         return norm_over_ranks(squares)
 
     def non_finite(self) -> list[str]:
-        """Names of this rank's weights whose summed gradients hold NaN or infinity."""
+        """Names of this rank's weights whose summed gradients contain NaN or infinity."""
         return [part.name for part in self._ranges if not self._gradient(part).isfinite().all()]
 
     @torch.no_grad()
@@ -160,8 +160,8 @@ class ShardedAdam:
 
     @torch.no_grad()
     def whole(self, name: str) -> dict[str, Tensor]:
-        """All values of one of `tensors`, gathered in the gradients' memory, in the shapes of this
-        rank's weights. A collective."""
+        """All values of one of `tensors`, gathered into the gradients' memory, with the shapes of
+        this rank's weights. A collective operation of all ranks."""
         memory = self._like_weights(self.tensors[name].dtype)
         for shard in self._shards:
             memory[shard.memory] = self.tensors[name][shard.state]
@@ -170,8 +170,8 @@ class ShardedAdam:
 
     @torch.no_grad()
     def load(self, name: str, fill: Callable[[dict[str, Tensor]], None]) -> None:
-        """The inverse of `whole`: `fill` fills tensors of these shapes, and this rank keeps the
-        part that it owns."""
+        """The inverse of `whole`: `fill` fills tensors of the weights' shapes, and this rank keeps
+        the part that it owns."""
         memory = self._like_weights(self.tensors[name].dtype)
         fill(self._views(memory))
         for shard in self._shards:
@@ -194,9 +194,9 @@ class ShardedAdam:
             split_master(master, weights, remainder)
 
     def _sum_over_tensor_ranks(self) -> None:
-        """Sums the gradients of weights that tensor-parallel ranks hold whole. Each rank has only a
-        part of such a gradient: its heads' part and, with sequence parallelism, its tokens'
-        part."""
+        """Sums the gradients of weights that every tensor-parallel rank holds whole. Each rank has
+        only a part of such a gradient: the part of its heads and, with sequence parallelism, of its
+        tokens."""
         topology = self._topology
         if topology.sizes.tensor == 1:
             return
@@ -221,9 +221,10 @@ class ShardedAdam:
             parallel.all_reduce(self._views(self._gradients)[TABLE], group=self._topology.ends)
 
     def _gather(self, memory: Tensor) -> None:
-        """Gathers the weights that other ranks own."""
+        """Gathers the weights that other ranks own into `memory`."""
         if memory.dtype is torch.int16:
-            memory = memory.view(torch.bfloat16)  # NCCL has no 16-bit integers
+            # viewed as bfloat16, because NCCL has no 16-bit integers
+            memory = memory.view(torch.bfloat16)
         for shard in self._shards:
             if shard.group.size() > 1:
                 part = memory[shard.memory]
@@ -261,7 +262,8 @@ class ShardedAdam:
         return self._gradients[part.begin : part.begin + part.length]
 
     def _like_weights(self, dtype: torch.dtype) -> Tensor:
-        """The gradients' memory viewed in another dtype, at the weights' places."""
+        """The gradients' memory, viewed in another dtype, with an element for each weight at the
+        same index."""
         return self._gradients.view(dtype)[: len(self._gradients)]
 
     def _views(self, memory: Tensor) -> dict[str, Tensor]:
@@ -276,14 +278,15 @@ class ShardedAdam:
 
 
 def join_master(weights: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master values of bfloat16 weights and their remainders."""
+    """The fp32 master values of bfloat16 weights and their remainders. `weights`: bfloat16;
+    `remainder`: int16 of the same shape; the result has this shape too."""
     bits = weights.view(torch.int16).int().bitwise_left_shift_(16).add_(remainder)
     return bits.view(torch.float32)
 
 
 def split_master(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
-    """Write master values as bfloat16 weights, rounded to the nearest, ties away from zero, and
-    int16 remainders."""
+    """Write master values as bfloat16 weights (rounded to nearest, ties away from zero) and int16
+    remainders. All three tensors have the same shape."""
     bits = master.view(torch.int32)
     upper = (bits + 2**15).bitwise_right_shift_(16)
     weights.view(torch.int16).copy_(upper)

@@ -1,5 +1,5 @@
-"""The step loop, the same for RL and SFT except for the loss. It knows no files, processes or
-offloading.
+"""The step loop, which is the same for RL and SFT except for the loss. The loop deals with no
+files, processes or offloading.
 
 In an optimizer step each rank runs its micro steps, one row each. Gradients are then summed over
 data-parallel ranks, checked, clipped and applied. Losses are divided by the denominator of all
@@ -45,10 +45,10 @@ class Training:
     device: torch.device
     phases: Phases
     reference: Callable[[int | Literal["base"]], AbstractContextManager[None]]
-    """A context within which the policy computes as the reference does; afterwards the policy is
-    exactly as before."""
+    """Returns a context manager within which the policy computes the reference policy. Afterwards
+    the policy is exactly as before."""
     fit: bool = False
-    """Choose what layers keep for the backward pass by the device's memory
+    """Whether to choose by the device's memory how much layers keep for the backward pass
     (`tandem.model.recompute`)."""
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Training:
             self.job.base_step,
             self.topology.sizes.data,
         )
-        self._steps_before = self.optimizer.steps  # of earlier jobs
+        self._steps_before = self.optimizer.steps  # optimizer steps of earlier jobs
         self._rows = RowLosses(
             self.batch,
             self.job.loss,
@@ -74,10 +74,10 @@ class Training:
         self._rows.passes = sum(len(self.schedule.micro_steps(step, rank)) for step in steps)
 
     def train(self, report: Callable[[int, dict[str, float]], None]) -> dict[str, float]:
-        """Run all optimizer steps, numbered from 1, and `report(step, metrics)` each; returns the
-        last one's metrics, which are the same on every rank.
+        """Run all optimizer steps, numbered from 1, and call `report(step, metrics)` after each.
+        Returns the metrics of the last step, which are the same on every rank.
 
-        Raises NonFinite, and InvalidInput for log-probs that no sampler can give, before that step
+        Raises NonFinite, or InvalidInput for log-probs that no sampler can return, before the step
         is applied. Raises NothingToLearn if no step moved the policy.
         """
         totals, loss = denominators(self.batch, self.schedule.steps, self.job.loss), self.job.loss
@@ -109,7 +109,7 @@ class Training:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """The loss of the held-out rows, `held_out_<metric>`; the same on every rank. Empty if
-        there are none."""
+        there are no held-out rows."""
         if not self.schedule.held_out:
             return {}
         [denominator] = denominators(self.batch, [self.schedule.held_out], self.job.loss)
@@ -118,8 +118,8 @@ class Training:
         with self.phases.phase("evaluate"), self.policy.adapter_fixed():
             for index, counts in self._passes(self.schedule.rank_held_out):
                 self.phases.announce("evaluate")
-                # Computed for the collectives alone: this rank may have no reference log-probs of
-                # the row.
+                # The row is computed only so that collectives match: this rank may have no
+                # reference log-probs for it.
                 if not counts:
                     self._rows.forward(self.batch.row(index))
                     continue
@@ -137,7 +137,7 @@ class Training:
         return metrics
 
     def _logprobs(self, phase: str, policy: AbstractContextManager[None]) -> dict[int, Tensor]:
-        """Log-probs of every row that this rank will visit, without gradients."""
+        """Log-probs of every row that this rank will visit, computed without gradients."""
         logprobs: dict[int, Tensor] = {}
         with self.phases.phase(phase), policy, torch.no_grad(), self.policy.adapter_fixed():
             for row, _ in self._passes(self.schedule.visited_rows):
@@ -146,8 +146,9 @@ class Training:
         return logprobs
 
     def _passes(self, rank_rows: Callable[[int], list[int]]) -> list[tuple[int, bool]]:
-        """This data-parallel rank's rows, `(row, True)`. If ranks compute experts for one another,
-        all get equally many entries: the missing ones repeat rank 0's first row, with False."""
+        """This data-parallel rank's rows, as pairs `(row, True)`. If ranks compute experts for one
+        another, all ranks get the same number of entries; the missing entries are `(rank 0's first
+        row, False)`."""
         sizes = self.topology.sizes
         counted = [(row, True) for row in rank_rows(self.topology.place.data)]
         if sizes.expert_ranks == 1:
@@ -192,8 +193,8 @@ class Training:
         }
 
     def _gradients(self, step: int, denominator: float) -> Totals:
-        """The step's gradients. If the memory runs out, they are computed again without graphs, or
-        with layers that keep less, to the same bits."""
+        """The step's gradients. If memory runs out, the gradients are computed again without
+        graphs, or with layers that keep less, to the same bits."""
         micro_steps = self.schedule.micro_steps(step, self.topology.place.data)
         while True:
             try:
@@ -201,7 +202,8 @@ class Training:
             except torch.OutOfMemoryError:
                 if not (graphs.drop(self.policy) or self._rows.fit.lower()):
                     raise
-            # Outside of `except`, because the error holds the tensors of the frames that it left.
+            # Outside of the `except` block, because the error object keeps the tensors of its stack
+            # frames alive.
             self.optimizer.zero_grad()
             memory.release_cached()
 
@@ -222,8 +224,8 @@ class Training:
             )
 
     def _check_sampler(self, step: int, means: dict[str, float]) -> None:
-        """Checks only the first epoch: later, the policy may have learned what its sampler found
-        impossible."""
+        """Checks only the first epoch, because later the policy may have learned tokens that its
+        sampler found impossible."""
         nats = means.get("above_sampler_max", 0.0)
         if nats > MAX_NATS and step * self.job.optimizer.epochs < len(self.schedule.steps):
             raise InvalidInput(
@@ -236,8 +238,8 @@ class Training:
             )
 
     def _check_learned(self, norm: float, metrics: dict[str, float]) -> None:
-        """Raises NothingToLearn if Adam can't have moved the policy: it moves no parameter by more
-        than about `learning_rate * gradient / eps`."""
+        """Raises NothingToLearn if Adam can't have changed the policy: it changes no parameter by
+        more than about `learning_rate * gradient / eps`."""
         if norm < 1e-3 * (eps := self.job.optimizer.eps):
             shown = (
                 "clip_fraction",

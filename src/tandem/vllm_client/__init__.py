@@ -1,1 +1,2 @@
-"""vLLM's HTTP interface as Tandem uses it; every difference between vLLM's versions is here."""
+"""vLLM's HTTP interface as Tandem uses it. Every difference between vLLM's versions is handled
+here."""

@@ -19,10 +19,10 @@ _LORA_INFO = re.compile(
 _ADAPTERS = re.compile(r'(?:running|waiting)_lora_adapters="([^"]*)"')
 SCORING_PRIORITY = -1
 """vLLM's `priority` of requests that verify a checkpoint. Lower values come first; other requests
-have 0."""
+have priority 0."""
 
 _READY_SECONDS = 3.0
-"""Seconds for answers that a process gives at once, and that are asked again two seconds later."""
+"""Seconds to wait for an immediate answer, which is requested again two seconds later."""
 
 _IN_FLIGHT = re.compile(
     r"^vllm:num_requests_(?:running|waiting)\{[^}]*\}\s+(?P<value>\S+)", re.MULTILINE
@@ -32,7 +32,7 @@ _IN_FLIGHT = re.compile(
 class InferenceUnavailable(
     TandemError, code="inference_unavailable", http_status=503, retriable=True
 ):
-    """vLLM can't be reached, is starting or busy, or its engine is dead. The same call can succeed
+    """vLLM can't be reached, is starting, is busy, or its engine is dead. The same call can succeed
     later."""
 
 
@@ -45,19 +45,19 @@ class InferenceRefused(TandemError, code="inference_refused", http_status=502):
 
 
 class InferenceConflict(InferenceRefused):
-    """vLLM answered 409: it is another process, or in another state, than the caller expects."""
+    """vLLM answered 409: it is not the process, or not in the state, that the caller expects."""
 
 
 class InferenceFailed(InferenceRefused):
-    """vLLM answered 500 and is healthy. The request may be the cause, or a passing fault of
+    """vLLM answered 500 and is healthy. The cause may be the request, or a temporary fault of
     vLLM."""
 
 
 class VllmClient:
-    """A client of one vLLM server. A timeout bounds every call. Only calls without side effects are
+    """A client of one vLLM server. Every call has a timeout. Only calls without side effects are
     retried.
 
-    Every method can raise InferenceUnavailable, InferenceRefused (or a kind of these) and
+    Every method can raise InferenceUnavailable, InferenceRefused (or a subclass of these) and
     Unauthorized.
     """
 
@@ -67,8 +67,8 @@ class VllmClient:
         """Raises InvalidInput if a file with a secret can't be read.
 
         Args:
-            timeout: seconds for answers of the API server itself.
-            work_timeout: for answers of the engine.
+            timeout: seconds for answers that come from the API server itself.
+            work_timeout: seconds for answers that need the engine.
         """
         headers = {}
         if settings.inference_key:
@@ -77,35 +77,35 @@ class VllmClient:
             headers[ADMIN_HEADER] = admin_token
         self.url = settings.resolved_inference_url
         self._timeout, self._work_timeout = timeout, work_timeout
-        # The environment's proxies are not used: they would get the API key and the admin token.
+        # Proxies from the environment are not used: they would get the API key and admin token.
         self._http = httpx.Client(
             base_url=self.url, headers=headers, timeout=_limits(timeout), trust_env=False
         )
 
     def healthy(self) -> bool:
-        """Whether the server answers and its engine is alive. Raises nothing."""
+        """Whether the server answers and the server's engine is alive. Raises nothing."""
         try:
             return self._http.get("/health").status_code == 200
         except httpx.TransportError:
             return False
 
     def prefix_cache_keyed_by_path(self) -> bool:
-        """Whether an adapter that is loaded under the same name from another path never hits the
-        old adapter's blocks: true from vLLM 0.32 on. Older versions, and versions without a number,
-        key the blocks by the name alone.
+        """Whether an adapter that is loaded under a known name from a new path can't hit the old
+        adapter's cached blocks: true from vLLM 0.32 on. Older versions, and versions without a
+        number, key cached blocks by the name alone.
         """
         version = re.match(r"(\d+)\.(\d+)", str(self._ask("GET", "/version")["version"]))
         return version is not None and (int(version[1]), int(version[2])) >= (0, 32)
 
     def models(self) -> dict[str, str]:
-        """Each served model, the base model included: name -> the path it was loaded from."""
+        """Name of each served model, also of the base model -> the path it was loaded from."""
         return {
             str(card["id"]): str(card.get("root") or "")
             for card in self._ask("GET", "/v1/models")["data"]
         }
 
     def longest_prompt(self) -> int:
-        """The most tokens of a prompt that still leaves room for one sampled token."""
+        """The largest number of prompt tokens that leaves room for one sampled token."""
         cards = self._ask("GET", "/v1/models")["data"]
         return next(int(card["max_model_len"]) for card in cards if card.get("max_model_len")) - 1
 
@@ -113,8 +113,8 @@ class VllmClient:
         """Names of the adapters that running or waiting requests use, as of the engine's last step
         (`/metrics`)."""
         text = self._request("GET", "/metrics").text
-        # vLLM keeps one sample for each set of names that it ever had. The sample's value is the
-        # Unix time of the last step with that set.
+        # vLLM keeps one sample for each set of names that it ever had at the same time. The
+        # sample's value is the Unix time of the last step with that set.
         samples = _adapter_samples(text)
         return (
             max(samples, key=lambda sample: sample[0])[1]
@@ -123,8 +123,8 @@ class VllmClient:
         )
 
     def adapters_last_used(self) -> dict[str, float]:
-        """When a request last used each adapter, Unix seconds, since the server's start
-        (`/metrics`)."""
+        """The time at which a request last used each adapter, in Unix seconds, since the server's
+        start (`/metrics`)."""
         used: dict[str, float] = {}
         for at, names in _adapter_samples(self._request("GET", "/metrics").text):
             used |= {name: max(at, used.get(name, 0.0)) for name in names}
@@ -132,14 +132,14 @@ class VllmClient:
 
     def prompt_logprobs(self, model: str, *prompts: Sequence[int]) -> list[list[float]]:
         """For each prompt, log p(tokens[j + 1] | tokens[: j + 1]) for each j, in nats at
-        temperature 1: len(tokens) - 1 values; NaN for a value that is not finite. InferenceRefused
-        for an unknown model or a prompt that is too long.
+        temperature 1: a list of len(tokens) - 1 values. A value that is not finite is NaN. Raises
+        InferenceRefused for an unknown model or a prompt that is too long.
 
-        vLLM computes them anew at every call, without its prefix cache; `logprobs_mode` does not
-        affect them.
+        vLLM computes the values anew in every call, without its prefix cache; `logprobs_mode` does
+        not affect them.
         """
-        # One request for all prompts: separate requests would each wait for a place in the batch.
-        # They pass all waiting requests.
+        # One request contains all prompts, because separate requests would each wait for a place in
+        # the batch. The request overtakes all waiting requests.
         body = {
             "model": model,
             "prompt": list(map(list, prompts)),
@@ -160,14 +160,14 @@ class VllmClient:
 
     def load_lora(self, name: str, path: str) -> None:
         """Load the adapter at `path` (absolute) under an unused name. Raises InferenceRefused if
-        vLLM can't load it."""
-        # With `load_inplace` some versions read the files again on every engine step.
+        vLLM can't load the adapter."""
+        # With `load_inplace`, some versions read the files again in every engine step.
         body = {"lora_name": name, "lora_path": path, "load_inplace": False}
         self._request("POST", "/v1/load_lora_adapter", body, timeout=self._work_timeout)
 
     def unload_lora(self, name: str) -> None:
         """Remove the name, if vLLM has it. Requests that already run with the adapter finish with
-        it."""
+        this adapter."""
         try:
             self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         except InferenceRefused:
@@ -175,12 +175,12 @@ class VllmClient:
                 raise
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all cached blocks; running requests start again. False if vLLM could not drop all of
-        them."""
+        """Drop all cached blocks; running requests are computed again. Returns False if vLLM could
+        not drop all blocks."""
         response = self._request("POST", "/reset_prefix_cache?reset_running_requests=true")
         if response.content:
             return bool(response.json()["success"])
-        # Older versions send an empty body, even after a failure.
+        # Older versions send an empty body even after a failure.
         return not self.has_requests()
 
     def merged(self) -> dict[str, Any]:
@@ -201,18 +201,18 @@ class VllmClient:
         """Merge the adapter of `path` into vLLM's weights, or replace them by the weights of
         `source`. New requests wait until `announce_merged`.
 
-        Raises InferenceUnavailable if the same order can succeed later: running requests did not
-        end in time (`requests="wait"`), or the engine did not answer. Raises InferenceRefused if
-        the weights can't be used.
+        Raises InferenceUnavailable if the same order can succeed later: because running requests
+        did not end in time (`requests="wait"`), or the engine did not answer. Raises
+        InferenceRefused if the weights can't be used.
 
         Args:
             name: the model's new name, `<run>@<step>`.
-            path: the adapter's directory, or only a name if `source` has whole weights.
+            path: the adapter's directory; only a name if `source` has whole weights.
             scale: the adapter's alpha / rank.
-            seconds: for the whole swap, the wait for running requests included.
-            source: where the workers get whole weights (`worker/landing.py`). None: they merge the
-                adapter into the base model's weights.
-            again: the source for a later return to these weights.
+            seconds: time limit of the whole swap, including the wait for running requests.
+            source: the source from which the workers get whole weights (`worker/landing.py`). None:
+                the workers merge the adapter into the base model's weights.
+            again: the source to use for a later return to these weights.
         """
         order = {
             "name": name,
@@ -227,12 +227,12 @@ class VllmClient:
         )
 
     def announce_merged(self, path: str) -> None:
-        """Let requests use the weights of the adapter at `path`, which vLLM has."""
+        """Let requests use vLLM's current weights, which must be those of `path`."""
         self._request("POST", f"{MERGED_ROUTE}/announce", {"path": path})
 
     def revert_merged(self, path: str, *, to_base: bool = False) -> None:
-        """Return to the weights that were announced last, if vLLM has the weights of `path`.
-        `to_base`: return to the base model's, and serve no run."""
+        """Return to the weights that were announced last, if vLLM's weights are those of `path`.
+        `to_base`: return to the base model's weights, and serve no run."""
         self._request(
             "POST",
             f"{MERGED_ROUTE}/revert",
@@ -241,18 +241,18 @@ class VllmClient:
         )
 
     def merged_rows(self, rows: Mapping[str, int]) -> list[Mapping[str, Any]]:
-        """The workers' bytes in one row of each named tensor; see `SpotCheck.wrong`."""
+        """One row of each named tensor as the workers have it; see `SpotCheck.wrong`."""
         answer = self._ask(
             "POST", f"{MERGED_ROUTE}/rows", {"rows": dict(rows)}, timeout=self._work_timeout
         )
         return list(answer["rows"])
 
     def ready_instance(self) -> str:
-        """The name of the process that runs this vLLM now, which is one of several servers."""
+        """The id of the process that runs this vLLM, one of several servers, at the moment."""
         return str(self._ask("GET", READY_ROUTE)["instance"])
 
     def is_ready(self) -> bool:
-        """Whether the proxy may send requests to this vLLM, one of several."""
+        """Whether the proxy may send requests to this vLLM, which is one of several."""
         return bool(self._ask("GET", READY_ROUTE)["ready"])
 
     def has_requests(self) -> bool:
@@ -260,8 +260,8 @@ class VllmClient:
         return _requests_in_flight(self._request("GET", "/metrics").text)
 
     def set_ready(self, until: float, instance: str | None) -> bool:
-        """Let the process `instance` (None: any) answer requests until this time of the monotonic
-        clock. False if another process has taken its place."""
+        """Let the process `instance` (None: any process) answer requests until this time of the
+        monotonic clock. Returns False if another process has taken its place."""
         order = {"until": until, "instance": instance}
         try:
             self._request("POST", READY_ROUTE, order, timeout=_READY_SECONDS)
@@ -270,26 +270,26 @@ class VllmClient:
         return True
 
     def is_sleeping(self) -> bool:
-        """Whether the engine sleeps, at any level, or is paused. The answer waits while the engine
-        falls asleep. A sleeping engine may still hold its memory (vLLM issue 47654), so measure the
-        memory in use."""
+        """Whether the engine sleeps, at any level, or is paused. If the engine is falling asleep,
+        the answer comes only afterwards. A sleeping engine may still hold its memory (vLLM issue
+        47654), so measure the memory in use."""
         return bool(self._ask("GET", "/is_sleeping")["is_sleeping"])
 
     def sleep(self) -> None:
-        """Move the weights to host memory and drop the KV cache. Returns once the engine sleeps.
-        Nothing may be loaded while it sleeps: vLLM writes the adapter to unmapped memory, and the
-        engine dies.
+        """Move the weights to host memory and drop the KV cache. Returns after the engine has
+        fallen asleep. Nothing may be loaded while it sleeps: vLLM would write an adapter to
+        unmapped memory, which ends the engine.
 
-        Level 1, because with LoRA vLLM can't reload the base weights that level 2 discards (vLLM
-        issue 39934). Mode `keep`: running requests go back to the queue and continue after waking;
-        the default would end them early.
+        Level 1 is used, because with LoRA vLLM can't reload the base weights that level 2 discards
+        (vLLM issue 39934). Mode `keep` is used, so that running requests return to the queue and
+        continue after the wake; the default mode would end them early.
         """
         self._request("POST", "/sleep?level=1&mode=keep", timeout=self._work_timeout)
 
     def wake_up(self) -> None:
-        """Wake the engine, if it sleeps. Raises InferenceRefused if memory is missing: vLLM 0.26
-        then stays half mapped and never wakes again, so `tandem up` restarts it. Later versions can
-        be asked again."""
+        """Wake the engine, if it sleeps. Raises InferenceRefused if memory is missing. vLLM 0.26
+        then stays half mapped and can't wake any more, so `tandem up` restarts it. Later versions
+        can be asked again."""
         self._request("POST", "/wake_up", timeout=self._work_timeout)
 
     def _ask(
@@ -306,8 +306,8 @@ class VllmClient:
     def _request(
         self, method: str, path: str, body: object = None, timeout: float | None = None
     ) -> httpx.Response:
-        """The successful response to a request. Calls without side effects have three tries.
-        `timeout`: seconds, in place of the default."""
+        """The successful response to a request. Calls without side effects are tried three times.
+        `timeout`: seconds, overrides the default."""
         tries = 3 if method == "GET" or path == "/v1/completions" else 1
         for attempt in range(tries):
             try:
@@ -316,8 +316,8 @@ class VllmClient:
                 )
                 break
             except httpx.TransportError as error:
-                # A call that timed out has used its time. Only a failed connection is worth another
-                # try.
+                # A call that timed out has used all of its time. Only a failed connection is tried
+                # again.
                 if attempt + 1 == tries or isinstance(error, httpx.TimeoutException):
                     message = f"vLLM at {self.url} can't be reached ({method} {path}): {error!r}"
                     if isinstance(error, httpx.ReadTimeout) and path == "/v1/completions":
@@ -365,12 +365,13 @@ def _logprobs(model: str, tokens: Sequence[int], choice: Mapping[str, Any]) -> l
     values = [
         entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], entries[1:], strict=True)
     ]
-    # JSON has no NaN and no infinity: vLLM sends null.
+    # JSON has neither NaN nor infinity, so vLLM sends null.
     return [math.nan if value is None else float(value) for value in values]
 
 
 def _limits(seconds: float) -> httpx.Timeout:
-    """The connection notices a host that is gone, even if vLLM may take long to answer."""
+    """The limits of a request: connecting must be fast, so that an unreachable host is noticed,
+    even if vLLM may take long to answer."""
     return httpx.Timeout(seconds, connect=5.0)
 
 
@@ -383,7 +384,7 @@ def _error_message(response: httpx.Response) -> str:
 
 
 def _adapter_samples(metrics: str) -> list[tuple[float, set[str]]]:
-    """(Unix seconds, names) of each set of adapters that the engine ever used together."""
+    """(Unix seconds, names) for each set of adapters that the engine ever used at the same time."""
     samples = []
     for match in _LORA_INFO.finditer(metrics):
         groups = _ADAPTERS.findall(match["labels"])

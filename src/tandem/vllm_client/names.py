@@ -1,47 +1,47 @@
-"""Names that Tandem and its vLLM server agree on. Standard library only: vLLM's own process imports
-this."""
+"""Names that Tandem and its vLLM server agree on. The module imports only the standard library,
+because vLLM's own process imports it."""
 
 from typing import Literal
 
 ADMIN_HEADER = "x-tandem-admin-token"
-"""The request header with the admin token. `Authorization` carries the API key, which vLLM checks
-itself."""
+"""The name of the request header with the admin token. `Authorization` carries the API key, which
+vLLM checks itself."""
 
 SESSION_HEADER = "x-session-id"
-"""The request header with a rollout's name: its turns go to one inference server, and the rollout
-door continues their tokens."""
+"""The request header with a rollout's name. All turns of the rollout go to one inference server,
+and the rollout door continues their tokens."""
 GROUP_HEADER = "x-tandem-group"
-"""The request header with the name of the rollouts that share a prompt: they start on one inference
-server, whose cache has the prompt."""
+"""The request header with the name of a group of rollouts that share a prompt. The rollouts of a
+group start on the same inference server, whose cache has the prompt."""
 
 BASE_MODEL_NAME = "base"
-"""vLLM serves the base model without an adapter under this name. A run can't have this name,
-because checkpoints are `<run>@<step>`."""
+"""The name under which vLLM serves the base model without an adapter. A checkpoint can't have this
+name, because checkpoints are named `<run>@<step>`."""
 
 KEYS_VARIABLE = "TANDEM_API_KEY_DIGESTS"
-"""The environment variable by which vLLM's server gets the hashes and names of all API keys."""
+"""The environment variable with the hashes and names of all API keys, for vLLM's server."""
 
 MERGED_VARIABLE = "TANDEM_VLLM_MERGED"
-"""The environment variable that has vLLM serve merged weights: JSON with `targets` and
+"""The environment variable that makes vLLM serve merged weights: JSON with `targets` and
 `second_copy`."""
 
 MERGED_ROUTE = "/tandem/merged"
-"""The admin route by which the publisher swaps merged weights."""
+"""The admin route through which the publisher swaps merged weights."""
 
 READY_ROUTE = "/tandem/ready"
-"""The route that tells whether one of several inference servers answers requests: 200 or 503. With
-the admin token, its publisher sets this."""
+"""The route that shows whether one of several inference servers answers requests: status 200 or
+503. The server's publisher sets this with the admin token."""
 
 READY_MARGIN_SECONDS = 2.0
-"""Seconds by which a server's ready route says no before the server stops to answer, so that the
-proxy sends no more."""
+"""A server's ready route answers 503 this many seconds before the server stops answering, so that
+the proxy stops sending requests in time."""
 
 NOT_HELD = "vLLM does not hold the adapter"
-"""The beginning of a worker's refusal if it holds other tensors than an adapter's file. vLLM
-answers 500 with it, and the same load gives the same answer again."""
+"""The beginning of a worker's error message if it holds other tensors than the adapter's file. vLLM
+answers such a load with status 500, and the same load would fail in the same way again."""
 
 MergedPhase = Literal["empty", "swapping", "unverified", "served", "torn"]
-"""The state of merged weights that the server reports."""
+"""The state of merged weights, as the server reports it."""
 
 _VLLMS_PROBES = frozenset({"/health", "/ping", "/version", "/metrics", "/metrics/"})
 
@@ -51,11 +51,11 @@ PUBLIC_PATHS = _VLLMS_PROBES | {
     "/v1/completions",
     "/inference/v1/generate",
 }
-"""Paths that the guard lets through: liveness, metrics, and routes on which vLLM itself checks the
-API key."""
+"""Paths that the guard does not protect: liveness, metrics, and routes on which vLLM itself checks
+the API key."""
 
 PROBE_PATHS = _VLLMS_PROBES | {READY_ROUTE}
-"""Paths that are open to other hosts too."""
+"""Paths that other hosts may request without a key."""
 
 ROLLOUT_PATHS = frozenset(
     {
@@ -68,5 +68,5 @@ ROLLOUT_PATHS = frozenset(
         "/rollout/inference/v1/generate",
     }
 )
-"""Paths of the rollout door (`rollout.py`), which is inside the guard and reads requests before
-vLLM does."""
+"""Paths of the rollout door (`rollout.py`). The rollout door is inside the guard and reads requests
+before vLLM does."""

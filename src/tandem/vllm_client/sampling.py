@@ -1,12 +1,13 @@
-"""Options of vLLM's sampling, checked so that it draws from the distribution that the trainer
-computes. Standard library and `tandem.errors` only: vLLM's own process imports this."""
+"""Checks of vLLM's sampling options, so that vLLM draws from the distribution that the trainer
+computes. The module imports only the standard library and `tandem.errors`, because vLLM's own
+process imports it."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from tandem.errors import InvalidInput
 
-# Options that change the distribution, with the values at which they don't.
+# Options that change the distribution, each with its neutral values.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "top_k": (0, -1),
     "top_p": (1,),
@@ -26,9 +27,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "tool_choice": ("auto", "none"),
     "watermarking": (False,),
 }
-# Options that change the answer or the prompt without the model's doing.
+# Options that change the answer or the prompt independently of the model.
 _BENDING: dict[str, tuple[object, ...]] = {
-    "best_of": (1,),  # returns the most probable of several answers
+    "best_of": (1,),  # other values return the most probable of several answers
     "ignore_eos": (False,),
     "truncate_prompt_tokens": (),
     "repetition_detection": (),
@@ -52,9 +53,9 @@ def distorting(options: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def loop_options(options: Mapping[str, Any], own: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """The options of a training loop, temperature included. Raises InvalidInput (with this field)
-    if the own options of a request or an environment set another temperature: the loss computes
-    with the loop's."""
+    """The sampling options of a training loop, including the temperature. Raises InvalidInput (with
+    this field) if a request's or an environment's own options set another temperature, because the
+    loss uses the loop's temperature."""
     wanted = {"temperature": 1.0, **options}
     if own.get("temperature", wanted["temperature"]) != wanted["temperature"]:
         problem = (

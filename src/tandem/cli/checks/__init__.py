@@ -90,7 +90,8 @@ def answers(asked: Asked) -> Iterator[Answer]:
 
 
 def _full(check: Check, asked: Asked, error: VolumeFull) -> Answer:
-    """The answer about a full volume: if it has a spool, programs start and wait for space."""
+    """The answer of a check that found the volume full. For `tandem preflight` on a volume with a
+    spool it is a warning, because the programs start and wait for space."""
     if asked.command is Command.PREFLIGHT and (asked.settings.root / "spool.json").exists():
         remedy = "the programs start, and wait until there is space"
         return Answer("warn", check.name, error.message, remedy)

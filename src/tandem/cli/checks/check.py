@@ -24,7 +24,7 @@ class Asked:
     """A command and its options."""
 
     command: Command
-    role: Container = Container.ALL  # what starts
+    role: Container = Container.ALL  # role of the container that starts
     devices_granted: bool = False
     inference: str | None = None  # vLLM's address; None: the settings' address
     metrics: Sequence[str] = ()  # URLs of exporters
@@ -53,5 +53,5 @@ class Check:
     asks: str
     answer: Callable[[Asked], Iterator[Answer]]
     by: Command
-    remedy: str = ""  # where `answer` raises
-    first: bool = False  # where it fails, the checks after it are not asked
+    remedy: str = ""  # what to do if `answer` raises
+    first: bool = False  # if this check fails, later checks are skipped

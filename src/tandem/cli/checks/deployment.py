@@ -36,8 +36,8 @@ def variables(asked: Asked) -> Iterator[Answer]:
 
 
 def secrets(asked: Asked) -> Iterator[Answer]:
-    """Whether the secrets are set, private, long and different. A server for its own machine only
-    may need none."""
+    """Whether the secrets are set, private, long and different. A controller that only its own
+    machine can reach may run without a key."""
     settings = asked.settings
     keys, token = settings.api_keys, settings.secret("admin_token")
     if keys:
@@ -70,7 +70,8 @@ def _no_key(asked: Asked) -> Answer:
 
 
 def _others_may_ask(asked: Asked) -> bool:
-    """Whether other machines may reach the controller. A container's address does not tell this."""
+    """Whether other machines may reach the controller. Preflight assumes they may, because the
+    address inside a container does not tell who can reach it."""
     return asked.command is Command.PREFLIGHT or not is_loopback(asked.settings.controller_host)
 
 
@@ -104,8 +105,9 @@ def gpu_names(asked: Asked) -> Iterator[Answer]:
     """Whether the settings name a GPU for each process of trainer and inference, or the same ones
     for both in shared mode.
 
-    Names are compared as text, without a GPU; the containers that use them check that they exist.
-    The settings themselves refuse equal names, and in shared mode unequal ones.
+    The names are compared as text, because this machine may have no GPU. The containers that use
+    the GPUs check that they exist. `Settings` itself refuses equal names for two roles, and in
+    shared mode different names.
     """
     settings = asked.settings
     if asked.devices_granted:
@@ -313,8 +315,8 @@ def _second_copy(settings: Settings) -> str:
 
 
 def _automatic(settings: Settings) -> str:
-    """The choice of TANDEM_TOPOLOGY=auto, if this machine has the trainer's GPUs. Raises
-    InvalidInput."""
+    """The topology that TANDEM_TOPOLOGY=auto chooses, if this machine has the trainer's GPUs.
+    Raises InvalidInput."""
     try:
         memory = Devices(settings, "trainer").smallest()
     except TandemError:

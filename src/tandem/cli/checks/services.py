@@ -1,5 +1,5 @@
-"""Checks of running services: controller, vLLM, exporters, and routes that must be closed. They
-raise Unreachable if nobody answers."""
+"""Checks of running services: controller, vLLM, exporters, and routes that must be closed. The
+checks raise Unreachable if nobody answers."""
 
 import time
 from collections.abc import Iterator

@@ -58,7 +58,7 @@ class EvalSection(Record):
     groups: int = Field(default=8, ge=1)
     samples: int = Field(default=1, ge=1)
     environment: EnvironmentSection | None = None  # None: the first of [[rl.environment]]
-    sampling: dict[str, Any] = Field(default_factory=dict)  # replace those of [rl.sampling]
+    sampling: dict[str, Any] = Field(default_factory=dict)  # replaces options of [rl.sampling]
     pass_at: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
     passes: float = 1.0  # the least reward of an answer that passes
     # End after this many evaluations in a row that are no better than an earlier one.
@@ -91,7 +91,8 @@ class RLSection(Record):
     steps: int = Field(ge=1)
     groups_per_step: int = Field(default=8, ge=1)
     group_size: int = Field(default=8, ge=1)
-    # Groups that roll out at once; None: as many as all jobs within the bound train.
+    # Number of groups that roll out at the same time. None: as many as the jobs that
+    # `max_off_policy_steps` allows can train.
     groups_in_flight: int | None = Field(default=None, ge=1)
     max_off_policy_steps: int = Field(default=0, ge=0)
     dynamic_sampling: bool = True  # groups whose rewards are all equal are replaced
@@ -115,8 +116,8 @@ class RLSection(Record):
     @model_validator(mode="before")
     @classmethod
     def _long_rollouts_are_cut_by_default(cls, given: Any) -> Any:
-        """Sets `too_long`: a job's own default is "refuse", at which a rollout longer than a row
-        fails."""
+        """Sets `too_long`. A job's own default is "refuse", which would make a rollout fail if it
+        is longer than a row."""
         if isinstance(given, dict) and isinstance(packing := given.get("packing", {}), dict):
             return {**given, "packing": {"too_long": "truncate", **packing}}
         return given

@@ -22,7 +22,8 @@ KEY_VARIABLE = "TANDEM_TEACHER_API_KEY"
 
 def open_teacher() -> Vllm:
     """The vLLM that serves the teacher: TANDEM_TEACHER_URL with TANDEM_TEACHER_API_KEY, else the
-    vLLM that serves the run."""
+    vLLM that serves the run. Raises InvalidInput if the address contains credentials although a key
+    is given."""
     url = os.environ.get(VARIABLE)
     if not url:
         return open_vllm()
@@ -60,7 +61,7 @@ class Teacher:
         known: tuple[list[int], list[float]] = ([], [])
         for turn in reversed(trajectory.turns):
             tokens = [*turn.prompt_token_ids, *turn.token_ids]
-            if known[0][: len(tokens)] != tokens:  # a later turn continues this one
+            if known[0][: len(tokens)] != tokens:  # a later turn continues this turn
                 known = tokens, await self._logprobs(tokens)
             theirs = known[1][len(turn.prompt_token_ids) - 1 : len(tokens) - 1]
             own = reverse_kl(turn.logprobs, theirs)
@@ -107,8 +108,9 @@ class Teacher:
 
 
 def reverse_kl(sampled: Sequence[float], teacher: Sequence[float]) -> list[float]:
-    """log p(token) - log q(token) of each sampled token, nats. Their mean over the policy p is
-    KL(p || q), and the mean of their product with the score, grad log p, is its gradient."""
+    """log p(token) - log q(token) of each sampled token, nats. The mean of these differences over
+    the policy p is KL(p || q), and the mean of their product with the score, grad log p, is the
+    KL's gradient."""
     return [ours - theirs for ours, theirs in zip(sampled, teacher, strict=True)]
 
 

@@ -31,8 +31,8 @@ class RolloutGroup:
     def __post_init__(self) -> None:
         made = self.trajectories
         self.oldest = min(turn.policy_step or 0 for trajectory in made for turn in trajectory.turns)
-        # Turns may have rewards, so each turn has a return. A later turn's return has fewer rewards
-        # in it, so returns are compared between turns of the same number.
+        # Turns may have rewards, so each turn has a return. Returns are compared between turns of
+        # the same number, because the return of a later turn sums fewer rewards.
         returns = zip_longest(*(one.returns for one in made))
         different = any(
             max(have) - min(have) > EQUAL_REWARDS
@@ -46,8 +46,8 @@ class RolloutGroup:
 
 
 class Tasks:
-    """Tasks by number, the same after a restart. A sequence comes in another order in each epoch;
-    any other iterable comes in its own order, and starts over when it ends."""
+    """Tasks by number, the same after a restart. A sequence is shuffled anew in each epoch. Any
+    other iterable keeps its own order and starts over when it ends."""
 
     def __init__(self, source: Iterable[Any], seed: int) -> None:
         self._seed = seed if isinstance(source, Sequence) else None

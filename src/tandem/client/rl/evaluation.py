@@ -21,7 +21,8 @@ Show = Callable[[Sequence[Trajectory], str], object]
 
 class Evaluations:
     """The evaluations. The first section decides which step is the best, and when to stop. `own`:
-    the environments of sections that have one; the others evaluate `first`."""
+    the environments of the sections that name an environment. The other sections evaluate
+    `first`."""
 
     def __init__(
         self,
@@ -41,8 +42,9 @@ class Evaluations:
         self._patience, self._pauses = patience, pauses
 
     async def evaluate(self, step: int, made: int, is_last: bool, show: Show) -> None:
-        """Record the evaluations that are due at `step`, the step number `made` after the first.
-        Raises TandemError if every rollout of an evaluation fails for longer than `patience`."""
+        """Run and record the evaluations that are due at `step`. `made`: how many steps the loop
+        has made up to `step`. Raises TandemError if every rollout of an evaluation fails for longer
+        than `patience`."""
         async with asyncio.TaskGroup() as sections:
             for section, of in zip(self._sections, self._environments, strict=True):
                 due = made % section.every == 0 or is_last

@@ -21,9 +21,9 @@ Lost = tuple[str, str]
 
 
 class Rollouts:
-    """Rolls out groups. `served()`: the newest served step. `failed` is called with each error of a
-    rollout, `lost` with each rollout that gives nothing. `teacher` scores the trajectories that are
-    trained."""
+    """Rolls out groups. `served()` returns the newest served step. `failed` is called with each
+    error of a rollout, `lost` with each rollout that gives no trajectory. `teacher` scores the
+    trajectories that are trained."""
 
     def __init__(
         self,
@@ -50,7 +50,8 @@ class Rollouts:
         options: Mapping[str, Any] | None = None,
     ) -> list[Trajectory]:
         """The trajectories of `size` rollouts of a task, without failed and discarded ones. All
-        sample from `step`, or else from the newest steps. Raises the last error if none is left."""
+        rollouts sample from `step`; if `step` is None, they sample from the newest served step.
+        Raises the last error if none is left."""
         sampling = self._rl.sampling if options is None else options
         name = uuid4().hex  # the group's name, for the proxy of several inference servers
 

@@ -11,15 +11,17 @@ from tandem.client.rl.environment import RolloutGroup
 from tandem.client.rl.samples import Alike
 from tandem.errors import NothingToLearn, TandemError
 
-# After this many times `groups_per_step` groups with equal rewards there is nothing left to learn.
+# The loop ends after this many groups with equal rewards in a row, in units of `groups_per_step`:
+# they show that there is nothing left to learn.
 _UNINFORMATIVE = 16
-# The limit of batches with differing rewards that the controller refuses, because their
-# trajectories are too long.
+# The loop ends after the controller has refused this many batches with differing rewards. The
+# controller refuses a batch if its trajectories are too long.
 _REFUSED = 3
 
 
 class Limits:
-    """The counters of these limits. `teaches`: whether groups with equal rewards teach too.
+    """The counters of these limits. `teaches`: whether a group with equal rewards also changes the
+    weights.
     `patience`: how many seconds groups may keep failing after the last success. Before the first
     success no failure is tolerated: most likely the environment is wrong."""
 
@@ -36,7 +38,8 @@ class Limits:
         self._succeeded, self._paused_until = -inf, 0.0
 
     def failed(self, use: str, last_error: str) -> None:
-        """Count a group of the environment `use`; TandemError after too many for too long."""
+        """Count a group of the environment `use`; raises TandemError after too many failed groups
+        for too long."""
         self._failing += 1
         if self._failing < max(3, self._size):
             return
@@ -53,16 +56,16 @@ class Limits:
 
     @property
     def grace(self) -> float:
-        """Seconds for which everything may fail from now on; 0 before the first success."""
+        """Seconds from now during which every group may fail; 0 before the first success."""
         return 0.0 if self._succeeded == -inf else self._patience
 
     @property
     def paused(self) -> bool:
-        """Whether no group may begin now, because the last ones failed."""
+        """Whether new groups must wait because the last groups failed."""
         return time.monotonic() < self._paused_until
 
     def sampled(self, group: RolloutGroup, base: int) -> None:
-        """Count a group that was rolled out; NothingToLearn after too many groups with equal
+        """Count a group that was rolled out; raises NothingToLearn after too many groups with equal
         rewards."""
         self._failing, self._succeeded, self._paused_until = 0, time.monotonic(), 0.0
         self._backoff.reset()

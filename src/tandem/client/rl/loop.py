@@ -1,9 +1,9 @@
 """The loop of `tandem rl`. One coroutine rolls groups out, one submits them as jobs, and one
 follows the jobs and moves the served step.
 
-A job of base step b trains a group only if no turn of it was sampled by a step older than b -
-`max_off_policy_steps`. A group begins only if a job within this bound still needs it. With 0 the
-loop is synchronous.
+A job of base step b trains a group only if step b - `max_off_policy_steps` or a newer step sampled
+every turn of the group. A group begins only if a job within this bound still needs it. With
+`max_off_policy_steps` 0 the loop is synchronous.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ from tandem.spool.fs import write_json_atomic
 from tandem.spool.locks import LockHeldError, file_lock
 
 _POLL_SECONDS = 0.01
-_SAMPLE_EVERY = 10  # steps whose record lines have a sample
+_SAMPLE_EVERY = 10  # every tenth step's line in the record has a sample
 
 
 class Loop:
-    """`environments`: those of [[rl.environment]], then the own ones of sections [eval]."""
+    """`environments`: first those of [[rl.environment]], then those that sections [eval] name."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class Loop:
         # Task -> the coroutine of its group, and the step served when it began.
         self.running: dict[str, tuple[asyncio.Task[None], int]] = {}
         self.ready: list[RolloutGroup] = []
-        self.counts: Counter[str | Lost] = Counter()  # since the last submission
+        self.counts: Counter[str | Lost] = Counter()  # counted since the last submission
         self.sample: Trajectory | None = None
         self.error = ""
         # The step that the loop waits for vLLM to serve.
         self.awaited: int | None = None
-        self._rewards: list[float] = []  # since the last submission
+        self._rewards: list[float] = []  # sampled since the last submission
         self._limits, self._watch = Limits(config.rl, patience, pauses), Watch(self._name)
         self._rollouts = Rollouts(
             self._rl,
@@ -164,7 +164,7 @@ class Loop:
         """Forget the submitted jobs that made no step, and jobs that start from such a job."""
         dead = False
         for job in list(self.state.jobs):
-            if dead:  # it starts from a step that will not be made
+            if dead:  # its base step will never be made
                 with suppress(NotFound):
                     await self._tandem.cancel(job.id)
             elif self.state.pending and job is self.state.jobs[-1] and await self._send():
@@ -175,16 +175,16 @@ class Loop:
             )
             if dead := dead or gone or known in ("failed", "cancelled"):
                 self.state.forget(job)
-            elif not known:  # it made its step, and was removed afterwards
+            elif not known:  # the job made its step and was removed afterwards
                 self.state.jobs.remove(job)
 
     @property
     def _followed(self) -> int:
-        """The newest step up to which nothing is left to follow or to evaluate."""
+        """The newest step up to which every job and every evaluation has ended."""
         return self.state.jobs[0].base if self.state.jobs else self.base
 
     async def _state_of(self, job: str) -> str:
-        """The job's state; "" if the controller does not know the job."""
+        """The job's state; "" if the controller has no such job."""
         with suppress(NotFound):
             return (await self._tandem.get_job(job)).state
         return ""
@@ -192,7 +192,7 @@ class Loop:
     # ---- rolling out
 
     async def _roll_out_groups(self) -> None:
-        again = list(self.state.open)  # handed out before a restart
+        again = list(self.state.open)  # tasks that were handed out before a restart
         weights = [section.weight for section in self._rl.environment]
         async with asyncio.TaskGroup() as groups:
             while True:
@@ -224,7 +224,7 @@ class Loop:
             group = RolloutGroup(task, made, began, time.time())
         except Exception as error:
             if task not in self.running:
-                return  # it was dropped as stale before its other rollouts had ended
+                return  # the group was dropped as stale before its other rollouts ended
             self._leave_out(task, "failed")
             self.error = described(error)
             self._limits.failed(self._rl.environment[i].use, self.error)
@@ -234,7 +234,7 @@ class Loop:
             self.running.pop(task, None)
 
     def _keep(self, group: RolloutGroup) -> None:
-        """Queue a group for the trainer, or leave it out if it teaches nothing."""
+        """Queue a group for the trainer, or drop it if it gives no gradient."""
         self._show(group.trajectories, group.task)
         self._rewards += [trajectory.reward for trajectory in group.trajectories]
         if group.informative or self._limits.teaches or not self._rl.dynamic_sampling:
@@ -276,7 +276,7 @@ class Loop:
             del self.ready[: self._size]
 
     def _has_batch(self) -> bool:
-        """Whether the next job has its groups. Groups that it must not train are dropped first."""
+        """Whether the next job has enough groups. Drops groups that the job must not train."""
         oldest = self.base - self.bound
         late = [task for task, (_, step) in self.running.items() if step < oldest]
         for task in late:
@@ -322,8 +322,8 @@ class Loop:
         self._limits.refused(batch, refusal, self.base)
 
     async def _send(self) -> NothingToLearn | None:
-        """Send the request in the state file. Returns the refusal if its groups teach nothing and
-        no job was made. Then the tasks of its groups are left out."""
+        """Send the request in the state file. Returns the controller's refusal if the groups give
+        no gradient and no job was made. The tasks of these groups are then not handed out again."""
         assert self.state.pending is not None
         refusal: NothingToLearn | None = None
         try:
@@ -363,7 +363,7 @@ class Loop:
             self._idle_since = self.record.step(
                 job, await self._tandem.job_events(job.id), self._idle_since
             )
-            # The job stays in the state until then: a kill must not lose the evaluation.
+            # The job stays in the state until here, so that a kill does not lose the evaluation.
             await self._evaluation
             self.state.jobs.remove(job)
             self._write_down(self.state.pending)

@@ -19,7 +19,7 @@ from tandem.errors import InvalidInput
 from tandem.spool.fs import read_record
 
 _NOTHING = 0.0005  # a mean that is printed as 0.000
-_REASONS = 20  # for which rollouts were lost, by name
+_REASONS = 20  # most reasons for lost rollouts that a line names
 LEFT_OUT = ("uninformative", "stale", "failed")
 
 
@@ -29,7 +29,7 @@ class Submitted(BaseModel):
     id: str
     base: int
     tasks: list[str]
-    numbers: dict[str, Any]  # of its groups, for the record
+    numbers: dict[str, Any]  # numbers about its groups, for the record
 
 
 class State(BaseModel):
@@ -42,15 +42,15 @@ class State(BaseModel):
     environments: list[str]
     created: float  # when the run was created, Unix seconds
     first: int  # the step that the loop began with
-    recorded: int = 0  # lines that the record had then, of other trainings
+    recorded: int = 0  # lines of other trainings that the record already had
     cursors: list[int]
-    open: list[str] = []  # handed out, but in no job yet
+    open: list[str] = []  # handed out, but not yet in a job
     jobs: list[Submitted] = []
     # The request of the last of `jobs`, until the controller has it. A request that is sent again
     # after a kill names the same job.
     pending: dict[str, Any] | None = None
     best: int | None = None  # the best step by evaluation
-    best_is_ours: bool = False  # whether the loop has pinned it
+    best_is_ours: bool = False  # whether the loop has pinned the best step
 
     def next_task(self, weights: Sequence[float]) -> str:
         """Hand out the next task, from the environment that is furthest behind its share."""
@@ -66,7 +66,8 @@ class State(BaseModel):
 
 
 def load_progress(path: Path, new: State) -> State:
-    """The state in the file, or `new`; raises InvalidInput if it is another loop's or damaged."""
+    """The state in the file, or `new` if there is no file. Raises InvalidInput if the file is
+    damaged or belongs to another loop."""
     try:
         state = read_record(path, State) or new
     except ValidationError as error:
@@ -152,7 +153,7 @@ class RunRecord:
 
     def evaluated(self, step: int, name: str) -> bool:
         """Whether the step was evaluated under this name, with at least one sample, since it was
-        last trained. After a rollback it is trained, and evaluated, again."""
+        last trained. After a rollback the step is trained and evaluated again."""
         ours = (
             line
             for line in reversed(self.lines)
@@ -163,10 +164,10 @@ class RunRecord:
         return bool(newest.get("samples"))
 
     def step(self, job: Submitted, events: Sequence[Event], idle_since: float) -> float:
-        """Record a step; returns when its job ended.
+        """Record a step; returns the time at which its job ended, in Unix seconds.
 
         Args:
-            idle_since: since when the trainer had nothing to do.
+            idle_since: the time at which the trainer became idle, in Unix seconds.
         """
         at = {event.type: event.time for event in events}
         numbers, ended = dict(job.numbers), at["succeeded"]
@@ -192,8 +193,8 @@ class RunRecord:
         failed: int,
         more: Mapping[str, Any],
     ) -> None:
-        """Record the rewards of [eval]'s tasks, with a sample; if all rewards are 0, with the
-        features that the answers share.
+        """Record the rewards of the tasks of [eval], with a sample. If all rewards are 0, also
+        record the features that the answers share.
 
         Args:
             failed: rollouts without a trajectory.

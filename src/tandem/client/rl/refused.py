@@ -11,8 +11,8 @@ from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound
 
 
 def raise_unless_free(status: RunStatus, state: State, bound: int) -> None:
-    """Raises if other jobs of the run wait, or if another job trains although nobody can sample
-    beside it."""
+    """Raises Conflict if the run has jobs that this loop did not submit. Raises InvalidInput if the
+    loop wants to sample during jobs on shared GPUs, where vLLM sleeps during a job."""
     if not state.jobs and status.num_pending:
         problem = f"run {state.run!r} has queued or running jobs; wait until they end"
         raise Conflict(problem, field="run.name")
@@ -25,8 +25,8 @@ def raise_unless_free(status: RunStatus, state: State, bound: int) -> None:
 
 
 async def raise_failure(tandem: AsyncTandem, jobs: Iterable[Submitted]) -> None:
-    """Raises JobFailed if a job failed or was cancelled. A submission that was refused only says
-    that its base step will not be made; the failed job is the cause."""
+    """Raises JobFailed if a job failed or was cancelled. A refused submission only reports that its
+    base step will never be made; the failed job is the cause."""
     for job in jobs:
         with suppress(NotFound):
             if (await tandem.get_job(job.id)).state in ("failed", "cancelled"):

@@ -13,7 +13,7 @@ from tandem.controller.schemas import LABEL_CHARACTERS, MOST_LABELS
 
 
 def job_names(run: str, base: int) -> Iterator[str]:
-    """The names of the jobs of a base step, in the order in which they are made."""
+    """The names for jobs that start from step `base`, in the order in which they are used."""
     # A job's id has at most 64 characters. The names of two runs with a common beginning must give
     # different ids.
     short = run if len(run) <= 40 else f"{run[:31]}-{sha256(run.encode()).hexdigest()[:8]}"
@@ -28,11 +28,11 @@ def job_request(
 
     Args:
         base: the step that the job starts from.
-        first: the step that the loop began with.
+        first: the step at which the loop began.
     """
     settings = rl.model_dump(include=OF_JOBS, exclude_unset=True)
     optimizer = rl.optimizer
-    if optimizer.batch_size:  # one schedule over all jobs
+    if optimizer.batch_size:  # one learning-rate schedule over all jobs
         start = (
             max(0, base - first)
             * optimizer.epochs

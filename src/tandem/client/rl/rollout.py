@@ -51,7 +51,7 @@ async def play(
         own = sampler()
         try:
             made = await _limited(rollout, task, own, settings.rollout_seconds, watch)
-            # it was caught, and the rollout continued
+            # the user's code caught DiscardedError and continued
             if reason := getattr(own, "discarded", None):
                 raise DiscardedError(reason)
             trajectory = _trajectory(made, rollout)
@@ -74,9 +74,9 @@ async def play(
 async def _limited(
     rollout: Callable[..., Any], task: Any, sampler: Any, seconds: float, watch: Watch
 ) -> Any:
-    """The rollout's return value. TandemError at the limit: a coroutine is cancelled; a thread, or
-    a coroutine that does not end, is left behind. Seconds during which another rollout blocked the
-    event loop do not count."""
+    """The rollout's return value. Raises TandemError at the limit. A coroutine is then cancelled. A
+    thread, or a coroutine that does not end, keeps running unobserved. Seconds during which another
+    rollout blocked the event loop do not count."""
     clock, stalled, threads = asyncio.get_running_loop().time, watch.stalled, list[int]()
     running = asyncio.create_task(_run(rollout, task, sampler, threads))
     watch.follow(running, seconds)
@@ -97,7 +97,7 @@ async def _limited(
 
 
 def _where(running: asyncio.Task[Any], threads: list[int]) -> str:
-    """The line of the user's code at which a rollout is."""
+    """The line of the user's code that a rollout executes now."""
     frames = sys._current_frames()
     if threads:
         return f" ({place(frames[threads[0]])})" if threads[0] in frames else ""
@@ -129,14 +129,14 @@ async def _run(rollout: Callable[..., Any], task: Any, sampler: Any, threads: li
         else:
             made = await _in_thread(rollout, task, sampler, threads)
         return await made if inspect.isawaitable(made) else made
-    except SystemExit as error:  # it would end more than the rollout
+    except SystemExit as error:  # SystemExit would end the whole process
         raise TandemError(f"the rollout raised {error!r}").with_traceback(
             error.__traceback__
         ) from None
 
 
 def is_async(rollout: Callable[..., Any]) -> bool:
-    """Whether calling it makes a coroutine, even behind decorators and `partial`."""
+    """Whether a call of `rollout` returns a coroutine, also through decorators and `partial`."""
     while isinstance(rollout, partial):
         rollout = rollout.func
     inner = inspect.unwrap(rollout)
@@ -183,8 +183,8 @@ def _failure(error: BaseException) -> Exception:
 
 
 def _trajectory(made: Any, rollout: Callable[..., Any]) -> Trajectory:
-    """The rollout's value as a trajectory; InvalidInput, with the user's line, if it is not a
-    trajectory."""
+    """The rollout's value as a trajectory. Raises InvalidInput, with the user's line, if it is not
+    a trajectory."""
     if isinstance(made, Trajectory | dict):
         try:
             return Trajectory.model_validate(made)
@@ -220,14 +220,14 @@ def _returns(rollout: Callable[..., Any]) -> str:
 
 
 def described(error: Exception) -> str:
-    """The error, and the last line of the user's own code that it came through. If the user's code
-    is an installed package, that package's first line."""
+    """The error, and the last line of the user's own code in its traceback. If all of the user's
+    code is in an installed package, the first line in that package."""
     return f"{type(error).__name__}: {error}{_at(error)}"
 
 
 def kind_of(error: Exception) -> str:
-    """The name under which an error is counted: its type and line. Its text is left out because it
-    may differ each time."""
+    """The name under which an error is counted: its type and line. The text of the error is left
+    out because it may differ each time."""
     return f"{type(error).__name__}{_at(error) or f': {error}'[:80]}"
 
 

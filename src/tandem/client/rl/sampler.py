@@ -17,7 +17,7 @@ for which groups may fail."""
 
 
 class DiscardedError(Exception):
-    """Raised by a rollout that can't be scored. Its text is the reason."""
+    """Raised by a rollout that can't be scored. The text of the error is the reason."""
 
 
 class Sampler:
@@ -60,11 +60,12 @@ class Sampler:
         return f"{self._run}@{self._newest() if self._pin is None else self._pin}"
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
-        """The message that follows `messages`. A coroutine awaits it; in a plain `def rollout`, the
-        call returns it. `options`: vLLM's, such as `tools` or `max_tokens`.
+        """The message that follows `messages`. In a coroutine the call is awaited; in a plain `def
+        rollout`, the call blocks and returns the message. `options`: options of vLLM's chat
+        completions, such as `tools` or `max_tokens`.
 
-        Raises InvalidInput for options that change the distribution, and for what vLLM refuses,
-        such as a conversation longer than its context.
+        Raises InvalidInput for options that change the distribution, and for requests that vLLM
+        refuses, such as a conversation longer than its context.
         """
         answer = self._chat(messages, options)
         try:
@@ -91,8 +92,9 @@ class Sampler:
         return self._builder.finish(float(reward), metrics=numbers, turn_rewards=turn_rewards)
 
     def discard(self, reason: str) -> NoReturn:
-        """Leave this rollout out, for example because its judge does not answer. The rest of its
-        group trains without it. It is not tried again."""
+        """Leave this rollout out, for example because its judge does not answer. The other rollouts
+        of its group are trained. The rollout is not repeated. Raises DiscardedError, which ends the
+        rollout."""
         self.discarded = str(reason)
         raise DiscardedError(self.discarded)
 

@@ -11,15 +11,15 @@ from tandem.client import Trajectory
 from tandem.spool.fs import write_atomic
 
 KEPT = 1000
-"""The number of rollouts that the file keeps. The file has up to twice as many before the older
+"""The number of rollouts that the file keeps. The file grows to twice this number before its older
 half is removed."""
 # The most messages of a rollout, and the most characters of each.
 _MESSAGES, _CHARACTERS = 12, 2000
 
 
 def sample(trajectory: Trajectory, **more: Any) -> dict[str, Any]:
-    """The trajectory's reward and texts, cut to a length that people read. `more`: where it comes
-    from."""
+    """The trajectory's reward and texts, cut to a length that people read. `more`: further keys of
+    the result, such as the task."""
     messages = trajectory.messages or []
     if len(messages) > _MESSAGES:
         left_out = f"... {len(messages) - _MESSAGES} messages ..."
@@ -120,8 +120,8 @@ def read_samples(file: Path) -> list[dict[str, Any]]:
 
 
 class SampleFile:
-    """The file of samples. One process writes it. A kill loses at most the sample that was being
-    added."""
+    """The file of samples. One process writes the file. A kill loses at most the sample that was
+    being added."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

@@ -26,7 +26,7 @@ _SIGNAL = signal.SIGURG  # a signal that nothing else uses and that is ignored b
 
 
 class LeftBehindError(BaseException):
-    """Raised inside a coroutine that blocks the event loop beyond its limit. It is not an
+    """Raised inside a coroutine that blocks the event loop beyond its limit. The class is not an
     Exception, so that no `except Exception` in the user's loop catches it."""
 
 
@@ -38,7 +38,7 @@ class Watch:
         self.tell = tell
         self.stalled = 0.0
         """Total seconds for which the event loop was blocked."""
-        self._tasks: dict[asyncio.Task[Any], float] = {}  # task -> when it is over its limit
+        self._tasks: dict[asyncio.Task[Any], float] = {}  # task -> the time at which its limit ends
         self._loop: asyncio.AbstractEventLoop | None = None
         self._beat = 0.0
         self._named: set[str] = set()
@@ -46,7 +46,7 @@ class Watch:
         self._stop = threading.Event()
 
     def follow(self, task: asyncio.Task[Any], seconds: float) -> None:
-        """Follows a rollout's task, which may take this many seconds."""
+        """Limits the task of a rollout to this many seconds."""
         self._tasks[task] = time.monotonic() + seconds
         task.add_done_callback(self._tasks.pop)
 
@@ -125,7 +125,7 @@ def place(frame: FrameType) -> str:
 
 
 def at(file: str, line: int | str | None) -> str:
-    """A line of code as errors name it."""
+    """A line of code in the form in which errors name it."""
     return f"{Path(file).name}, line {line}"
 
 
@@ -141,8 +141,8 @@ def whose(file: str) -> str:
 
 def run_to_the_end[T](main: Coroutine[Any, Any, T], stopped: Callable[[], object]) -> T:
     """Like `asyncio.run`, but tasks that do not end when they are cancelled are left behind. After
-    Ctrl-C the process ends within two seconds, after a second Ctrl-C at once. `stopped` is called
-    before.
+    Ctrl-C the process ends within two seconds, after a second Ctrl-C immediately. `stopped` is
+    called before the process ends after Ctrl-C.
     """
     loop = asyncio.new_event_loop()
     task = loop.create_task(main)
@@ -175,7 +175,8 @@ def run_to_the_end[T](main: Coroutine[Any, Any, T], stopped: Callable[[], object
             loop.run_until_complete(asyncio.wait(left, timeout=GRACE_SECONDS))
             for each in left:
                 each._log_destroy_pending = False  # type: ignore[attr-defined]
-                if not each.done():  # Python would close it at exit, which may take for ever
+                # Python would close the coroutine at exit, which may never return
+                if not each.done():
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()

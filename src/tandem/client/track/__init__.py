@@ -13,8 +13,8 @@ from tandem.client.track.wandb import Wandb
 from tandem.errors import InvalidInput, TandemError
 
 # A target finds its last row (`position`) in its own output, so no other state is kept. Before a
-# row replaces rows that are there, `rewind` removes them, or begins a new curve if they can't be
-# replaced.
+# row replaces existing rows, `rewind` removes the existing rows. If the tracker can't replace rows,
+# `rewind` begins a new curve.
 Target = TensorBoard | Wandb | Mlflow
 TARGETS: dict[str, type[Target]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}
 
@@ -30,15 +30,15 @@ def track(
     *,
     follow: bool,
 ) -> dict[str, int]:
-    """Write the run's rows to `places`; with `follow`, without end. Returns their numbers. Called
-    again, it continues where it stopped.
+    """Write the run's rows to `places`; with `follow`, the function does not return. Returns the
+    number of rows written to each place. A repeated call continues where the last one stopped.
 
     Raises InvalidInput, Conflict if another process writes to a place, and TrackerFailed with a
     tracker's own message.
 
     Args:
         run: the run's name.
-        places: as `tandem track --to` takes them, such as "tensorboard:DIR".
+        places: places in the form of `tandem track --to`, such as "tensorboard:DIR".
         samples: finds the file in which `tandem rl` keeps its samples.
         follow: also wait for later jobs.
     """
@@ -82,8 +82,8 @@ def _write(target: Target, row: Row) -> bool:
     if last and new[:3] <= last[:3]:
         return False
     if last and row.kind == "step" and new.step <= last.step:
-        # After a rollback or a failed job, other steps take their place. A job's next attempt
-        # repeats its numbers.
+        # After a rollback or a failed job, the rows of other steps replace the rows that were
+        # written. The next attempt of a job repeats the numbers of the attempt before.
         if last.job == new.job and not target.replaces:
             return False
         target.position = last._replace(step=new.step - 1)

@@ -1,7 +1,7 @@
 """Writes to MLflow: a run with a tag that holds the last row's position.
 
 MLflow writes a row's metrics in one transaction and then the tag. A row whose tag is missing is
-sent again. MLflow's database drops a metric whose step, time and value it has already.
+sent again. MLflow's database drops a metric that it already has with the same step, time and value.
 """
 
 import os

@@ -1,6 +1,5 @@
 """Makes the rows for trackers from a run's jobs' events: one for each optimizer step and each
-checkpoint. Also opens a file for one `tandem track` alone, and imports packages that may be
-missing.
+checkpoint. Also opens a file that only one `tandem track` may use, and imports optional packages.
 """
 
 import fcntl
@@ -25,7 +24,7 @@ KINDS = ("step", "evaluated", "succeeded", "served")
 _ALIASES = {"loss": "train/loss", "reward_mean": "train/reward", "held_out_loss": "eval/loss"}
 _POLL_SECONDS = 1.0
 SAMPLE_COLUMNS = ("step", "task", "reward", "text")
-_SAMPLES = 20  # of a checkpoint
+_SAMPLES = 20  # samples of a checkpoint's row
 
 
 class Position(NamedTuple):
@@ -34,7 +33,7 @@ class Position(NamedTuple):
 
     created: float  # when the job was submitted, Unix seconds
     job: str
-    seq: int  # of the event in its job
+    seq: int  # sequence number of the event within its job
     step: int  # optimizer steps of the run so far
 
     def __str__(self) -> str:
@@ -51,8 +50,8 @@ class Row:
     kind: str  # one of KINDS
     time: float  # Unix seconds
     values: dict[str, float]
-    parameters: dict[str, str]  # of the run and the job
-    # Of a checkpoint: what the step before it sampled, where `tandem rl` keeps samples.
+    parameters: dict[str, str]  # settings of the run and the job
+    # Only for a checkpoint's row: the samples from the step before, if `tandem rl` keeps samples.
     samples: Sequence[Mapping[str, Any]] = ()
 
     def table(self) -> list[tuple[int, str, float, str]]:
@@ -98,7 +97,7 @@ class Follower:
         """All rows so far; with `follow` also later ones, without end."""
         while True:
             for job in self._jobs():
-                with suppress(NotFound):  # it was removed in between
+                with suppress(NotFound):  # the job was removed in between
                     yield from self._rows(job)
                 self._from, self._before = (job.spec.created, job.id), job
             if not self._follow:
@@ -106,7 +105,8 @@ class Follower:
             time.sleep(_POLL_SECONDS)
 
     def _jobs(self) -> list[JobStatus]:
-        """The last job that was read, which may have new events, and jobs submitted after it."""
+        """The last job that was read, which may have new events, and the jobs that were submitted
+        after it."""
         found: list[JobStatus] = []
         while not found or (found[0].spec.created, found[0].id) >= self._from:
             before = found[0].id if found else None
@@ -128,7 +128,8 @@ class Follower:
         ):
             if before and before.id != job.id and event.type in ("step", *TERMINAL):
                 last, before, self._before = before, None, None
-                # `served` comes after the terminal event, and before this job's rows.
+                # The last job's `served` comes after its terminal event and belongs before this
+                # job's rows.
                 yield from self._rows(last)
             self._seq[job.id] = event.seq
             if event.type in KINDS and (row := self._row(job, event)):
@@ -168,8 +169,8 @@ class Follower:
 def _checkpoint(job: JobStatus, events: list[Event], end: Event) -> dict[str, Any]:
     """Statistics of the job's data, its checkpoint's bytes, its seconds since the last claim, and
     its memory."""
-    found = {event.type: event for event in events}  # the last of each type
-    # Without this event its rank died right after the commit.
+    found = {event.type: event for event in events}  # the last event of each type
+    # If there is no event `checkpoint`, its rank died right after the commit.
     written = found["checkpoint"].data if "checkpoint" in found else {}
     ranks = by_attempt(events)[-1].ranks.values()
     peaks = [
@@ -195,7 +196,8 @@ def _numbers(data: Mapping[str, Any], prefix: str) -> dict[str, float]:
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested settings as `optimizer.learning_rate`, without those that are None."""
+    """Nested settings as flat keys such as `optimizer.learning_rate`; settings that are None are
+    left out."""
     for name, value in data.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
@@ -204,8 +206,8 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 
 def open_alone(path: Path) -> BinaryIO:
-    """The file, made if missing, opened to read and append, and locked until it is closed. Raises
-    Conflict."""
+    """The file, created if missing, opened for reading and appending, and locked until it is
+    closed. Raises Conflict."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a+b", buffering=0)
     try:
@@ -218,7 +220,7 @@ def open_alone(path: Path) -> BinaryIO:
 
 
 def optional(module: str) -> Any:
-    """A module of an optional package."""
+    """A module of an optional package. Raises InvalidInput if the package is not installed."""
     try:
         return import_module(module)
     except ImportError as error:

@@ -38,8 +38,8 @@ def _field(number: int, *content: bytes) -> bytes:
 
 
 def _record(time: float, step: int, content: bytes, position: Position | None = None) -> bytes:
-    """An event in its frame (length, checksum, data, checksum). Its `source_metadata.writer` holds
-    `position`."""
+    """An event in its frame (length, checksum, data, checksum). The event's
+    `source_metadata.writer` holds `position`."""
     writer = _field(10, _field(1, _MARK, str(position).encode())) if position else b""
     data = struct.pack("<Bd", 0x09, time) + b"\x10" + _varint(step) + content + writer
     length = struct.pack("<Q", len(data))
@@ -94,7 +94,7 @@ class TensorBoard:
         )
 
     def rewind(self, step: int) -> None:
-        """Starts a session at `step`: SessionLog.START makes TensorBoard drop the steps from there
+        """Starts a session at `step`: SessionLog.START makes TensorBoard drop all steps from `step`
         on."""
         self._file.write(_record(0.0, step, _field(7, b"\x08\x01"), self.position))
 

@@ -1,8 +1,9 @@
 """Writes to Weights & Biases. W&B's own record of a run, `wandb/*run-*/run-*.wandb`, tells which
 rows exist, even offline.
 
-W&B buffers a few rows, which a kill loses; they are sent again. If its server has them already, it
-drops them, because a row's W&B step is not above the last one there.
+W&B buffers a few rows in memory. A kill loses these rows, and they are sent again. If W&B's server
+already has a row that is sent again, the server drops it, because the row's W&B step is not above
+the last step.
 """
 
 import json
@@ -103,7 +104,7 @@ def records(path: Path) -> Iterator[bytes]:
             if not kind or at > end:
                 return
             record += content[at - length : at]
-            if kind in (1, 4):  # a whole record, or the last part of one
+            if kind in (1, 4):  # a complete record, or a record's last part
                 yield record
                 record = b""
 

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from tandem.errors import InvalidInput, TandemError
 
 _PATHS = re.compile(r"^/v1/(files|fine_tuning|uploads)(/|$)")
-# OpenAI's clients repeat a request after 409, and don't know 422.
+# OpenAI's clients repeat a request after status 409, and do not know status 422.
 _STATUSES = {HTTPStatus.UNPROCESSABLE_ENTITY: 400, HTTPStatus.CONFLICT: 400}
 _CODES = {"unauthorized": "invalid_api_key", "invalid_input": "invalid_value"}
 
@@ -42,8 +42,8 @@ def openai_error(
 
 
 def at_param(error: TandemError, param: str) -> TandemError:
-    """The error under the client's name for the wrong parameter; the message names its own
-    field."""
+    """The same error with `param`, the client's name of the wrong parameter, as its field. The
+    message keeps Tandem's name of the field."""
     message = f"{error.field}: {error.message}" if error.field else error.message
     found = type(error)(message, field=param)
     found.code = error.code

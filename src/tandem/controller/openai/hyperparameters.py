@@ -17,8 +17,8 @@ AUTO_BATCH, STEPS_PER_EPOCH = 32, 16
 AUTO_BETA = 0.1
 CHECKPOINT_EVERY = 100
 SLICE_BYTES = 16 * 2**20
-"""The approximate bytes of the lines that one job trains. The controller parses and packs these
-lines at once."""
+"""Approximate bytes of the lines that one job trains. The controller parses and packs all lines of
+a job together."""
 ROW_SLOTS = 2048
 SHORTEST_ROW = 256
 
@@ -50,20 +50,21 @@ def resolved(given: Hyperparameters, method: TuningMethod, examples: int) -> Hyp
 
 
 def checkpoint_every(batch: int, examples: int, size: int) -> int:
-    """Optimizer steps of a job: an epoch, unless the epoch is long or its lines are large (`size`:
-    bytes of all `examples`)."""
+    """Optimizer steps per job: one epoch, or fewer if the epoch is long or its lines are large.
+    `size`: bytes of all `examples`."""
     per_epoch = -(-examples // batch)
     fitting = SLICE_BYTES * examples // (max(size, 1) * batch)
     return max(1, min(per_epoch, CHECKPOINT_EVERY, fitting))
 
 
 def row_length(longest: int, tokens: int, steps: int, positions: int) -> int:
-    """Slots of a row: a power of two that holds the longest example, and the tokens of an optimizer
-    step up to ROW_SLOTS, since a row has only tokens of one step.
+    """Slots of a row: a power of two that holds the longest example. The row also holds the tokens
+    of one optimizer step, up to ROW_SLOTS; more would stay empty, because a row has only tokens of
+    one step.
 
     Args:
         longest: tokens of the longest example.
-        tokens: those of an epoch.
+        tokens: tokens of an epoch.
         steps: optimizer steps of an epoch.
         positions: the most positions of the model.
     """
@@ -74,8 +75,8 @@ def row_length(longest: int, tokens: int, steps: int, positions: int) -> int:
 def training(
     tuning: Tuning, values: Hyperparameters, files: Sequence[Path], **more: Any
 ) -> SFTTraining | DPOTraining:
-    """The chain's settings. `values` are numbers; `files`: the training file, and the validation
-    file if there is one; `more`: other settings."""
+    """The chain's settings. `values`: the hyperparameters as numbers; `files`: the training file
+    and, if given, the validation file; `more`: other settings."""
     method = tuning.method
     kind = "sft" if method == "supervised" else "dpo"
     settings: dict[str, Any] = {

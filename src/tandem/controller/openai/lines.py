@@ -72,7 +72,7 @@ def _record(line: bytes, number: int) -> dict[str, Any]:
 
 
 def _check_record(record: dict[str, Any], method: TuningMethod, number: int) -> None:
-    """Refuses a record that `tandem.data` would ignore or take for another format."""
+    """Refuses a record that `tandem.data` would ignore or would read in another format."""
     if unknown := sorted(record.keys() - _KEYS[method]):
         hint = _HINTS.get(unknown[0], "remove it")
         raise _bad(number, f"{unknown[0][:64]!r} is not a key of an example for {method}; {hint}")
@@ -101,7 +101,8 @@ def _check_record(record: dict[str, Any], method: TuningMethod, number: int) -> 
 
 
 def _check_shapes(path: Path, method: TuningMethod) -> None:
-    """Refuses a record that no job could train, by the same checks as Tandem's own requests."""
+    """Refuses a record that no job can train, with the checks that Tandem applies to its own
+    requests."""
     try:
         examples = Examples(path, FORMATS[method], "sft" if method == "supervised" else "dpo")
         for index in range(len(examples)):
@@ -111,7 +112,8 @@ def _check_shapes(path: Path, method: TuningMethod) -> None:
 
 
 def in_lines(error: InvalidInput) -> str:
-    """The error with a message that begins with the line, without the name of Tandem's file."""
+    """The error with a message that begins with the line number instead of the name of Tandem's
+    file."""
     return _OURS.sub(r"line \1: ", str(error), count=1)
 
 

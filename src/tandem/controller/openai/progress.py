@@ -28,7 +28,8 @@ def model_name(deployment: Deployment, tuning: Tuning, step: int) -> str:
 
 
 def slug(text: str, most: int) -> str:
-    """The letters, digits, dots and dashes of a text."""
+    """The text with each run of characters other than letters, digits and dots replaced by a dash,
+    cut to `most` characters."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", text)[:most].strip("-.")
 
 
@@ -39,8 +40,8 @@ def run_name(tuning_id: str, suffix: str | None) -> str:
 
 
 def part_id(tuning: Tuning, part: int, pauses: int) -> str:
-    """The id of the job of one part of the chain. A pause cancels the waiting job; the next job of
-    the part has another id."""
+    """The id of the job of one part of the chain. A pause cancels the waiting job; after it, the
+    part gets a new job with another id."""
     again = f".{pauses}" if pauses else ""
     return f"{tuning.id}.{part:05}{again}"
 
@@ -63,7 +64,7 @@ def part_jobs(spool: Spool, tuning: Tuning, part: int) -> list[tuple[JobState, J
 
 def steps_made(spool: Spool, tuning: Tuning) -> int:
     """The number of parts that have made their checkpoints. Raises NotFound if the run does not
-    exist. Raises CheckpointDamaged if its newest step is another job's."""
+    exist. Raises CheckpointDamaged if another job made the run's newest step."""
     newest = spool.checkpoints.newest(tuning.run)
     made = spool.checkpoints.manifest(tuning.run, newest).job if newest else None
     if made is not None and not made.startswith(f"{tuning.id}."):
@@ -135,7 +136,7 @@ def _named(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def results(rows: dict[int, dict[str, float]]) -> bytes:
-    """The result file: CSV with OpenAI's columns and the learning rate; a cell without a number is
+    """The result file: CSV with OpenAI's columns and the learning rate. A cell without a value is
     empty."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
@@ -147,7 +148,7 @@ def results(rows: dict[int, dict[str, float]]) -> bytes:
 
 
 def tuning_events(spool: Spool, tuning: Tuning) -> list[dict[str, Any]]:
-    """OpenAI's events, oldest first. An event keeps its id."""
+    """OpenAI's events, oldest first. The id of an event never changes."""
     own = tuning.id.removeprefix("ftjob-")
     found: list[tuple[float, int, dict[str, Any]]] = []
 

@@ -83,7 +83,7 @@ def list_files(
         ids.reverse()
     found: list[dict[str, Any]] = []
     for upload_id in after_id(ids, after):
-        with suppress(NotFound):  # it was deleted in between
+        with suppress(NotFound):  # the file was deleted in between
             upload = deployment.spool.uploads.get(upload_id)
             if purpose in (None, upload.purpose):
                 if len(found) == limit:
@@ -93,7 +93,7 @@ def list_files(
 
 
 def after_id(ids: list[str], after: str | None) -> list[str]:
-    """The ids after `after`. Raises BadRequest if `after` is not among them."""
+    """The ids after `after`. Raises BadRequest if `after` is not one of the ids."""
     if after is None:
         return ids
     if after not in ids:

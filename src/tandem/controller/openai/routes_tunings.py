@@ -49,7 +49,8 @@ def status_object(deployment: Deployment, tuning: Tuning) -> dict[str, Any]:
 
 @router.post("/jobs")
 def create_tuning(request: CreateTuning, deployment: CurrentDeployment) -> dict[str, Any]:
-    """Create a job: its files are validated next, and then a chain of Tandem's jobs trains."""
+    """Create a job. Its files are validated next, and then a chain of Tandem's jobs trains the
+    run."""
     if request.integrations:
         raise BadRequest(
             "the server sends nothing to Weights & Biases. Follow the run from where your key is:"
@@ -74,7 +75,7 @@ def create_tuning(request: CreateTuning, deployment: CurrentDeployment) -> dict[
         submitted_by=asking.get() or None,
     )
     _check_run(deployment, tuning)
-    with deployment.spool.tunings.lock():  # under this lock none of its files is deleted
+    with deployment.spool.tunings.lock():  # while this lock is held, no file is deleted
         _upload(deployment, tuning.training_file, "training_file", method)
         _validation_file(deployment, tuning.validation_file, method)
         deployment.spool.tunings.create(tuning)
@@ -105,7 +106,7 @@ def _method(request: CreateTuning) -> tuple[TuningMethod, Hyperparameters]:
 
 
 def _origin(deployment: Deployment, model: str) -> Origin | None:
-    """The checkpoint that a fine-tuned model's name stands for; None for the base model."""
+    """The checkpoint that the name of a fine-tuned model stands for; None for the base model."""
     if model == VLLMS_BASE or deployment.is_base_model(model):
         return None
     code = "model_not_available"
@@ -127,7 +128,7 @@ def _origin(deployment: Deployment, model: str) -> Origin | None:
 
 
 def _check_run(deployment: Deployment, tuning: Tuning) -> None:
-    """Raises BadRequest if this deployment can't serve another run like this."""
+    """Raises BadRequest if this deployment can't serve another run of this kind."""
     spec = spec_of(deployment, tuning)
     if tuning.origin is not None:
         spec = deployment.spool.runs.get(tuning.origin.run).model_copy(update={"name": tuning.run})
@@ -178,7 +179,7 @@ def list_tunings(
     found: list[dict[str, Any]] = []
     spool = deployment.spool
     for tuning_id in after_id(spool.tunings.ids(), after):
-        with suppress(NotFound):  # it was removed in between
+        with suppress(NotFound):  # the fine-tuning was removed in between
             tuning = spool.tunings.get(tuning_id)
             if not (wanted.items() <= (tuning.metadata or {}).items()):
                 continue
@@ -224,7 +225,8 @@ def _page_of(everything: list[dict[str, Any]], after: str | None, limit: int) ->
 
 @router.post("/jobs/{job_id}/cancel")
 def cancel_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
-    """Cancel a job: what waits at once, what trains soon. A cancelled job stays cancelled."""
+    """Cancel a job: its waiting part stops at once, its running part soon. A cancelled job stays
+    cancelled."""
 
     def cancel(now: Tuning) -> Tuning:
         return now if now.cancelled else now.model_copy(update={"cancelled": time.time()})
@@ -236,7 +238,7 @@ def cancel_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
 
 @router.post("/jobs/{job_id}/pause")
 def pause_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
-    """Pause a job: its part that trains goes on to its checkpoint, and no other one starts."""
+    """Pause a job: the part that trains continues to its checkpoint, and no further part starts."""
 
     def pause(now: Tuning) -> Tuning:
         if now.paused or now.cancelled:
@@ -268,8 +270,8 @@ def resume_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
 def _change(
     deployment: Deployment, job_id: str, update: Callable[[Tuning], Tuning], *, refuse: str
 ) -> Tuning:
-    """Changes the record by `update`. Raises BadRequest if the job has already ended, except as
-    `refuse` allows."""
+    """Changes the job's record by `update`. Raises BadRequest if the job has already ended, except
+    as `refuse` allows."""
     tuning = deployment.spool.tunings.change(job_id, update)
     if tuning.end is not None and tuning.end.status != refuse:
         problem = f"{job_id} has ended already: {tuning.end.status}"

@@ -1,8 +1,9 @@
-"""The thread that advances fine-tunings: it validates their files, makes their runs, submits the
-jobs of their chains one ahead, and ends them.
+"""The thread that advances fine-tunings. The thread validates their files, creates their runs,
+submits the jobs of their chains (each while the job before it trains), and ends them.
 
-Its whole state is on the volume: each look compares the record with the run and its jobs, and does
-the next step. So if a controller dies between any two calls, the next controller continues there.
+All of its state is on the volume: each round compares the record with the run and its jobs, and
+takes the next step. If a controller dies between any two calls, the next controller continues at
+the same point.
 """
 
 import threading
@@ -41,15 +42,15 @@ from tandem.system.logs import Log
 
 EndStatus = Literal["succeeded", "failed", "cancelled"]
 OPEN_CHAINS = 2
-"""The number of chains whose files stay open between their jobs; other chains parse their files
+"""The number of chains whose files stay open between jobs; the files of other chains are parsed
 again."""
 POLL_SECONDS = 1.0
 _LONGEST_PAUSE = 10.0
 _CHUNK, _CHUNK_BYTES = 256, 4 * 2**20
 """The most examples that are rendered together, and the approximate bytes of their lines."""
 _REST = 4.0
-"""The pause after a look at all fine-tunings, as a multiple of the look's own time: however many
-there are, the volume and the interpreter stay free most of the time."""
+"""The pause after a round over all fine-tunings, as a multiple of the round's duration. The pause
+keeps the volume and the interpreter mostly free, however many fine-tunings there are."""
 
 log = Log("controller")
 
@@ -66,11 +67,14 @@ class Tuner:
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
         self._ended = set[str]()
-        # Opened files of fine-tunings that train. A restart opens them again.
+        # Open files of the fine-tunings that train. The controller opens the files again after a
+        # restart.
         self._chains: dict[str, ChainPlan] = {}
-        # Plans whose record the volume has refused so far. Measuring again would take minutes.
+        # Finished plans that could not be written to the record yet, because the volume refused the
+        # write. Plans are kept because measuring again takes minutes.
         self._plans: dict[str, TuningPlan] = {}
-        self._said = dict[str, str]()  # the last problem of each, so that it is logged once
+        # the last problem of each fine-tuning, so that each problem is logged once
+        self._said = dict[str, str]()
 
     def run(self, stop: threading.Event) -> None:
         """Runs the thread until `stop` is set."""
@@ -96,7 +100,7 @@ class Tuner:
                 self._chains.pop(tuning_id, None)
                 self._plans.pop(tuning_id, None)
             self._said.pop(tuning_id, None)
-        # Its record is damaged, or the volume refuses the change; the others continue.
+        # A record is damaged, or the volume refuses the change; the other fine-tunings continue.
         except Exception as error:
             self._say(tuning_id, f"{type(error).__name__}: {error}")
 
@@ -131,8 +135,8 @@ class Tuner:
             self._fail(tuning, "server_error", message)
 
     def _cancel(self, tuning: Tuning) -> None:
-        """Ends the fine-tuning once none of its jobs is left. Jobs are cancelled here too, in case
-        the controller died before the route cancelled them."""
+        """Ends the fine-tuning once all of its jobs have ended. Jobs are cancelled here too, in
+        case the controller died before the route cancelled them."""
         if not cancel_jobs(self._deployment.spool, tuning):
             self._end(tuning, "cancelled")
 
@@ -150,8 +154,8 @@ class Tuner:
         )
 
     def _plan(self, tuning: Tuning) -> TuningPlan:
-        """The plan. Renders all lines once, so that no line is refused when half of them have
-        trained."""
+        """The plan. Renders all lines once before training, so that no line is refused in the
+        middle of the training."""
         upload, _ = self._uploads(tuning)
         values = resolved(tuning.hyperparameters, tuning.method, upload.lines)
         every = checkpoint_every(_whole(values.batch_size), upload.lines, upload.size)
@@ -173,8 +177,8 @@ class Tuner:
     def _measure(
         self, tuning: Tuning, chain: ChainPlan, positions: int, together: int
     ) -> tuple[int, int]:
-        """Slots of the longest example, and tokens of all trained examples. _Failed names the line
-        of an example that can't be trained."""
+        """Slots of the longest example, and the number of tokens of all trained examples. Raises
+        _Failed that names the line of an example that can't be trained."""
         tokenizer = load_tokenizer(self._deployment.model_path)
         day = datetime.fromtimestamp(tuning.created, UTC).date()
         longest = tokens = number = 0
@@ -215,7 +219,7 @@ class Tuner:
         spool = self._deployment.spool
         uploads = [one for one in self._uploads(tuning) if one is not None]
         for one in uploads:
-            spool.uploads.reader(one).close()  # it is not a regular file any more
+            spool.uploads.reader(one).close()  # raises if the file is no longer a regular file
         config = training(tuning, values, list(map(spool.uploads.path, uploads)), **more)
         try:
             return ChainPlan(config)
@@ -223,15 +227,16 @@ class Tuner:
             raise _bad_file(tuning, error) from error
 
     def _train(self, tuning: Tuning, plan: TuningPlan) -> None:
-        """Keeps one job training and one waiting behind it, until all parts are made and the last
-        one is served."""
+        """Keeps one job in training and one waiting behind it, until all parts have succeeded and
+        vLLM serves the last one."""
         spool = self._deployment.spool
         done = steps_made(spool, tuning)
         if done >= plan.parts:
             self._complete(tuning, plan)
             return
         states = [self._state(tuning, part) for part in range(done, min(done + 2, plan.parts))]
-        if tuning.paused:  # the route may have died before it cancelled them
+        # the controller may have died before the pausing route cancelled the jobs
+        if tuning.paused:
             cancel_jobs(spool, tuning, states=("queued",))
             return
         if "cancelled" in states:  # by an operator
@@ -244,11 +249,11 @@ class Tuner:
                 except Conflict:
                     if part == done:
                         raise
-                    return  # the part before it has ended in between
+                    return  # the part before it has ended since the last look
 
     def _state(self, tuning: Tuning, part: int) -> JobState | None:
-        """The state of the part's job; None if the job is to be submitted. Raises _Failed if it
-        failed."""
+        """The state of the part's job; None if the job has yet to be submitted. Raises _Failed if
+        the job failed."""
         jobs = part_jobs(self._deployment.spool, tuning, part)
         for state, job in reversed(jobs):
             if state in PENDING:
@@ -262,7 +267,7 @@ class Tuner:
                 if steps_made(self._deployment.spool, tuning) <= part:
                     raise _Failed("conflict", f"the run {tuning.run} was rolled back")
                 return state
-        # Jobs that a pause has cancelled have other ids.
+        # After a pause has cancelled jobs, new jobs of the part have other ids.
         last = jobs[-1][1].spec.id if jobs else ""
         return "cancelled" if last == part_id(tuning, part, tuning.pauses) else None
 
@@ -274,7 +279,7 @@ class Tuner:
                 checkpoint_every=plan.checkpoint_every,
                 sequence_length=plan.sequence_length,
             )
-        self._chains[tuning.id] = chain  # as the newest
+        self._chains[tuning.id] = chain  # most recently used
         while len(self._chains) > OPEN_CHAINS:
             del self._chains[next(iter(self._chains))]
         name = part_id(tuning, part, tuning.pauses)
@@ -299,7 +304,8 @@ class Tuner:
             raise _Failed("step_refused", f"vLLM can't serve it: {refused.reason}")
 
     def _write_results(self, tuning: Tuning) -> str:
-        """Writes the result file. Its id is the fine-tuning's, so that it is written once."""
+        """Writes the result file. The file's id is derived from the fine-tuning's id, so that the
+        file is written once."""
         spool = self._deployment.spool
         rows = measured(spool, tuning)
         content = results(rows)
@@ -317,8 +323,9 @@ class Tuner:
         return upload.id
 
     def _change(self, tuning: Tuning, **update: Any) -> None:
-        """Changes the record, unless the client has paused, resumed or cancelled it since it was
-        read: then the jobs' state may be the client's doing."""
+        """Changes the record, unless the client has paused, resumed or cancelled the fine-tuning
+        since the record was
+        read. In that case the jobs' state may be the effect of the client's request."""
 
         def changed(now: Tuning) -> Tuning:
             same = _steered(now) == _steered(tuning)
@@ -337,8 +344,8 @@ class Tuner:
 
 
 def spec_of(deployment: Deployment, tuning: Tuning) -> RunSpec:
-    """The run that the fine-tuning trains. Its creation day is the day by which its lines are
-    rendered."""
+    """The run that the fine-tuning trains. The run's creation day is the date with which its lines
+    are rendered."""
     rank = min(LoraShape().rank, deployment.settings.max_lora_rank)
     request = CreateRun(name=tuning.run, lora=LoraShape(rank=rank), seed=tuning.seed)
     spec = run_spec(deployment, request)
@@ -358,14 +365,14 @@ def cancel_jobs(spool: Spool, tuning: Tuning, *, states: Collection[str] = PENDI
 
 
 def _bad_file(tuning: Tuning, error: InvalidInput) -> _Failed:
-    """The failure that names the file with the error as its parameter."""
+    """The failure for an error in a file. The failure's parameter names the file."""
     of_validation = tuning.validation_file is not None and tuning.validation_file in str(error)
     param = "validation_file" if of_validation else "training_file"
     return _Failed(f"invalid_{param}", in_lines(error), param)
 
 
 def _steered(tuning: Tuning) -> tuple[object, ...]:
-    """The client's orders since the fine-tuning was made."""
+    """The pauses, resumptions and cancellations that the client has requested."""
     return tuning.paused, tuning.pauses, tuning.cancelled
 
 

@@ -1,5 +1,5 @@
-"""Keys and statuses as the package `tinker` uses them: it sends keys in its own header and form,
-and takes some statuses for temporary faults."""
+"""Keys and statuses of the package `tinker`: it sends keys in its own header and form, and treats
+some statuses as temporary faults."""
 
 import re
 from http import HTTPStatus

@@ -22,19 +22,20 @@ from tandem.spool.schema import (
     VoidRequest,
 )
 
-# A gap in the numbers holds up all later requests. If a client sends requests in parallel, the
-# missing one arrives soon.
+# A missing request number holds up all later requests of the model. If a client sends requests in
+# parallel, the missing request arrives soon.
 GAP_SECONDS = 60.0
 SNAPSHOT = "~"
-"""The prefix of the names of checkpoints that clients have not named; the sampler's number
-follows."""
+"""The prefix of the names of checkpoints that the client did not name; the sampler's number follows
+it."""
 SNAPSHOT_SECONDS = 3600.0
 """Seconds for which a snapshot stays pinned after its client last sampled."""
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """No result yet, and the reason in words; empty while it is computed."""
+    """A request without a result yet; `reason` says why in words, and is empty while the request is
+    computed."""
 
     reason: str = ""
 
@@ -54,7 +55,8 @@ class Futures:
         self._deployment, self._numbers = deployment, numbers
 
     def look(self, model: Name, number: int | None) -> Outcome:
-        """The model's request's outcome so far. Raises NotFound if there is no such request."""
+        """The outcome of request `number` of the model so far. Raises NotFound if there is no such
+        request."""
         spool, run = self._deployment.spool, model.run
         seq = 1
         if number is None:
@@ -111,7 +113,8 @@ class Futures:
         return Unfinished("vLLM loads the checkpoint and verifies it")
 
     def _waiting(self, model: Name) -> Outcome:
-        """The reason why the request has no result. Ends the wait for a request that never came."""
+        """The reason why the request has no result. If the client never sent a request with a lower
+        number, logs a void request in its place after GAP_SECONDS."""
         spool, run = self._deployment.spool, model.run
         if (ended := spool.sessions.ended(model.session)) is not None:
             return Failure(f"the session has ended: {ended.reason}", "user")

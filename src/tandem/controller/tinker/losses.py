@@ -18,8 +18,8 @@ UNSERVED = {
 
 
 def pack_pass(deployment: Deployment, asked: Pass) -> tuple[PassRequest, Callable[[Path], str]]:
-    """The request as it is logged, and the function that writes its arrays. InvalidInput names the
-    field."""
+    """The request as it is logged, and the function that writes its arrays. Raises InvalidInput
+    with the wrong field."""
     if asked.loss in UNSERVED:
         raise InvalidInput(f"{asked.loss} is not served: {UNSERVED[asked.loss]}", field="loss_fn")
     config = dict[str, float]()

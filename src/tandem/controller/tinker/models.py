@@ -1,4 +1,5 @@
-"""A session's models: each is a run, whose requests lie on the volume in the client's order."""
+"""A session's models. Each model is a run, whose requests are on the volume in the client's
+order."""
 
 import os
 from collections.abc import Sequence
@@ -24,13 +25,13 @@ from tandem.spool.schema import (
 )
 
 ALPHA = 32.0
-"""LoRA's alpha of every model, whatever its rank: `W' = W + 32 / rank * B A`."""
+"""LoRA's alpha of every model, for every rank: `W' = W + 32 / rank * B A`."""
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 
 def base_name(deployment: Deployment, name: str, field: str = "base_model") -> str:
-    """The base model's name in the client's form, by which the client finds the tokenizer. Raises
-    InvalidInput if it is another model."""
+    """The base model's name in the form that the client sent, by which the client finds the
+    tokenizer. Raises InvalidInput if `name` is another model."""
     own = deployment.base_model
     # A directory often has the name that the model has on the hub.
     if deployment.is_base_model(name) or PurePosixPath(own).name == name.rpartition("/")[2]:
@@ -40,7 +41,8 @@ def base_name(deployment: Deployment, name: str, field: str = "base_model") -> s
 
 
 def lora_shape(deployment: Deployment, config: LoraConfig) -> LoraShape:
-    """The LoRA shape of a model. `lm_head` has no adapter, whatever `train_unembed` says."""
+    """The LoRA shape of a model. `lm_head` has no adapter, even with `train_unembed`. Raises
+    InvalidInput (field `lora_config`) if no layer is left to train."""
     arch = deployment.arch
     targets: Sequence[Any] = default_targets(arch)
     if arch.moe is not None and deployment.settings.expert_lora:
@@ -74,26 +76,27 @@ def make_model(
     spool.sessions.put_model(model.session, model.number, ClientModel(base_model=base_model))
     seed = int.from_bytes(os.urandom(4)) if seed is None else seed
     spec = run_spec(deployment, CreateRun(name=model.run, lora=lora, seed=seed))
-    with suppress(Conflict):  # the same request, sent twice, draws another seed
+    with suppress(Conflict):  # a repeated request draws another seed
         make_run(deployment, spec.model_copy(update={"session": model.session}))
 
 
 def model_run(deployment: Deployment, model: Name) -> RunSpec:
-    """The model's run. Raises NotFound (field `model_id`) if there is none."""
+    """The model's run. Raises NotFound (field `model_id`) if the run does not exist."""
     with suppress(NotFound):
         return deployment.spool.runs.get(model.run)
     raise NotFound(f"there is no model {str(model)!r}", field="model_id")
 
 
 def saved_step(deployment: Deployment, path: SavedPath, field: str) -> int:
-    """The step that the path names. Raises NotFound (with this field) if there is none."""
+    """The step that the path names. Raises NotFound (with this field) if the step does not
+    exist."""
     with suppress(NotFound):
         return deployment.spool.names.find(path.model.run, path.group, path.name).step
     raise NotFound(f"there is no checkpoint {str(path)!r}", field=field)
 
 
 def trained_parts(spec: RunSpec) -> dict[str, Any]:
-    """The adapter, in Tinker's words."""
+    """The trained parts of the model, in Tinker's terms."""
     targets = set(spec.lora.targets) if spec.lora else set()
     return {
         "lora_rank": spec.lora.rank if spec.lora else None,
@@ -104,15 +107,16 @@ def trained_parts(spec: RunSpec) -> dict[str, Any]:
 
 
 class Numbers:
-    """The numbers of requests. A client counts a model's requests from 1. Creating a model from a
-    checkpoint is a request without a client's number, and comes first on the volume."""
+    """The numbers of requests. A client counts a model's requests from 1. Creation from a
+    checkpoint is a request without a client's number. The request comes first on the volume, which
+    shifts all later numbers by 1."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
-        self._loaded: dict[str, int] = {}  # run -> 1 if it began with a load
+        self._loaded: dict[str, int] = {}  # run -> 1 if its first request loads a checkpoint
 
     def logged(self, run: str, seq: int) -> int:
-        """The number on the volume of the client's request `seq`."""
+        """The number that the client's request `seq` has on the volume."""
         if run not in self._loaded:
             try:
                 first = self._deployment.spool.requests.get(run, 1).request

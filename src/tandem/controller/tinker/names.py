@@ -11,7 +11,7 @@ from tandem.errors import InvalidInput, NotFound
 
 Group = Literal["weights", "sampler"]
 CREATED = "new"
-"""In place of a request's number: the model's creation."""
+"""Takes the place of a request's number for the creation of a model."""
 _NAME = r"([0-9a-z]{26}):(train|sample):([0-9]{1,9})"
 _is_name = re.compile(_NAME).fullmatch
 _is_request = re.compile(rf"{_NAME}:(new|[0-9]{{1,19}})").fullmatch
@@ -38,7 +38,7 @@ class Name(NamedTuple):
 
 
 def model_of(text: str, field: str = "model_id") -> Name:
-    """The model with this name. Raises NotFound if it is not a model's name."""
+    """The model with this name. Raises NotFound if `text` is not a model's name."""
     found = _is_name(text)
     if found is None or found[2] != "train":
         raise NotFound(f"there is no model {text[:100]!r}", field=field)
@@ -46,7 +46,7 @@ def model_of(text: str, field: str = "model_id") -> Name:
 
 
 def sampler_of(text: str, field: str = "sampling_session_id") -> Name:
-    """The sampler with this name. Raises NotFound if it is not a sampler's name."""
+    """The sampler with this name. Raises NotFound if `text` is not a sampler's name."""
     found = _is_name(text)
     if found is None or found[2] != "sample":
         raise NotFound(f"there is no sampler {text[:100]!r}", field=field)
@@ -65,7 +65,7 @@ class RequestId(NamedTuple):
 
 
 def request_of(text: str) -> RequestId:
-    """The request with this id. Raises NotFound if it is not a request's id."""
+    """The request with this id. Raises NotFound if `text` is not a request's id."""
     if (found := _is_request(text)) is None:
         raise NotFound(f"there is no request {text[:100]!r}", field="request_id")
     kind: Literal["train", "sample"] = "train" if found[2] == "train" else "sample"
@@ -86,8 +86,8 @@ class SavedPath(NamedTuple):
 
 
 def path_of(text: str, field: str = "path") -> SavedPath:
-    """The parsed path. Raises InvalidInput if it is not a path. Raises NotFound if it names no
-    model."""
+    """The parsed path. Raises InvalidInput if `text` is not a path. Raises NotFound if the path
+    names no model."""
     if (found := _is_path(text)) is None:
         form = "tinker://<model>/weights/<name>, or .../sampler_weights/<name>"
         raise InvalidInput(f"{text[:200]!r} is not a path of a checkpoint: {form}", field=field)

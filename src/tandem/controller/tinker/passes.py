@@ -22,7 +22,7 @@ PROTOBUF = "application/x-protobuf"
 MOST_DATA = 2**14
 _DTYPES: dict[int, Any] = {DTYPE_FLOAT32: np.dtype("<f4"), DTYPE_INT64: np.dtype("<i8")}
 _MEDIA = {"image": "an image", "dmel": "audio"}
-# The largest window that zstd's own programs allow.
+# The largest window that the zstd command-line programs allow.
 _WINDOW_BYTES = 2**27
 
 
@@ -38,9 +38,10 @@ class Pass:
     message: Any
 
     def data(self, names: tuple[str, ...], needed: bool) -> list[Datum]:
-        """The pass's data. `names`: the arrays of each datum beside its targets, its factors first;
-        `needed`: whether all must be there. InvalidInput names the field
-        (`data.3.loss_fn_inputs.weights`)."""
+        """The pass's data. `names`: the arrays that each datum has besides its targets, its factors
+        first; `names`: the arrays of each datum beside its targets, its factors first;
+        `needed`: whether a missing array is an error. Raises InvalidInput with the field, such as
+        `data.3.loss_fn_inputs.weights`."""
         if len(self.message.data) > MOST_DATA:
             problem = f"{len(self.message.data)} are more than {MOST_DATA} in one request"
             raise InvalidInput(f"{problem}; send several", field="data")
@@ -84,7 +85,7 @@ def _decompressed(body: bytes, most: int) -> bytes:
         with zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(
             body
         ) as reader:
-            # A frame's header may lie about its size, so the size is not read.
+            # A frame's header may contain a wrong size, so the size is not used.
             content = reader.read(most + 1)
     except zstandard.ZstdError as error:
         raise InvalidInput(f"the body is not zstd: {error}", field="body") from error

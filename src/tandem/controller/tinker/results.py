@@ -16,13 +16,13 @@ from tandem.data.packed_format import Float32, Int32
 
 _TYPE = "ArrayRecord"
 ABSENT = -99999.0
-"""The log-prob by which the package recognises an empty place of `Top`."""
+"""The log-prob that marks an empty entry of `Top` for the package."""
 
 
 @dataclass(frozen=True)
 class Top:
-    """The most probable tokens at each position, both [positions, k]; an empty place has token 0
-    with log-prob `ABSENT`."""
+    """The most probable tokens at each position: two arrays of shape [positions, k]. An empty entry
+    has token 0 and log-prob `ABSENT`."""
 
     tokens: Int32
     logprobs: Float32
@@ -30,7 +30,8 @@ class Top:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One sampled sequence. `stopped`: whether a stop token or text ended it, not its length."""
+    """One sampled sequence. `stopped`: True if a stop token or stop text ended the sequence, False
+    if the length limit did."""
 
     tokens: Int32
     logprobs: Float32
@@ -40,8 +41,8 @@ class Sampled:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """The result of a sampling request. `prompt`: the log-prob of each token of the prompt, NaN if
-    unknown."""
+    """The result of a sampling request. `prompt`: the log-prob of each token of the prompt,
+    float32, in nats; NaN if unknown."""
 
     sequences: Sequence[Sampled]
     prompt: Float32 | None = None
@@ -50,7 +51,8 @@ class SampleResult:
 
 
 def encode_pass(logprobs: Sequence[bytes], metrics: Mapping[str, float]) -> bytes:
-    """The result of a pass. `logprobs`: each datum's, float32, little-endian."""
+    """The result of a forward or backward pass as protobuf. `logprobs`: for each datum the bytes of
+    its log-probs, little-endian float32."""
     message = ForwardBackwardOutput(loss_fn_output_type=_TYPE, metrics=metrics)
     record = message.loss_fn_outputs.add(type_tag=_TYPE, num_datums=len(logprobs))
     offsets = np.cumsum([0, *map(len, logprobs)], dtype="<i8")

@@ -42,7 +42,7 @@ def health() -> dict[str, str]:
 
 @router.post("/client/config")
 def client_config() -> dict[str, bool]:
-    """Flags of the package. The package's own defaults are for another service's front end."""
+    """Flags of the package. The package's own defaults fit the front end of another service."""
     # Training data is mostly small integers.
     return {"proto_compress_fwdbwd": True}
 
@@ -96,7 +96,8 @@ def session_heartbeat(request: SessionHeartbeat, api: CurrentApi) -> dict[str, s
 
 @router.post("/sessions/{session_id}/finish")
 async def finish_session(session_id: str, request: Finish, api: CurrentApi) -> dict[str, str]:
-    """End the session: it takes no request any more. The first reason stands."""
+    """End the session: it accepts no further requests. If a session is finished several times, the
+    first reason is kept."""
     reason = f"its client finished it: {request.reason.type}"
     reason += f" ({request.detail[:500]})" if request.detail else ""
     await api.run(api.deployment.spool.sessions.end, session_id, reason)

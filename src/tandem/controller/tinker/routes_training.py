@@ -104,7 +104,7 @@ def get_info(request: OfModel, api: CurrentApi) -> dict[str, Any]:
 
 @router.post("/forward_backward")
 async def forward_backward(request: Request, api: CurrentApi) -> dict[str, Any]:
-    """Gradients of a loss over some data, or with `forward_only` its log-probs alone."""
+    """Gradients of a loss over some data; with `forward_only`, log-probs without gradients."""
     headers, deployment = request.headers, api.deployment
 
     def log(body: bytes) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _pack(deployment: Deployment, asked: Pass) -> Packed:
 
 
 def _log(api: TinkerApi, model: Name, seq: int, make: Callable[[], Packed]) -> dict[str, Any]:
-    """Logs the request that `make` makes. A refused request leaves no gap in the numbers."""
+    """Logs the request that `make` returns. A refused request leaves no gap in the numbers."""
     models.model_run(api.deployment, model)
     if seq < 1:
         raise InvalidInput("requests are numbered from 1", field="seq_id")
@@ -177,7 +177,7 @@ def save_weights(request: SaveWeights, api: CurrentApi) -> dict[str, Any]:
 
 def _check_new(api: TinkerApi, model: Name, seq: int, name: str, *, overwrite: bool) -> None:
     spool, logged = api.deployment.spool, api.numbers.logged(model.run, seq)
-    # perhaps a repetition of this request
+    # the request may be a repetition
     if overwrite or logged <= spool.requests.last(model.run):
         return
     if any((one.group, one.name) == ("weights", name) for one in spool.names.list(model.run)):

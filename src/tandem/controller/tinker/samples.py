@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from tandem.errors import InvalidInput, TandemError
 
 MOST = 20_000
-# A client asks again for a result that it may already have: its connection broke.
+# Seconds for which a fetched result is kept, because the client asks again if its connection broke.
 TAKEN_SECONDS = 60.0
-# Nobody has asked for it.
+# Seconds for which a result is kept that no client has asked for.
 LEFT_SECONDS = 900.0
 _SWEEP_SECONDS = 10.0
 
 
 class TooManySamples(TandemError, code="too_many_samples", http_status=429):
-    """Raised when clients ask for more samples than are kept at once. They send the same request
-    again later."""
+    """Raised when clients ask for more samples than are kept at the same time. Clients then send
+    the same request again later."""
 
 
 @dataclass(eq=False)
@@ -26,7 +26,8 @@ class _Sampling:
     session: str
     digest: bytes  # of the request
     task: asyncio.Task[bytes]
-    # When it will be forgotten, monotonic; None while somebody waits or it is being computed.
+    # When the sample will be forgotten, in monotonic seconds; None while it is computed or a client
+    # waits for it.
     forget: float | None = None
     waiting: int = 0
     touched: float = field(default_factory=time.monotonic)
@@ -46,8 +47,8 @@ class SampleFutures:
         digest: bytes,
         sample: Callable[[], Coroutine[None, None, bytes]],
     ) -> None:
-        """Begins the sample, unless it has begun. Raises InvalidInput if another request has its
-        number; TooManySamples."""
+        """Begins the sample, unless it has begun. Raises InvalidInput if another request has this
+        number, and TooManySamples if too many samples are kept."""
         self._sweep()
         if (known := self._samples.get(request_id)) is not None:
             if known.digest != digest:
@@ -57,12 +58,13 @@ class SampleFutures:
         if len(self._samples) >= MOST:
             raise TooManySamples(f"{MOST} samples are on their way; send it again later")
         task = asyncio.create_task(sample(), name=request_id)
-        # `wait` reports its error, and nobody may ask.
+        # `wait` reports the task's error; without this line, Python would warn if no client asks.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         self._samples[request_id] = _Sampling(session, digest, task)
 
     async def wait(self, request_id: str, seconds: float) -> asyncio.Task[bytes] | None:
-        """The ended task; None if it is still running. Raises KeyError if there is none."""
+        """The task, once it has ended; None if it still runs after `seconds`. Raises KeyError if
+        the request is unknown."""
         found = self._samples[request_id]
         found.waiting += 1
         try:

@@ -1,5 +1,5 @@
-"""Bodies of Tinker's API in JSON. Bodies that train or sample have no other keys than these: an
-unknown key would be silently ignored."""
+"""Bodies of Tinker's API in JSON. Bodies that train or sample accept no other keys than these,
+because an unknown key would be silently ignored."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,4 +1,4 @@
-"""The state that all routes of Tinker's API share, one per controller process."""
+"""The state that all routes of Tinker's API share; each controller process has one."""
 
 import asyncio
 import time
@@ -48,7 +48,7 @@ class TinkerApi:
         self.futures = Futures(deployment, self.numbers)
         self.samples = SampleFutures()
         self._sampler = VllmSampler(deployment.settings)
-        # Threads of their own: waits must not queue behind heavy requests.
+        # Waits get their own threads, so that they do not queue behind heavy requests.
         self.threads = anyio.CapacityLimiter(_THREADS)
 
     async def close(self) -> None:
@@ -68,8 +68,8 @@ class TinkerApi:
         return encode_sample(await self._sampler.sample(of.model, request, want))
 
     async def result(self, request_id: str) -> Response:
-        """The answer to a client that asks for its future. It is held until there is a result, but
-        not for longer than the client waits."""
+        """The answer to a client that asks for its future. The answer is held until there is a
+        result, but not for longer than the client waits."""
         asked = request_of(request_id)
         if asked.of.kind == "sample":
             return await self._sampled(request_id)
@@ -90,7 +90,7 @@ class TinkerApi:
         try:
             ended = await self.samples.wait(request_id, HOLD_SECONDS)
         except KeyError:
-            # The controller's memory was lost, or the result was given away long ago.
+            # The controller has restarted, or the result was fetched long ago.
             return gone("the sample is gone; send the request again")
         if ended is None:
             return self._response(request_id, Unfinished())

@@ -19,16 +19,17 @@ from tandem.errors import InvalidInput, TandemError
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 3600.0
 # An idle connection is closed before vLLM closes it, after 5 s.
 _KEPT_SECONDS = 4.0
-# vLLM's restarts and sleeps fit into this time; the client sees a slow request.
+# Seconds for which requests are repeated. vLLM's restarts and sleeps fit into this time; the client
+# sees only a slow request.
 PATIENCE_SECONDS = 600.0
-# A vLLM that has just started has not loaded its adapters yet.
+# Seconds for a vLLM that has just started to load its adapters.
 LOADING_SECONDS = 60.0
 _LENGTH_SECONDS = 60.0  # how long vLLM's context length is remembered
 _AGAIN_STATUSES = (408, 429, 502, 503, 504)
 
 
 class SampleFailed(TandemError, code="inference_refused", http_status=502):
-    """vLLM did not sample. `user`: the client's request is the cause."""
+    """vLLM did not sample. `user`: whether the client's request is the cause."""
 
     def __init__(self, message: str, *, user: bool) -> None:
         super().__init__(message)
@@ -129,8 +130,8 @@ class VllmSampler:
 
 
 def check_sample(request: SampleRequest) -> None:
-    """Raises InvalidInput for a request that vLLM can't follow exactly, so that no other question
-    is answered."""
+    """Raises InvalidInput for a request that vLLM can't follow exactly, so that the client never
+    gets the answer to a different request."""
     for i, chunk in enumerate(request.prompt.chunks):
         if chunk.type != "encoded_text":
             raise InvalidInput(f"{chunk.type}: only text is served", field=f"prompt.chunks.{i}")
@@ -157,7 +158,7 @@ def completion(
     """The request to vLLM.
 
     Args:
-        room: the tokens that fit behind the prompt.
+        room: the number of tokens that fit after the prompt.
     """
     asked = request.sampling_params
     body: dict[str, Any] = {
@@ -227,7 +228,7 @@ def _sequence(choice: Mapping[str, Any], k: int) -> Sampled:
     if ids is None or values is None or len(ids) != len(values):
         raise SampleFailed("vLLM's answer has no token ids with their log-probs", user=False)
     if choice["finish_reason"] not in ("stop", "length"):
-        # It went to sleep, or is about to stop.
+        # vLLM went to sleep, or is about to stop.
         raise _Again(f"vLLM ended the request: {choice['finish_reason']}")
     top = None
     if k:
@@ -248,7 +249,8 @@ def _sequence(choice: Mapping[str, Any], k: int) -> Sampled:
 
 
 def _top(entries: Sequence[Mapping[int, float]], k: int) -> Top:
-    """The k most probable tokens of each place. vLLM adds the token that stands there."""
+    """The k most probable tokens at each position. vLLM also lists the token that was actually
+    sampled."""
     tokens = np.zeros((len(entries), k), np.int32)
     logprobs: Float32 = np.full((len(entries), k), ABSENT, np.float32)
     for i, entry in enumerate(entries):

@@ -24,9 +24,9 @@ POLL_SECONDS = 0.5
 
 
 def main() -> None:
-    """Waits for the spool and for vLLM, whichever comes later. Exits 2 on wrong settings."""
+    """Waits for the spool and for vLLM, in either order. Exits 2 on wrong settings."""
     configure()
-    # Checked at once, because the publisher may die at any point.
+    # The handler exits immediately, because the publisher may die at any point without harm.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         settings = load_settings()
@@ -58,8 +58,8 @@ def main() -> None:
 
 
 def _publisher_lock(spool: Spool, replica: str | None) -> AbstractContextManager[None]:
-    """The lock of the only publisher, or of a replica's publisher. Raises SpoolUnusable if the
-    spool has both kinds of publishers: each would overwrite what the others announce."""
+    """The lock of the only publisher, or of one replica's publisher. Raises SpoolUnusable if the
+    spool has publishers of both kinds, because each would overwrite the other's announcements."""
     if replica is None:
         if others := ", ".join(spool.replicas.fresh()):
             raise SpoolUnusable(

@@ -19,23 +19,23 @@ from tandem.vllm_client.client import InferenceFailed, InferenceRefused, VllmCli
 log = Log("publisher")
 
 FileStats = tuple[tuple[str, int, int, int], ...]
-"""Path, size, modification time and inode of each file: they differ after any change."""
+"""Path, size, modification time and inode of each file; any change of a file alters them."""
 
 TRIES = 3
 """How many times vLLM may answer 500 before the checkpoint counts as refused."""
 TRY_AGAIN_SECONDS = 30.0
-"""The pause before a checkpoint that was refused for such an answer is tried again. It doubles each
-time."""
+"""The pause before a checkpoint is tried again that was refused because vLLM answered 500. The
+pause doubles each time."""
 LONGEST_PAUSE_SECONDS = 3600.0
 VISIBLE_SECONDS = 60.0
-"""For this long after a checkpoint was made, a missing file may still be on its way to this
+"""Seconds after a checkpoint was made during which a missing file may still become visible on this
 machine, as on NFS."""
 
 
 @dataclass
 class ServedCheckpoint:
     """A checkpoint that vLLM lists under `path` and that was verified. `told`: whether its job's
-    events say so."""
+    events contain `served`."""
 
     path: Path
     record: Served
@@ -43,8 +43,8 @@ class ServedCheckpoint:
     told: bool = False
 
     def read(self, manifest: tuple[int, int] | None) -> "ServedCheckpoint":
-        """Reads a checkpoint's manifest, unless the manifest that was read last has this
-        `manifest_identity`."""
+        """Reads a checkpoint's manifest, unless the manifest that was read last has the identity
+        `manifest`."""
         self.record = self.record.model_copy(update={"manifest": manifest})
         return self
 
@@ -54,13 +54,15 @@ class CheckpointRefused(Exception):
 
 
 class CheckpointNotVisible(Exception):
-    """Files of this new checkpoint are not visible yet. The message says what happens next."""
+    """Files of this new checkpoint are not visible yet. The message says how the publisher
+    continues."""
 
 
 @dataclass
 class Refusal:
-    """A refused checkpoint. `stats`: the refused files' stats; `again`: when it is tried again
-    though they are unchanged, after `pause` seconds, by the monotonic clock."""
+    """A refused checkpoint. `stats`: the stats of the refused files; `pause`: seconds until the
+    checkpoint is tried again even if its files are unchanged; `again`: the end of this pause on the
+    monotonic clock."""
 
     stats: FileStats
     reason: str
@@ -71,7 +73,7 @@ class Refusal:
 @dataclass
 class CheckpointLoader:
     """Loads and verifies checkpoints. `tolerance`: the rule of verification; `base_model`: vLLM's
-    base model, to explain a refusal."""
+    base model, for the message of a refusal."""
 
     spool: Spool
     client: VllmClient
@@ -84,14 +86,14 @@ class CheckpointLoader:
     """The number of checkpoints that this object tried to load and verify."""
 
     def server_lost(self) -> None:
-        """Forget everything, refusals included: they may have been the server's fault."""
+        """Forget everything, including refusals, which may have been the server's fault."""
         self._served.clear()
         self._refused.clear()
         self.transport.server_lost()
 
     def verified(self, name: str) -> float | None:
-        """When this object verified the weights that vLLM serves as `name`, Unix seconds; None if
-        it did not."""
+        """The time at which this object verified the weights that vLLM serves as `name`, in Unix
+        seconds; None if this object has not verified these weights."""
         return self._served[name].record.verified if name in self._served else None
 
     def serving(self, run: str) -> list[Served]:
@@ -107,9 +109,9 @@ class CheckpointLoader:
         """Load and verify a checkpoint under `name`, unless both are done. Raises
         CheckpointRefused.
 
-        Raises CheckpointNotVisible for a new checkpoint whose files are missing: it is tried again
-        at every turn. A refused checkpoint is tried again when its files change or the server is
-        lost, and after a pause if vLLM answered 500.
+        Raises CheckpointNotVisible for a new checkpoint whose files are missing. The publisher
+        tries such a checkpoint again in every turn. A refused checkpoint is tried again when its
+        files change, when the server is lost and, if vLLM answered 500, after a pause.
         """
         served = self._served.get(name)
         try:
@@ -120,12 +122,12 @@ class CheckpointLoader:
                 and served.record.manifest == identity
                 and self._lists(name, served.path)
             ):
-                return served  # reading a manifest with its probe takes milliseconds, at every turn
+                return served  # reading a manifest with its probe takes milliseconds, in every turn
             manifest = self.spool.checkpoints.manifest(run.name, step)
             path = self.transport.copies.path(name, manifest, run)
         except CheckpointDamaged as error:
             if served is not None and self._lists(name, served.path):
-                # vLLM serves a verified copy, which damage on the volume does not change.
+                # vLLM serves a verified copy, which is not affected by damage on the volume.
                 return served
             raise self._refuse(name, (), str(error)) from error
         if served is not None and served.path == path and self._lists(name, path):
@@ -158,7 +160,7 @@ class CheckpointLoader:
         return served
 
     def unload(self, name: str, *, deleted: bool = False) -> None:
-        """Unload a name. `deleted`: its run is gone."""
+        """Unload a name. `deleted`: whether its run is gone."""
         self.transport.unload(name, deleted=deleted)
         self._served.pop(name, None)
 
@@ -168,15 +170,15 @@ class CheckpointLoader:
     def _try_to_serve(
         self, run: RunSpec, manifest: Manifest, name: str, path: Path
     ) -> ServedCheckpoint:
-        """Runs `_load_and_verify`, and again if vLLM answers 500: one such answer says little about
-        the checkpoint."""
+        """Runs `_load_and_verify`, and repeats it if vLLM answers 500, because a single such answer
+        does not prove that the checkpoint is bad."""
         for attempt in range(1, TRIES):
             try:
                 return self._load_and_verify(run, manifest, name, path)
             except InferenceFailed as error:
                 log.warning("vLLM answered 500; trying again", model=name, error=error)
                 time.sleep(0.1 * 2**attempt)
-                self.transport.refresh()  # vLLM may have loaded the adapter even so
+                self.transport.refresh()  # vLLM may have loaded the adapter in spite of the error
         return self._load_and_verify(run, manifest, name, path)
 
     def _load_and_verify(
@@ -184,7 +186,7 @@ class CheckpointLoader:
     ) -> ServedCheckpoint:
         started = time.monotonic()
         if run.lora is not None:
-            # This hashes only the adapter's files: vLLM needs no optimizer state.
+            # Only the adapter's files are hashed, because vLLM needs no optimizer state.
             self.transport.copies.copy(
                 path, self.spool.checkpoints.path(run.name, manifest.step), manifest
             )
@@ -238,7 +240,7 @@ class CheckpointLoader:
         self, name: str, stats: FileStats, reason: str, *, passing: bool = False
     ) -> CheckpointRefused:
         """Unload the checkpoint, if vLLM has it, and remember the refusal for these files.
-        `passing`: the cause may go away without a change of the files."""
+        `passing`: whether the cause may disappear without a change of the files."""
         if name in self.transport.listed:
             self.unload(name)
         before = self._refused.get(name)

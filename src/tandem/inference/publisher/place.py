@@ -1,4 +1,4 @@
-"""Finds the address of this publisher's vLLM, for ranks that send whole weights to it."""
+"""Finds the address of this publisher's vLLM, to which ranks send whole weights."""
 
 from urllib.parse import urlsplit
 
@@ -11,8 +11,8 @@ _EVERY = ("0.0.0.0", "::")
 
 
 def vllm_place(settings: Settings) -> VllmPlace:
-    """The place of vLLM: the host of TANDEM_INFERENCE_URL if other machines could use it, else this
-    machine's address."""
+    """The host and port of vLLM: the host of TANDEM_INFERENCE_URL if other machines can use it,
+    else this machine's address."""
     host = str(urlsplit(settings.resolved_inference_url).hostname)
     here = is_loopback(host) or host in _EVERY
     return VllmPlace(address=reachable_address() if here else host, network=network_name())

@@ -2,8 +2,9 @@
 old ones. Runs that were trained or sampled last come first, so that after a restart they don't wait
 for unused runs.
 
-The publisher compares the spool with vLLM's list of models and does what is missing. Its memory
-only saves work, so it and vLLM may die and start again at any time.
+The publisher compares the spool with vLLM's list of models, and does the missing loads and unloads.
+The publisher's own memory only saves work, so the publisher and vLLM may die and start again at any
+time.
 """
 
 import time
@@ -52,13 +53,14 @@ class Publisher:
         Raises InvalidInput for wrong settings.
 
         Args:
-            grace: see Retention.
+            grace: see `usage.Retention`.
         """
         self._spool = Spool(settings.root)
         self._weights = settings.weights
         self._keep = settings.keep_served if settings.weights == "adapter" else 1
         self._client = client
-        self._shared: LentGpus | None = None  # with the trainer
+        # the GPUs that vLLM shares with the trainer; None if it has its own
+        self._shared: LentGpus | None = None
         if settings.gpu_mode == "shared":
             self._shared = LentGpus(self._spool, client, Devices(settings, "inference"))
         copies = AdapterCopies(copies_directory(settings.root, settings.resolved_inference_url))
@@ -81,14 +83,15 @@ class Publisher:
         self._usage = Usage(client, self._transport.copies.usage_file)
         self._retention = Retention(client, grace, most=4 * settings.max_loras)
         self._specs: dict[str, RunSpec] = {}
-        # Nothing listens at vLLM's address, and no record says that it serves a step.
+        # Whether nothing listens at vLLM's address and no record of a served step is left.
         self._gone = False
-        # Whether the records were compared with vLLM since it was last seen to start.
+        # Whether the records were compared with vLLM since vLLM last started.
         self._records_checked = False
         self._troubles: dict[str, str] = {}
 
     def once(self) -> bool:
-        """Do what is missing, for every run. False if vLLM sleeps or can't be reached."""
+        """Do all missing loads and unloads, for every run. Returns False if vLLM sleeps or can't be
+        reached."""
         try:
             why_not = self._shared.turn() if self._shared is not None else ""
             self._log_change("awake", why_not and f"vLLM sleeps: {why_not}", log.info)
@@ -118,8 +121,8 @@ class Publisher:
         self._records.turn_begins()
         if self._transport.refresh() or not self._records_checked:
             self._records_checked = self._withdraw_records()
-            # vLLM or this publisher has started: older steps of one run must not keep another run
-            # waiting.
+            # vLLM or this publisher has just started: the older steps of one run must not delay
+            # another run.
             if self._keep > 1:
                 self._publish_all(keep=1)
         wanted = self._publish_all(self._keep)
@@ -133,18 +136,18 @@ class Publisher:
         self._records.turn_done(wanted.keys())
 
     def _publish_all(self, keep: int) -> dict[str, set[str]]:
-        """Have the newest `keep` steps of each run served. Returns, by run, the names that must
-        stay loaded."""
+        """Have the newest `keep` steps of each run served by vLLM. Returns for each run the names
+        that must stay loaded."""
         wanted: dict[str, set[str]] = {}
-        # Run -> the last change of its checkpoints before it was published.
+        # Run -> the time of the last change of its checkpoints before it was published.
         published: dict[str, float] = {}
-        again = False  # whether the last load was for a run that had already had its turn
+        again = False  # whether the last load was for a run that already had its turn
         while (changed := self._changes()).keys() - published.keys():
             loads = self._loader.loads
             for run in sorted(changed, key=lambda run: -max(changed[run], self._usage.last(run))):
-                # Between two loads of other runs, a run may come once more. If its steps come
-                # faster than they are loaded, it would otherwise keep the other runs waiting, and
-                # this loop would not end.
+                # Between two loads of other runs, a run may have one more turn. Otherwise a run
+                # whose steps are made faster than vLLM loads them would keep the other runs
+                # waiting, and this loop would not end.
                 if published.get(run) == changed[run] or (again and run in published):
                     continue
                 liveness.beat("publisher")
@@ -153,13 +156,14 @@ class Publisher:
                 wanted[run] = self._try_to_publish(run, keep)
                 if self._loader.loads > loads:
                     again = is_again
-                    # The load took a while: a run with a new checkpoint now comes first.
+                    # The load took time, so the order is computed again: a run with a new
+                    # checkpoint comes first.
                     break
         return wanted
 
     def _changes(self) -> dict[str, float]:
-        """The time of the last change of the checkpoints of each run that can be served, Unix
-        seconds."""
+        """Run -> the time of the last change of its checkpoints, in Unix seconds, for all runs that
+        can be served."""
         changes: dict[str, float] = {}
         self._specs = {}
         for run in self._spool.runs.names():
@@ -169,15 +173,15 @@ class Publisher:
                     changes[run] = self._spool.checkpoints.changed(run)
             except (TandemError, ValidationError, OSError) as error:
                 self._log_change(run, f"run {run} can't be published: {error}")
-        # These are runs of an earlier deployment: vLLM has the weights of one run.
+        # vLLM holds merged weights of one run only. The other runs come from an earlier deployment.
         if self._weights == "merged" and len(changes) > 1:
             run = max(changes, key=lambda run: self._specs[run].created)
             return {run: changes[run]}
         return changes
 
     def _try_to_publish(self, run: str, keep: int) -> set[str]:
-        """Runs `_publish_run`. After an error the run's loaded steps stay, and the other runs go
-        on."""
+        """Runs `_publish_run`. After an error the run's loaded steps stay loaded, and the other
+        runs continue."""
         try:
             wanted = self._publish_run(self._specs[run], keep)
         except InferenceUnavailable:
@@ -205,8 +209,8 @@ class Publisher:
                 self._loader.unload(name)
 
     def _is_of_deleted_run(self, name: str, path: str) -> bool:
-        """Whether a publisher loaded this name for a run that is gone. A run that can't be read is
-        not gone."""
+        """Whether a publisher loaded this name for a run that has been deleted. A run that can't be
+        read does not count as deleted."""
         run = run_of(name)
         if run in self._specs or not is_run_name(run) or not self._transport.copies.has(path):
             return False
@@ -220,19 +224,19 @@ class Publisher:
         return False
 
     def _is_in_chain(self, name: str) -> bool:
-        """Whether the step is in its run's chain, or was until its removal by age: no rollback
-        discarded it."""
+        """Whether the step is in its run's chain. A step that was removed by age counts too, a step
+        that a rollback discarded does not."""
         run = run_of(name)
         try:
             return run in self._specs and int(
                 name.rpartition("@")[2]
             ) <= self._spool.checkpoints.newest(run)
-        except (TandemError, OSError):  # it was deleted in between
+        except (TandemError, OSError):  # the run was deleted in between
             return True
 
     def _withdraw_records(self) -> bool:
-        """Remove the records of steps that vLLM does not list, as after a restart of vLLM. False if
-        that failed."""
+        """Remove the records of steps that vLLM does not list, for example after a restart of vLLM.
+        Returns False if that failed."""
         try:
             self._spool.check()
             self._records.withdraw(self._transport.listed)
@@ -243,14 +247,15 @@ class Publisher:
         return True
 
     def _publish_run(self, run: RunSpec, keep: int) -> set[str]:
-        """Have the newest `keep` good steps of a run served. Returns their names, which must stay
-        loaded."""
+        """Have the newest `keep` good steps of a run served by vLLM. Returns the steps' names,
+        which must stay loaded."""
         wanted = self._records.keep(run.name)
         kept: list[Served] = []  # the newest first
         # The newest refused step above the kept ones.
         refused: Refused | None = None
-        # Below refused steps it tries older ones, at most two extra steps per turn. If none is
-        # served it continues in the next turn, because it remembers the refused ones.
+        # If steps are refused, older steps are tried, at most two extra steps per turn. If no step
+        # can be served, the next turn continues with older steps, because refused steps are
+        # remembered.
         most_steps, most_loads = keep + 2, self._loader.loads + keep + 2
         invisible = ""
         for looked, step in enumerate(reversed(self._spool.checkpoints.steps(run.name))):
@@ -295,7 +300,7 @@ class Publisher:
         return loaded
 
     def _serves(self, run: str, kept: list[Served]) -> list[Served]:
-        """The steps that vLLM serves: `kept`, followed by older steps that are still loaded."""
+        """The steps that vLLM serves: `kept`, then older steps that are still loaded."""
         return kept + [old for old in self._loader.serving(run) if old.step < kept[-1].step]
 
     def _served(self, run: str) -> Served | None:
@@ -317,7 +322,7 @@ class Publisher:
     def _log_change(
         self, topic: str, trouble: str, write: Callable[[str], None] = log.warning
     ) -> None:
-        """Log a trouble when it begins or changes, and once more when it has ended (`trouble` is
+        """Log a problem when it begins or changes, and once more when it has ended (`trouble` is
         empty)."""
         before = self._troubles.pop(topic, "")
         if trouble:

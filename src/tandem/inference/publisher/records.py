@@ -14,34 +14,35 @@ log = Log("publisher")
 
 class Records(Protocol):
     def served(self, run: str) -> Served | None:
-        """The newest step that this vLLM serves of a run, according to the records."""
+        """The newest step of a run that this vLLM serves, according to the records."""
 
     def put(self, run: str, serves: Sequence[Served], refused: Refused | None) -> None:
-        """Records that this vLLM serves these steps, the newest first, and has refused a newer one.
-        Without steps it serves nothing of the run."""
+        """Records that this vLLM serves these steps, newest first, and has refused a newer step. An
+        empty list means that it serves nothing of the run."""
 
     def tell(self, run: str, served: ServedCheckpoint) -> None:
-        """Tells the step's job that vLLM serves the step."""
+        """Records for the step's job that vLLM serves the step."""
 
     def keep(self, run: str) -> set[str]:
-        """Names that vLLM must keep, whatever the publisher would unload."""
+        """Names that vLLM must keep, even if the publisher would unload them."""
 
     def unload(self, run: str, name: str) -> bool:
-        """Take a step out of the records before vLLM loses it. False if it must stay."""
+        """Remove a step from the records before it is unloaded from vLLM. Returns False if the step
+        must stay loaded."""
 
     def withdraw(self, listed: Collection[str]) -> None:
-        """Remove the records of steps that are not among vLLM's names, as after a restart of
-        vLLM."""
+        """Remove the records of steps that are not among the names in `listed`, for example after a
+        restart of vLLM."""
 
     def turn_begins(self) -> None:
         """Called before vLLM's list is read."""
 
     def turn_done(self, runs: Collection[str]) -> None:
-        """Called when vLLM serves the right steps of these runs, which are all runs."""
+        """Called when vLLM serves the right steps of `runs`, which are all runs."""
 
 
 class OnlyServer:
-    """The records of the one vLLM of a spool."""
+    """The records of a vLLM that is the only one of its spool."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
@@ -87,11 +88,11 @@ class OnlyServer:
 
 
 def tell_job(spool: Spool, job: str, served: Served) -> None:
-    """Append `served` to the events of the checkpoint's job. It does so only once, however often
-    the checkpoint is loaded."""
+    """Append `served` to the events of the checkpoint's job. The event is appended only once,
+    however often the checkpoint is loaded."""
     with spool.job_lock(job):
         events = spool.events.read(job)
-        # A job without any event has had its records removed.
+        # A job without events has had its records removed.
         if events and not any(event.type == "served" for event in events):
             told = {
                 "step",

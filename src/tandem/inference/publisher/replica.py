@@ -1,13 +1,14 @@
 """The publisher's records for one of several vLLM servers, and its permission for that vLLM to
 answer.
 
-A replica is *ready* when it serves every announced step. Its vLLM answers requests only then
-(`inference.server.readiness`), and no step is announced before it has verified it too. It becomes
-ready, or leaves, under the lock under which steps are announced. So no client asks a ready replica
-for a step that it lacks, and with merged weights no client gets an older step.
+A replica is *ready* when it serves every announced step. The replica's vLLM answers requests only
+while the replica is ready (`inference.server.readiness`). No step is announced before every ready
+replica has verified it. A replica becomes ready, or stops being ready, under the same lock under
+which steps are announced. So no client asks a ready replica for a step that it lacks, and with
+merged weights no client gets an answer from an older step.
 
-The permission ends by itself before the other replicas take this one for dead. So a publisher that
-stops, or loses the volume, takes its vLLM out with it.
+The permission ends by itself before the other replicas consider this one dead. So if a publisher
+stops, or loses the volume, its vLLM stops answering.
 """
 
 import os
@@ -39,11 +40,12 @@ replicas' records."""
 LEASE_SECONDS = DEAD_SECONDS / 2
 """Seconds for which vLLM answers requests after the last renewal."""
 DRAIN_SECONDS = READY_MARGIN_SECONDS
-"""Seconds for which vLLM answers requests after the proxy was told to send no more."""
+"""Seconds for which vLLM still answers requests after the proxy was told to send none."""
 
 
 class Member:
-    """The records of one of several vLLM servers. A thread renews them while vLLM loads a step."""
+    """The records of one of several vLLM servers. A thread renews the records while vLLM loads a
+    step."""
 
     def __init__(
         self, spool: Spool, client: VllmClient, settings: Settings, place: VllmPlace | None = None
@@ -62,13 +64,13 @@ class Member:
             beat=time.time(),
             why="it starts",
         )
-        # By the monotonic clock, which vLLM on the same machine shares.
+        # Times of the monotonic clock, which is the same for vLLM on this machine.
         self._beaten = self._lease = 0.0
-        # The vLLM process whose list this turn read, and the one that became ready.
+        # The vLLM process whose list was read in this turn, and the process that became ready.
         self._asked = self._joined = ""
-        # Run -> step that others serve and this replica does not -> since when, monotonic.
+        # Run -> step that others serve and this replica does not -> the time since when, monotonic.
         self._behind: dict[str, dict[int, float]] = {}
-        # Run -> the verified steps that their jobs know of.
+        # Run -> the verified steps of which their jobs were informed.
         self._told: dict[str, set[tuple[int, str]]] = {}
         self._trouble = ""
         with self._replicas.lock():
@@ -91,7 +93,7 @@ class Member:
             self._announce(run)
 
     def tell(self, run: str, served: ServedCheckpoint) -> None:
-        """Nothing to do: whoever announces a step tells its job."""
+        """Nothing to do: the replica that announces a step informs its job."""
 
     def keep(self, run: str) -> set[str]:
         announced = self._spool.served.get(run)
@@ -148,7 +150,8 @@ class Member:
                 self._announce(run)
 
     def _missing(self, run: str) -> str:
-        """The reason why this replica does not serve the announced steps; empty if it does."""
+        """The reason why this replica does not serve all announced steps; empty if it serves
+        them."""
         announced = self._spool.served.get(run)
         if announced is None or not self._spool.checkpoints.has(run, announced):
             return ""
@@ -173,8 +176,8 @@ class Member:
                 self._trouble = str(error)
 
     def beat(self) -> None:
-        """Renew the record, and stop being ready if the server is about to stop or lags behind.
-        Then announce each run's steps on which the ready replicas agree."""
+        """Renew the record. Stop being ready if the server is about to stop, or lags behind. Then
+        announce for each run the steps on which the ready replicas agree."""
         self._spool.check()
         with self._replicas.lock():
             if self._record.ready and time.monotonic() - self._beaten > DEAD_SECONDS - 5:
@@ -190,8 +193,8 @@ class Member:
             self._replicas.forget_dead()
 
     def _leaves(self) -> str:
-        """The reason to stop answering, if the server is about to be stopped
-        (`supervise.drain`)."""
+        """The reason to stop answering if the server is about to be stopped (`supervise.drain`),
+        else ""."""
         with suppress(OSError, ValueError):
             if time.time() < float(leaving_file(self._spool.root).read_text()):
                 return "it is about to be stopped"
@@ -226,19 +229,19 @@ class Member:
         return ""
 
     def _newest(self, run: str, record: ReplicaServed) -> int:
-        """The newest step of the record that no rollback discarded; -1 without one."""
+        """The newest step of the record that no rollback has discarded; -1 if there is none."""
         has = self._spool.checkpoints.has
         return max((served.step for served in record.steps if has(run, served)), default=-1)
 
     def _leave(self, why: str) -> None:
-        """Stop being ready, in this order: the proxy learns it, vLLM answers no request, and the
+        """Stop being ready, in this order: inform the proxy, make vLLM refuse requests, and let the
         other replicas stop waiting."""
         self._tell_vllm(min(self._lease, time.monotonic() + DRAIN_SECONDS))
         if time.monotonic() >= self._lease:
             self._set(ready=False, why=why)
 
     def _drop(self, why: str) -> None:
-        """Stop being ready at once, because vLLM has nothing loaded."""
+        """Stop being ready immediately, because vLLM has nothing loaded."""
         self._tell_vllm(0.0)
         self._set(ready=False, why=why)
 
@@ -255,8 +258,8 @@ class Member:
         self._replicas.put(self._record)
 
     def _renew(self) -> bool:
-        """Let vLLM answer requests for a while after the record was written. False if vLLM is
-        another process, or gone."""
+        """Let vLLM answer requests for LEASE_SECONDS after the record was written. Returns False if
+        vLLM is gone, or another process runs in its place."""
         return self._tell_vllm(self._beaten + LEASE_SECONDS, self._joined)
 
     def _tell_vllm(self, until: float, instance: str | None = None) -> bool:

@@ -1,20 +1,20 @@
-"""Controls a vLLM that shares its GPUs with the trainer: it sleeps while a trainer holds them, and
-is awake otherwise.
+"""Controls a vLLM that shares its GPUs with the trainer. vLLM sleeps while a trainer holds the
+GPUs, and is awake otherwise.
 
 The publisher alone puts vLLM to sleep and wakes it. The runner asks for the GPUs by a hold with the
 phase `sleeping`, and gives them back by removing the hold, which works even on a full volume. The
-publisher answers in a record (`SharedVllm`). It looks for a hold between its own turns, so vLLM
-never falls asleep while something is loaded into it: an adapter loaded into a sleeping vLLM would
-end the engine.
+publisher answers in a record (`SharedVllm`). The publisher looks for a hold only between its own
+turns. So vLLM never falls asleep while something is loaded into it, which matters because an
+adapter that is loaded into a sleeping vLLM ends the engine.
 
 A hold is live while its runner holds the runner lock and has renewed the hold within
 `TANDEM_LEASE_SECONDS` (`spool/locks.py`). A runner that starts again has another name. Under a live
 hold no program wakes vLLM, starts it or loads an adapter. The publisher wakes a vLLM that sleeps
-without a live hold: as soon as the memory is back at the hold's floor, or when the hold's deadline
-has passed. If vLLM is awake, a lost hold is removed at once, because the memory in use is vLLM's. A
-publisher that starts again finds the hold and its predecessor's answer, and goes on. A vLLM that
-still sleeps after `TANDEM_VLLM_STALL_SECONDS` without a hold can't be woken, and `tandem up`
-restarts it.
+without a live hold. Before that, the publisher waits until the memory in use is back at the hold's
+floor, or until the hold's deadline has passed. If vLLM is awake, a lost hold is removed
+immediately, because the memory in use is vLLM's. A publisher that starts again finds the hold and
+its predecessor's answer, and continues. A vLLM that still sleeps `TANDEM_VLLM_STALL_SECONDS` after
+the last hold can't be woken, so `tandem up` restarts it.
 """
 
 import time
@@ -45,10 +45,10 @@ class LentGpus:
         self._trouble = ""
 
     def turn(self) -> str:
-        """Do what the hold asks for, or wake vLLM if no hold is live, and record vLLM's state.
-        Returns an empty text if vLLM is awake and stays so until the next call; else the reason.
+        """Act on the hold, or wake vLLM if no hold is live, and record vLLM's state. Returns "" if
+        vLLM is awake and stays awake until the next call, else the reason why not.
 
-        Raises what VllmClient raises if vLLM can't be woken.
+        Raises the errors of VllmClient if vLLM can't be woken.
         """
         looked = time.monotonic()
         self._seen = self._spool.hold.get()
@@ -70,16 +70,17 @@ class LentGpus:
         return why
 
     def wait(self, seconds: float) -> None:
-        """Waits until the next turn, but not longer than until a hold appears or disappears."""
+        """Waits `seconds`, or until a hold appears or disappears."""
         end = time.monotonic() + seconds
-        with suppress(TandemError, OSError):  # the next turn reports it
+        with suppress(TandemError, OSError):  # the next turn reports the error
             while time.monotonic() < end and same_attempt(self._spool.hold.get(), self._seen):
                 time.sleep(_POLL_SECONDS)
             return
         time.sleep(seconds)
 
     def _answer_hold(self, hold: Hold) -> None:
-        """Answers once per hold: a vLLM that died in between is another one afterwards."""
+        """Answers once per hold. If vLLM dies after the answer, the vLLM that starts afterwards is
+        not put to sleep."""
         if same_attempt(self._answer, hold):
             return
         self._answer = None
@@ -90,13 +91,14 @@ class LentGpus:
             log.info(f"a job asked for the GPUs: {outcome}", job=hold.job, why=why or None)
 
     def _put_to_sleep(self) -> tuple[Literal["asleep", "gone", "refused"], str]:
-        """The outcome, and the reason if vLLM does not sleep."""
-        # A vLLM that is starting looked for a hold before this one existed, and would wake beside
-        # the job.
+        """The outcome, with a reason if vLLM does not sleep."""
+        # A vLLM that is still starting checked for a hold before this hold existed, and would wake
+        # up beside the job.
         if not self._client.healthy():
             return "refused", "vLLM stopped being ready"
         try:
-            if not self._client.is_sleeping():  # left by a killed publisher
+            # asleep already, if a killed publisher put it to sleep
+            if not self._client.is_sleeping():
                 self._client.sleep()
             if self._client.is_sleeping():
                 return "asleep", ""
@@ -108,14 +110,14 @@ class LentGpus:
         return "gone", failure
 
     def _ensure_awake(self, hold: Hold | None) -> str:
-        """Clear a stale hold and wake vLLM. Returns the reason if that can't be done yet.
+        """Clear a stale hold and wake vLLM. Returns the reason if that is not possible yet.
 
-        Before it wakes vLLM it waits, over several calls, until the lost trainer's memory is back
-        at the hold's floor, or the hold's deadline has passed. If vLLM is already awake, the memory
-        in use is vLLM's own.
+        The method waits, over several calls, until the memory of the lost trainer is back at the
+        hold's floor, or until the hold's deadline has passed. Then the method wakes vLLM. If vLLM
+        is already awake, the method does not wait, because the memory in use is vLLM's own.
         """
         if hold is not None:
-            # A hold without a floor was written before any rank started.
+            # A hold without a floor was written before any rank had started.
             late = time.time() > hold.deadline
             busy = self._devices.busy(hold.floor) if hold.floor and not late else {}
             if busy and self._state()[0] != "awake":
@@ -123,8 +125,9 @@ class LentGpus:
                     f"{hold.runner}, which held the GPUs for job {hold.job}, is lost, and {busy}"
                     " bytes are in use"
                 )
-            # Removed before the wake: the watchdog restarts a vLLM that can't wake only if there is
-            # no hold. A volume that refuses the removal is no reason to stay asleep.
+            # The hold is removed before the wake, because the watchdog restarts a vLLM that can't
+            # wake only if there is no hold. A volume that refuses the removal is no reason to stay
+            # asleep.
             with suppress(SpoolUnusable):
                 self._spool.hold.clear()
         if self._client.is_sleeping():

@@ -1,14 +1,15 @@
 """Brings a checkpoint's weights into vLLM, as an adapter (`LoraTransport`) or as vLLM's own weights
 (`MergedTransport`).
 
-Another transport is another class with the public methods of these two; they can raise what
-`VllmClient` raises.
+A further transport is another class with the public methods of these two; their methods may raise
+the errors of `VllmClient`.
 
-vLLM (0.32) reads an adapter's files again after it evicted the adapter from its cache, and its
-engine dies if it can't. So vLLM loads copies on this machine: a rollback, or an unreachable volume,
-must not end it. A copy's path names its content. By the path a new publisher recognises the
-checkpoint in vLLM's list, even if a rollback has replaced it under the same name. vLLM's prefix
-cache also tells the two apart by the path (`VllmClient.prefix_cache_keyed_by_path`).
+vLLM (0.32) reads an adapter's files again after it has evicted the adapter from its cache, and its
+engine ends if the files are gone. So vLLM loads copies on this machine, which a rollback or an
+unreachable volume does not affect. A copy's path contains a hash of its content. From the path, a
+new publisher recognises the checkpoint in vLLM's list, even if a rollback has replaced it under the
+same name. vLLM's prefix cache also distinguishes the two by the path
+(`VllmClient.prefix_cache_keyed_by_path`).
 """
 
 import hashlib
@@ -42,11 +43,11 @@ log = Log("publisher")
 
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 FLUSH_SECONDS = 30.0
-"""Seconds that one attempt waits for requests of a replaced adapter, if its cached blocks could be
-reused."""
+"""Seconds that one attempt waits for the requests of a replaced adapter to end, if the adapter's
+cached blocks could be reused."""
 BEAT_SECONDS = 10.0
-"""Seconds between two signs of life in work that may take longer than the liveness probe allows a
-turn of the publisher."""
+"""Seconds between two liveness beats in work that may take longer than the liveness probe allows
+for one turn of the publisher."""
 
 
 def copies_directory(root: Path, url: str) -> Path:
@@ -57,20 +58,20 @@ def copies_directory(root: Path, url: str) -> Path:
 
 class AdapterCopies:
     def __init__(self, directory: Path) -> None:
-        """`directory`: the place of the copies. Raises SpoolUnusable if it belongs to another
-        user."""
+        """`directory`: the place of the copies. Raises SpoolUnusable if the directory belongs to
+        another user."""
         self._directory = Path(os.path.realpath(private_directory(directory.absolute())))
         self._checked: set[Path] = set()  # copies that this object has made or hashed
         self.usage_file = self._directory / "used.json"
 
     def has(self, path: str) -> bool:
-        """Whether this is the path of one of these copies, existing or not."""
+        """Whether `path` is in the directory of copies, whether it exists or not."""
         return Path(path).parent == self._directory
 
     def path(self, name: str, manifest: Manifest, run: RunSpec) -> Path:
-        """The path of this checkpoint's copy, existing or not. A run of all weights has no copy,
-        and the path only names its weights. Raises CheckpointDamaged if the manifest lists no
-        adapter."""
+        """The path of this checkpoint's copy, whether it exists or not. A run of all weights has no
+        copy; its path only identifies its weights. Raises CheckpointDamaged if the manifest lists
+        no adapter."""
         content = manifest.weights_sha256
         if run.lora is not None:
             for file in ADAPTER_FILES:
@@ -83,14 +84,15 @@ class AdapterCopies:
         return self._directory / f"{name}-{content[:32]}"
 
     def copy(self, path: Path, checkpoint: Path, manifest: Manifest) -> None:
-        """Copy the adapter from the directory `checkpoint` to `path`, unless a whole copy exists.
-        Raises CheckpointDamaged if a file is missing or does not have the manifest's hash."""
+        """Copy the adapter from the directory `checkpoint` to `path`, unless a complete copy
+        exists. Raises CheckpointDamaged if a file is missing or does not have the manifest's
+        hash."""
         files = manifest.model_copy(
             update={"files": {file: manifest.files[file] for file in ADAPTER_FILES}}
         )
         if path.is_dir():
             try:
-                # After a loss of power files may be empty, and a cleaner of TMPDIR may have removed
+                # After a power loss files may be empty, and a cleaner of TMPDIR may have removed
                 # some.
                 if path not in self._checked or not _have_sizes(path, files):
                     verify_files(path, files)
@@ -103,7 +105,8 @@ class AdapterCopies:
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._directory))
         try:
             for file in ADAPTER_FILES:
-                with suppress(FileNotFoundError, NotPlainError):  # the check names the file
+                # the check below names the missing file
+                with suppress(FileNotFoundError, NotPlainError):
                     copy_plain(checkpoint / file, partial / file, most=manifest.files[file].size)
             verify_files(partial, files)
             partial.rename(path)
@@ -116,13 +119,14 @@ class AdapterCopies:
     def remove_unused(
         self, listed: Collection[str], in_use: Callable[[], Collection[str]], *, older_than: float
     ) -> None:
-        """Remove copies that have not been in `listed`, the paths that vLLM uses, for `older_than`
-        seconds. Copies whose names are `in_use()` stay: requests run with them, and vLLM may read
-        them again."""
+        """Remove copies that vLLM has not used (`listed` has the paths in use) for `older_than`
+        seconds. Copies of the names in `in_use()` stay, because running requests use them and vLLM
+        may read them again."""
         unused = []
         for path in self._directory.iterdir():
             if str(path) in listed:
-                # New times keep the copies from programs that remove old files in TMPDIR.
+                # New modification times protect the copies from programs that remove old files in
+                # TMPDIR.
                 for used in (*path.iterdir(), path):
                     with suppress(FileNotFoundError):
                         os.utime(used)
@@ -134,8 +138,8 @@ class AdapterCopies:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Removes a copy by a rename first, so that no part of it is taken for a copy after a
-        kill."""
+        """Renames a copy before it removes it, so that after a kill no partial copy is mistaken for
+        a complete one."""
         self._checked.discard(path)
         with suppress(OSError):
             removed = Path(tempfile.mkdtemp(prefix=".removed-", dir=self._directory))
@@ -154,8 +158,8 @@ def _have_sizes(directory: Path, files: Manifest) -> bool:
 
 class LoraTransport:
     """The adapters of one vLLM server. `listed`: name -> path of every model that vLLM lists, as of
-    the last `refresh` and of this object's own changes; `name`: the transport's name in records;
-    `identity`: the model under this name must equal the identity adapter."""
+    the last `refresh` plus this object's own changes; `name`: the transport's name in records;
+    `identity`: vLLM's model that must equal the identity adapter."""
 
     name, identity = "lora", BASE_MODEL_NAME
 
@@ -167,18 +171,18 @@ class LoraTransport:
         self._loaded: dict[str, str] | None = None
 
     def refresh(self) -> bool:
-        """Ask vLLM for its list. Returns whether a name is gone that was listed before: then it is
-        another server."""
+        """Ask vLLM for its list. Returns whether a previously listed name is missing, which means
+        that the server is another process."""
         before, self.listed = self.listed, self._client.models()
         return not before.keys() <= self.listed.keys()
 
     def server_lost(self) -> None:
-        """Forget the adapters: the next server has none."""
+        """Forget the adapters, because the next server starts without adapters."""
         self.listed, self._loaded = {}, {}
 
     def load(self, name: str, path: Path, _run: RunSpec, _checkpoint: Manifest) -> dict[str, float]:
-        """Load a copied adapter under a name that is not listed. Returns the seconds of each part,
-        if there are any."""
+        """Load a copied adapter under a name that is not listed yet. Returns the seconds of each
+        part of the work, if there are parts."""
         self._flush_prefix_cache(name, path)
         self._client.load_lora(name, str(path))
         self.listed[name] = str(path)
@@ -187,25 +191,24 @@ class LoraTransport:
         return {}
 
     def announce(self, name: str, path: Path) -> None:
-        """Announces that the weights are verified. vLLM lets clients use an adapter as soon as it
-        lists the name."""
+        """Announces that the weights are verified. Nothing to do: vLLM lets clients use an adapter
+        as soon as it lists the name."""
 
     def unload(self, name: str, *, deleted: bool = False) -> None:  # noqa: ARG002
         """Unloads a name. Running requests finish with the adapter that they began with."""
         self._client.unload_lora(name)
         path = self.listed.pop(name)
-        if self._loaded is not None:  # vLLM may have loaded it although `load` raised
+        if self._loaded is not None:  # vLLM may have loaded the adapter although `load` raised
             self._loaded[name] = path
 
     def _flush_prefix_cache(self, name: str, path: Path) -> None:
-        """Drop cached blocks of another adapter of this name, which outlive it if vLLM keys blocks
-        by the name."""
+        """Drop the cached blocks of another adapter with this name. The blocks outlive that adapter
+        if vLLM keys blocks by the name."""
         is_new = self._loaded is not None and self._loaded.get(name, str(path)) == str(path)
         if is_new or self._client.prefix_cache_keyed_by_path():
             return
         deadline = time.monotonic() + FLUSH_SECONDS
-        # A request that still runs with the old adapter would write its blocks again after the
-        # reset.
+        # A request that still runs with the old adapter would write blocks again after the reset.
         while name in self._client.adapters_in_use() or not self._client.reset_prefix_cache():
             if time.monotonic() > deadline:
                 raise InferenceUnavailable(
@@ -216,10 +219,10 @@ class LoraTransport:
 
 class MergedTransport:
     """vLLM's own weights, which belong to one checkpoint at a time. Whole weights come from the
-    job's ranks or from files, if they were offered; otherwise vLLM's workers merge the adapter, or
+    job's ranks, or from files if they were offered. Otherwise vLLM's workers merge the adapter, or
     read a whole model's files."""
 
-    # vLLM has no other model to compare with; rows prove these weights.
+    # vLLM has no second model for a comparison; the comparison of rows proves these weights.
     name, identity = "merge", ""
 
     def __init__(
@@ -228,13 +231,16 @@ class MergedTransport:
         self._client, self.copies, self._settings, self._spool = client, copies, settings, spool
         self._check = SpotCheck(settings.model_path(), serving_dtype(settings))
         self.listed: dict[str, str] = {}
-        self._refreshed: dict[str, str] = {}  # what the last `refresh` listed; `load` replaces it
-        # Until when (monotonic) no swap is ordered, because requests would not end, and why.
+        # the models that the last `refresh` listed; `load` replaces them
+        self._refreshed: dict[str, str] = {}
+        # The monotonic time until which no swap is ordered, because running requests did not end,
+        # and the reason.
         self._waits = 0.0, ""
 
     def refresh(self) -> bool:
-        """Asks vLLM for its weights. Weights that were not announced, or that are torn, count as
-        none: `load` writes and checks them again."""
+        """Asks vLLM which merged weights it has. Weights that were not announced, or that are torn,
+        count as
+        missing: `load` writes and checks such weights again."""
         before, state = self._refreshed, self._client.merged()
         self.name = state["transport"]
         self.listed = {state["name"]: state["path"]} if state["phase"] == "served" else {}
@@ -246,8 +252,9 @@ class MergedTransport:
         self._waits = 0.0, ""
 
     def load(self, name: str, path: Path, run: RunSpec, checkpoint: Manifest) -> dict[str, float]:
-        """Swap the weights, and compare rows of every tensor with the expected values. New requests
-        wait from here to `announce`. Raises InferenceRefused if vLLM then has other weights."""
+        """Swap the weights, and compare some rows of every tensor with the expected values. New
+        requests wait from here until `announce`. Raises InferenceRefused if vLLM has other weights
+        after the swap. Raises InferenceUnavailable if vLLM can't swap now."""
         until, why = self._waits
         if time.monotonic() < until:
             raise InferenceUnavailable(why)
@@ -286,7 +293,8 @@ class MergedTransport:
                     reason=error,
                 )
         else:
-            # Not earlier: ranks give up sooner than a large checkpoint is hashed.
+            # Hashed only now: ranks that offer weights give up sooner than a large checkpoint is
+            # hashed.
             if own is not None:
                 files = checkpoint.model_copy(update={"files": checkpoint.weights_files})
                 _alive(partial(verify_files, model, files))
@@ -301,8 +309,9 @@ class MergedTransport:
         }
 
     def _order(self, swap: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """vLLM's answer to `swap`. With `wait`, new requests wait for running ones to end. If these
-        did not end in time, requests are let in for as long before the next swap."""
+        """vLLM's answer to `swap`. With `wait`, new requests wait for running ones to end. If the
+        running requests did not end in time, new requests are let in for the same time before the
+        next swap."""
         begin = time.monotonic()
         try:
             return _alive(swap)
@@ -317,12 +326,12 @@ class MergedTransport:
         return self._spool.checkpoints.path(run.name, checkpoint.step)
 
     def _offered(self, run: RunSpec, checkpoint: Manifest) -> list[dict[str, Any]]:
-        """The places from which vLLM's workers may get whole weights, best first; without the
+        """The sources from which vLLM's workers may get whole weights, best first, without the
         checkpoint's own files."""
         if self._settings.way == "merge" or checkpoint.job is None:
             return []
         sources, deadline = list[dict[str, Any]](), time.monotonic() + self._settings.swap_seconds
-        # Ranks that do not meet vLLM's workers write files.
+        # If ranks can't connect to vLLM's workers, the ranks write files instead.
         while (
             (offer := self._offer(checkpoint.job))
             and "meeting" not in offer
@@ -337,7 +346,7 @@ class MergedTransport:
                 way = offer["transport"]
                 sources.append({**offer, "way": way, "meeting": str(meeting), "server": server})
         try:
-            # This hashes all of them.
+            # `find` hashes all files.
             if (
                 run.lora is not None
                 and (files := _alive(partial(self._spool.merged.find, checkpoint))) is not None
@@ -348,7 +357,7 @@ class MergedTransport:
         return sources
 
     def _offer(self, job: str) -> dict[str, Any]:
-        """The offer of the job's ranks to send weights, while they run; else nothing."""
+        """The job's ranks' offer to send weights, while they run; otherwise {}."""
         offers = [
             event for event in self._spool.events.read(job) if event.type in ("offered", "sent")
         ]
@@ -362,13 +371,13 @@ class MergedTransport:
         self._client.announce_merged(str(path))
 
     def unload(self, name: str, *, deleted: bool = False) -> None:
-        """Return to the weights that were verified last; with `deleted`, to the base model's, which
-        are not served to clients."""
+        """Return to the weights that were verified before; with `deleted`, to the base model's
+        weights, which are not served to clients."""
         self._client.revert_merged(self.listed[name], to_base=deleted)
         self.refresh()
 
 
 def _alive[T](action: Callable[[], T]) -> T:
-    """The result of `action`, with signs of life meanwhile: it may take TANDEM_SWAP_SECONDS, or as
-    long as a model is large."""
+    """The result of `action`. Writes liveness beats while it runs, because it may take
+    TANDEM_SWAP_SECONDS, or longer for a large model."""
     return liveness.in_thread(action, lambda: liveness.beat("publisher"), BEAT_SECONDS)

@@ -1,5 +1,5 @@
-"""Tracks the use of adapters: when each run's were last sampled, and which old steps are unused and
-can go."""
+"""Tracks the use of adapters: when each run was last sampled, and which older steps are unused and
+can be unloaded."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -19,12 +19,13 @@ LOOK_SECONDS = 15.0
 """Seconds between two questions to vLLM."""
 _LAST = TypeAdapter(dict[str, FiniteFloat])
 _OWN_SECONDS = 5.0
-"""vLLM counts the verification of an adapter as a use, up to this many seconds after its end."""
+"""vLLM counts the verification of an adapter as a use, until at most this many seconds after the
+verification."""
 
 
 class Usage:
-    """The last uses from vLLM's metrics, kept in `file`, so that a new publisher and a new vLLM
-    know them too."""
+    """The time of each run's last use, from vLLM's metrics. The times are kept in `file`, so that
+    they survive a restart of the publisher or vLLM."""
 
     def __init__(self, client: VllmClient, file: Path) -> None:
         self._client, self._file = client, file
@@ -34,12 +35,13 @@ class Usage:
             self._last = _LAST.validate_json(file.read_bytes())
 
     def last(self, run: str) -> float:
-        """When the run was last sampled, Unix seconds; 0 if no sample is known."""
+        """The time at which the run was last sampled, in Unix seconds; 0 if no sample is known."""
         return self._last.get(run, 0.0)
 
     def update(self, runs: set[str], verified: Callable[[str], float | None]) -> None:
-        """Ask vLLM, every LOOK_SECONDS. `runs`: all runs; `verified(name)`: when this publisher
-        verified an adapter, Unix seconds. Raises what VllmClient raises."""
+        """Ask vLLM for its metrics, every LOOK_SECONDS. `runs`: all runs; `verified(name)`: the
+        time at which this publisher verified an adapter, in Unix seconds. Raises the errors of
+        VllmClient."""
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + LOOK_SECONDS
@@ -57,10 +59,10 @@ class Usage:
 class Retention:
     """Decides which adapters are unloaded, and when.
 
-    An older step goes once no request has used it for `grace` seconds without a break: between two
-    turns of a conversation there is no request. Beyond `most` older steps the grace is ignored.
-    (The newest steps don't count, so that unused runs don't push out steps that others sample.) A
-    step that a rollback discarded goes at once.
+    An older step is unloaded once it has had no request for `grace` consecutive seconds. A
+    conversation has no request between two turns. If there are more than `most` older steps, the
+    grace period is ignored. (The newest step of each run is not counted, so that unused runs don't
+    displace steps that others sample.) A step that a rollback discarded is unloaded immediately.
     """
 
     client: VllmClient

@@ -1,9 +1,9 @@
-"""Checks that vLLM computes the same for a checkpoint as the trainer did.
+"""Checks that vLLM computes the same for a checkpoint as the trainer.
 
-vLLM's workers prove that they hold the checkpoint's tensors. Each compares its adapter with the
-file, bit for bit (`held_adapter.py`); of merged weights, rows are compared with the expected values
-(`SpotCheck`). Log-probs prove that vLLM computes with these tensors, and from the same base model.
-No checkpoint is served without both proofs.
+vLLM's workers prove that they hold the checkpoint's tensors. Each worker compares its adapter with
+the file, bit for bit (`held_adapter.py`). For merged weights, rows are compared with the expected
+values (`SpotCheck`). Log-probs prove that vLLM computes with these tensors, and from the same base
+model. No checkpoint is served without both proofs.
 """
 
 import math
@@ -24,29 +24,32 @@ IDENTITY_PROMPTS: tuple[tuple[int, ...], ...] = (tuple(range(1, 33)), tuple(rang
 """Prompts on which step 0 is compared with the base model. Every vocabulary has these tokens."""
 
 MARGIN = 4.0
-"""A movement counts against a checkpoint if it is below one half by this many standard errors. The
+"""A movement below one half by at least this many standard errors counts against a checkpoint. The
 trainer's log-probs are rounded too: after a step no larger than bfloat16's rounding, any weights
 give a movement of about one half."""
 
 ROUNDING = {"float32": 0.02, "bfloat16": 0.15}
-"""Nats by which rounding may move log-probs, for any model, by the dtype in which vLLM serves."""
+"""Limit in nats for the effect of rounding on log-probs, for any model, by the dtype in which vLLM
+serves."""
 BASE_ERRORS = 4.0
-"""Allowed multiple of vLLM's error of the base model on the same tokens, if that is more than
+"""Allowed error as a multiple of vLLM's error of the base model on the same tokens, if that is more
+than
 ROUNDING: with an FP8 base, or a mixture of experts."""
 MOVED_SHARE = 0.25
-"""Allowed share of the distance from the base model to the checkpoint. Rounding grows with this
-distance, and weights that are not in use give an error of the whole distance."""
+"""Allowed error as a share of the distance from the base model to the checkpoint. Rounding grows
+with this distance; weights that are not in use give an error as large as the distance."""
 LONG_TOLERANCE = 2.0
 COMPARED = 0.9
-"""The share of the tokens, those with the smallest errors, whose mean error the tolerance limits.
-Tokens that are routed to other experts differ by any amount, but wrong weights change all tokens.
+"""The share of tokens that count: the mean error of the tokens with the smallest errors must be
+within the tolerance. A token that is routed to other experts may differ by any amount, but wrong
+weights change all tokens.
 """
 
 
 @dataclass(frozen=True)
 class Verification:
     """The result. `error`: mean |served - expected| over all `tokens` log-probs, in nats;
-    `allowed`: the limit for the mean error of the closest tokens (COMPARED of all)."""
+    `allowed`: the limit for the mean error of the closest tokens (a share COMPARED of all)."""
 
     error: float
     allowed: float
@@ -62,8 +65,8 @@ class WrongWeights(Exception):
 class Tolerance:
     """The rule for the largest error at which a step is served, in nats.
 
-    It measures rounding by vLLM's error of the base model on the same tokens, and by the distance
-    that the checkpoint moved them. `bench/verification.py` measures the rule, and
+    The rule estimates rounding from vLLM's error of the base model on the same tokens, and from the
+    distance by which the checkpoint moved them. `bench/verification.py` measures the rule, and
     docs/performance.md has its table.
     """
 
@@ -89,18 +92,19 @@ def movement(
     reference: Sequence[float],
     contexts: Sequence[Hashable],
 ) -> tuple[float, float] | None:
-    """The place of the served log-probs on the line from a reference (0) to the checkpoint's own
-    log-probs (1), and its standard error. None if checkpoint and reference are equal.
+    """The position of the served log-probs on the line from a reference (0) to the checkpoint's own
+    log-probs (1), and the position's standard error. None if checkpoint and reference are equal.
 
-    Tokens with the same entry of `contexts` err together: rounding moves a prompt's words by the
-    same amount in each sequence that contains them. The standard error takes the residuals of
-    different contexts as independent (Liang and Zeger 1986).
+    Tokens with the same entry in `contexts` have correlated errors: rounding moves the words of a
+    prompt by the same amount in each sequence that contains it. The standard error treats the
+    residuals of different contexts as independent (Liang and Zeger 1986).
 
-    It is the least-squares coefficient a of `served - reference = a (checkpoint - reference)`.
-    Rounding may send a few tokens of a mixture to other experts, in vLLM or in the trainer, before
-    the step or after it, and moves them by any amount. To keep them from deciding a, both sides of
-    each token are divided by |checkpoint - reference|, or by the third quartile of it if that is
-    larger. Then the left side is clipped to 1 around the middle of the line.
+    The position is the least-squares coefficient a of `served - reference = a (checkpoint -
+    reference)`. Rounding may route a few tokens of a mixture to other experts, in vLLM or in the
+    trainer, before or after the step. Tokens with other experts move by any amount. To limit their
+    influence on a, both sides of each token's equation are divided by |checkpoint - reference|, or
+    by the third quartile of |checkpoint - reference| if that is larger. Then the left side is
+    clipped to within 1 of the middle of the line.
     """
     direction = [c - r for c, r in zip(checkpoint, reference, strict=True)]
     moved = [abs(d) for d in direction if d]
@@ -130,22 +134,22 @@ def verify(
     identity: str = BASE_MODEL_NAME,
     beside: str = "",
 ) -> Verification:
-    """Compare the model that vLLM serves as `model` with the trainer's `probe`, or with `identity`
-    if there is none (step 0).
+    """Compare the model that vLLM serves as `model` with the trainer's `probe`, or with the model
+    `identity` if there is no probe (step 0).
 
     The mean error of the closest tokens must be within `tolerance`. The served log-probs must also
     be nearer to the checkpoint's than to those of the previous checkpoint and of the base model,
     unless rounding hides the difference.
 
     Args:
-        client: of the vLLM server.
+        client: a client of the vLLM server.
         model: name under which vLLM serves the checkpoint.
-        probe: of the checkpoint's manifest; None for step 0.
+        probe: the probe in the checkpoint's manifest; None for step 0.
         tolerance: rule for the largest error.
         identity: name of a model that equals step 0.
-        beside: name under which vLLM serves the base model beside `model`; empty: it does not.
+        beside: name under which vLLM serves the base model beside `model`; empty if it does not.
 
-    Raises WrongWeights, and what VllmClient raises.
+    Raises WrongWeights, and the errors of VllmClient.
     """
     longest = client.longest_prompt()
     prompts = [tokens[:longest] for tokens in (IDENTITY_PROMPTS if probe is None else probe.tokens)]
@@ -166,9 +170,9 @@ def verify(
             )
     base_error = 0.0
     if beside:
-        # These values are no reference, because `served` has vLLM's own rounding of the base model
-        # too. After a step as small as rounding, right weights would look nearer to vLLM's base
-        # model than to the trainer's step.
+        # The served log-probs of the base model can't serve as the reference, because `served` also
+        # contains vLLM's rounding of the base model. After a step as small as rounding, right
+        # weights would seem nearer to vLLM's base model than to the trainer's step.
         served_base = list(chain.from_iterable(client.prompt_logprobs(beside, *prompts)))
         base_error = _closest_mean(served_base, base)
     allowed = tolerance.allowed(base_error, _closest_mean(expected, base))
@@ -190,14 +194,14 @@ def _with_long(
     probe: LongProbe,
     longest: int,
 ) -> Verification:
-    """The result for all tokens, the long sequence included. `longest`: the longest prompt that
-    vLLM takes; later positions are not compared. The mean error may be LONG_TOLERANCE times as
-    large, because a few tokens after a long prefix have more rounding.
+    """The result for all tokens, including the long sequence. `longest`: the longest prompt that
+    vLLM accepts; positions beyond it are not compared. The mean error may be LONG_TOLERANCE times
+    as large, because a few tokens after a long prefix have more rounding.
     """
     positions = [position for position in probe.positions if position < longest]
     if not positions:
         return short
-    # Up to the last position: a whole probe if vLLM takes it.
+    # The prompt ends at the last compared position.
     end = positions[-1] + 1
     [values] = client.prompt_logprobs(model, probe.tokens[:end])
     served, expected = (
@@ -216,8 +220,8 @@ def _with_long(
 def _error(
     served: Sequence[float], expected: Sequence[float], owner: str, allowed: float, where: str = ""
 ) -> float:
-    """The mean |served - expected| of all tokens in nats. WrongWeights if the mean of the closest
-    tokens (COMPARED) is above `allowed`."""
+    """The mean |served - expected| of all tokens in nats. Raises WrongWeights if the mean of the
+    closest tokens (a share COMPARED of all) is above `allowed`."""
     if len(served) != len(expected) or not served:
         raise WrongWeights(
             f"the probe is malformed: {len(expected)} log-probs for {len(served)}"
@@ -239,7 +243,7 @@ def _error(
 
 
 def _closest_mean(one: Sequence[float], other: Sequence[float]) -> float:
-    """The mean difference in nats of the closest tokens, COMPARED of all."""
+    """The mean difference, in nats, over the closest tokens: a share COMPARED of all."""
     errors = sorted(abs(a - b) for a, b in zip(one, other, strict=True))
     closest = errors[: math.ceil(COMPARED * len(errors))]
     return sum(closest) / len(closest)
@@ -252,7 +256,8 @@ def _refuse_reference(
     contexts: Sequence[Hashable],
     name: str,
 ) -> None:
-    """Raises WrongWeights if vLLM's log-probs are nearer to the weights of a reference."""
+    """Raises WrongWeights if vLLM's log-probs are nearer to the weights of a reference than to the
+    checkpoint."""
     if len(reference) != len(served):
         problem = f"{len(reference)} log-probs of {name} for {len(served)} predictions"
         raise WrongWeights(f"the probe is malformed: {problem}")
@@ -265,7 +270,7 @@ def _refuse_reference(
 
 
 def _of_prompts(prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[float]]) -> list[float]:
-    """The part of the log-probs for prompts that may be shorter than the probe's."""
+    """The log-probs that belong to `prompts`, which may be shorter than the probe's sequences."""
     if len(rows) != len(prompts):
         return []
     return list(

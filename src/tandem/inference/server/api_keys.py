@@ -1,7 +1,7 @@
-"""ASGI middleware around the guard that accepts every key of the deployment as the one that vLLM
-knows.
+"""ASGI middleware around the guard. The middleware accepts every key of the deployment, and passes
+vLLM the only key that vLLM accepts.
 
-vLLM takes several keys only on its command line, which every user of the machine can read.
+vLLM accepts several keys only on its command line, which every user of the machine can read.
 """
 
 import json
@@ -16,7 +16,8 @@ from tandem.vllm_client.names import KEYS_VARIABLE
 
 
 class ApiKeys:
-    """Replaces a known key by the key of VLLM_API_KEY, and puts its name into the access log."""
+    """Replaces a known key by the key of VLLM_API_KEY, and puts the key's name into the access
+    log."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -28,7 +29,7 @@ class ApiKeys:
         scope = with_bearer(scope)
         headers = scope.get("headers", ())
         given = [value for name, value in headers if name.lower() == b"authorization"]
-        # The guard refuses two keys.
+        # A request with two keys is left to the guard, which refuses it.
         if (
             len(given) == 1
             and (name := name_of(given[0].decode("latin-1"), self._known)) is not None

@@ -1,5 +1,4 @@
-"""Shared by the middlewares in vLLM's API server: paths, errors, bodies, and answers that they
-change."""
+"""Shared by the middlewares in vLLM's API server: paths, errors, bodies, and changed answers."""
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -17,8 +16,8 @@ def route_path(scope: Scope) -> str:
 
 
 def with_bearer(scope: Scope) -> Scope:
-    """The request with the API key in the header that vLLM reads: clients of Anthropic's API send
-    it as X-API-Key."""
+    """The request with the API key in the header that vLLM reads. Clients of Anthropic's API send
+    the key as X-API-Key."""
     names = [name.lower() for name, _ in scope.get("headers", ())]
     if scope["type"] != "http" or b"authorization" in names or names.count(b"x-api-key") != 1:
         return scope
@@ -41,7 +40,7 @@ def error(
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes | None:
-    """A request's body; None if the client is gone."""
+    """A request's body; None if the client has disconnected."""
     try:
         return await Request(scope, receive).body()
     except ClientDisconnect:
@@ -49,12 +48,12 @@ async def read_body(scope: Scope, receive: Receive) -> bytes | None:
 
 
 class ChangedAnswer:
-    """Passes vLLM's answer on: a JSON answer changed as a whole, a stream event by event, errors
-    unchanged."""
+    """Passes vLLM's answer on to the client: a JSON answer is changed as a whole, a stream event by
+    event. Errors are not changed."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        # Held back, because the first event or the whole body decides the headers.
+        # The headers are held back, because the first event or the whole body decides them.
         self._start: Message | None = None
         self._body = b""
         self._stream = False

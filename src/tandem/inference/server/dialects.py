@@ -1,6 +1,7 @@
 """The dialects of the rollout door: OpenAI's chat completions and Responses, Anthropic's Messages.
-vLLM answers all of them itself. This module reads what the door needs: options that would change
-the distribution, and the assistant's message in an answer, in the form of chat completions.
+vLLM answers requests in all of these dialects itself. This module reads two things for the rollout
+door: options that would change the distribution, and the assistant's message of an answer in the
+form of chat completions.
 """
 
 import json
@@ -19,22 +20,23 @@ THREADS_ELSEWHERE = {
         "details": {"error_code": "thread_unsupported_request", "unsupported": []},
     },
 }
-"""The answer to a client that sends only a thread's new messages, which vLLM would take for the
-whole conversation. Anthropic's SDK (2.12) then sends the whole history by itself."""
+"""The answer to a client that sends only the new messages of a thread. vLLM would treat these
+messages as the whole conversation. Anthropic's SDK (2.12) then sends the whole history by
+itself."""
 
-# With these options the answer would not have exactly the sampled tokens, or some of them would
-# have no log-probs; harmless values.
+# Options with which the answer would not contain exactly the sampled tokens, or would lack
+# log-probs of some; each with its harmless values.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "echo": (None, False),
     "include_reasoning": (None, True),
-    # vLLM 0.32 enforces it by a grammar.
+    # vLLM 0.32 enforces this option by a grammar.
     "parallel_tool_calls": (None, True),
     "background": (None, False),
 }
 
 
 def refused(path: str, options: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first option that the door refuses, and the reason."""
+    """The first option that the rollout door refuses, and the reason."""
     params = options.get("sampling_params")
     asked = {**options, **(params if isinstance(params, dict) else {})}
     if path == RESPONSES and isinstance(text := options.get("text"), dict):
@@ -55,8 +57,8 @@ def refused(path: str, options: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def unforced(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The request without options that agents' frameworks send by default and that vLLM would
-    enforce by a grammar: calls by a strict schema, a budget of thought."""
+    """The request without options that agent frameworks send by default and that vLLM would enforce
+    by a grammar: strict schemas of calls, a thinking budget."""
     changed = dict(options)
     if isinstance(tools := options.get("tools"), list):
         changed["tools"] = [_not_strict(tool) for tool in tools]
@@ -76,8 +78,8 @@ def _not_strict(tool: Any) -> Any:
 
 
 class Answers:
-    """The assistant's messages of one answer, in the form of chat completions, and the model.
-    `ended`: the answer is complete."""
+    """The assistant's messages of one answer in the form of chat completions, and the model's name.
+    `ended`: whether the answer is complete."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -97,7 +99,7 @@ class Answers:
         self.ended = True
 
     def event(self, body: bytes) -> bool:
-        """Reads an event of a stream. Returns whether the answer is complete with it."""
+        """Reads an event of a stream. Returns whether this event completes the answer."""
         for line in body.splitlines():
             if not line.startswith(b"data:"):
                 continue
@@ -157,7 +159,7 @@ class Answers:
 
 
 def _of_items(items: Any) -> dict[str, Any]:
-    """The message of a response's items."""
+    """The message in the items of a response of the Responses API."""
     text, reasoning, calls = "", "", []
     for item in items:
         match item.get("type"):

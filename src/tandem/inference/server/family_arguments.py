@@ -1,4 +1,4 @@
-"""Adds the arguments of vLLM that a family of models needs."""
+"""Returns the vLLM arguments that a family of models needs."""
 
 import json
 from importlib.util import find_spec
@@ -10,7 +10,7 @@ from tandem.families.model_config import model_directory
 from tandem.families.registry import read_arch
 
 CPU_LATENT = 576
-"""The number of features per token that vLLM's only CPU kernel of latent attention can cache."""
+"""The only number of features per token that vLLM's CPU kernel for latent attention can cache."""
 
 
 def family_arguments(model: str, dtype: str, *, on_cpu: bool) -> list[str]:
@@ -18,16 +18,17 @@ def family_arguments(model: str, dtype: str, *, on_cpu: bool) -> list[str]:
     `dtype`."""
     try:
         arch = read_arch(str(model_directory(model, ("config.json",), cached=True)))
-    # not downloaded yet, or of a family that the trainer refuses in its own words
+    # the model is not downloaded yet, or is of a family that the trainer refuses with its own error
     except TandemError:
         return []
     if arch.mla is not None and on_cpu:
         return _latent_arguments(arch.mla, arch.model_type)
-    # Rows are text. The vision tower would take memory, and images would not be trained.
+    # Training rows contain only text. The vision tower would take memory, and images could not be
+    # trained.
     vision = arch.weight_prefix != "model."
     argv = ["--language-model-only"] if vision else []
     if (growth := arch.query_growth) is not None:
-        # vLLM 0.32 reads the growth of queries from this key only, which Hugging Face's configs
+        # vLLM 0.32 reads the growth of queries only from this key, which Hugging Face's configs
         # lack.
         of_text: dict[str, Any] = {
             "llama_4_scaling": {
@@ -47,8 +48,8 @@ def family_arguments(model: str, dtype: str, *, on_cpu: bool) -> list[str]:
     if on_cpu and dtype != "bfloat16":
         problem = f"vLLM computes {arch.model_type} on the CPU in bfloat16 only"
         raise InvalidInput(f"{problem}; set TANDEM_DTYPE=bfloat16", field="TANDEM_DTYPE")
-    # vLLM caches states of prefixes only if it splits prefills, and on the CPU it does not split
-    # them.
+    # vLLM caches states of prefixes only if it splits prefills, and on the CPU prefills are not
+    # split.
     return argv + (["--no-enable-prefix-caching"] if on_cpu else [])
 
 
@@ -58,6 +59,6 @@ def _latent_arguments(mla: LatentAttention, model_type: str) -> list[str]:
         problem = f"kv_lora_rank + qk_rope_head_dim is {size} here"
         needed = f"vLLM serves {model_type} on the CPU where it is {CPU_LATENT}"
         raise InvalidInput(f"{problem}; {needed}", field="base_model")
-    # vLLM 0.32's RoPE kernel turns queries of several heads wrongly if pairs are neighbours;
-    # torch's code does not.
+    # vLLM 0.32's RoPE kernel rotates queries of several heads wrongly if the dimensions of a pair
+    # are adjacent; torch's code is correct.
     return ["--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']

@@ -1,7 +1,8 @@
 """ASGI middleware inside the guard that accepts the names of fine-tuned models in OpenAI's API.
 
 The controller calls a model `ft:<base>:<organization>:<suffix>:<run>@<step>`, and vLLM serves its
-last part. A request with such a name gets that model; the answer has the last part as its name.
+last part. A request with such a name is served by that model; in the answer, the model's name is
+the last part.
 """
 
 import json
@@ -35,7 +36,7 @@ class FineTunedNames:
         async def receive_whole() -> Message:
             nonlocal message
             first, message = message, None
-            return first or await receive()  # later calls: whether the client is still there
+            return first or await receive()  # later calls ask whether the client is still connected
 
         await self.app(scope, receive_whole, send)
 

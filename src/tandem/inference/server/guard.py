@@ -4,7 +4,7 @@ tandem.inference.server.guard.AdminGuard`.
 vLLM (0.26 to 0.33) checks its API key only on `/v1`, `/v2`, `/inference` and `/cohere`, and every
 sampling client has that key. Routes that change the served weights (`/v1/load_lora_adapter`,
 `/pause`, `/update_weights`, ...) need the admin token here. The guard has an allow-list, so a route
-that a new vLLM version adds stays closed until somebody adds it here.
+that a new vLLM version adds stays closed until it is added here.
 """
 
 import hmac
@@ -22,14 +22,14 @@ from tandem.system.loopback import foreign_header
 from tandem.vllm_client.names import ADMIN_HEADER, PROBE_PATHS, PUBLIC_PATHS, ROLLOUT_PATHS
 
 FINISH = re.compile(rf"/rollout/sessions/({NAME.pattern})/finish")
-"""The path that makes a trajectory of a session of the rollout door."""
+"""The path that returns a session of the rollout door as a trajectory."""
 
 ADMIN = "tandem.admin"
 """The key in the ASGI scope that marks a request with the admin token."""
 
 API_KEY_PATHS = frozenset({"/tokenize", "/detokenize"}) | ROLLOUT_PATHS
-"""Paths on which vLLM does not check the API key, or not early enough. The guard checks it there,
-if a key is configured."""
+"""Paths on which vLLM does not check the API key, or checks it too late. If a key is configured,
+the guard checks it on these paths."""
 
 
 class AdminGuard:
@@ -37,7 +37,7 @@ class AdminGuard:
     these paths are closed.
 
     Without a configured API key, every path but liveness and metrics answers only requests to
-    localhost that do not come from a page of another site, as in the controller.
+    localhost that do not come from a page of another site. The controller has the same rule.
 
     The token comes from `TANDEM_ADMIN_TOKEN` or from the file that `TANDEM_ADMIN_TOKEN_FILE` names,
     the API key from `VLLM_API_KEY`. An unreadable token file raises OSError and so stops the start
@@ -68,12 +68,12 @@ class AdminGuard:
         ):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
-            # ASGI refuses a handshake by a close before the accept. The server answers 403.
+            # In ASGI, a close before the accept refuses a handshake. The server answers 403.
             await receive()
             await send({"type": "websocket.close", "code": 1008, "reason": "admin token required"})
         elif scope["type"] == "http":
             await error(401, "unauthorized", self._refusal(route_path(scope)))(scope, receive, send)
-        # The guard drops every other type of scope, because it can't judge it.
+        # The guard drops every other type of scope, because it has no rule for it.
 
     def _allows(self, scope: Scope) -> bool:
         if scope[ADMIN] or scope["type"] != "http":
@@ -117,16 +117,16 @@ def _asks_for_the_key(path: str) -> bool:
 
 
 def _matches(given: bytes, secret: str) -> bool:
-    """Whether a secret matches; an empty secret matches nothing. Digests are compared, which also
-    hides the secret's length."""
+    """Whether a given value equals a secret; an empty secret equals nothing. Digests are compared,
+    which also hides the secret's length."""
     return bool(secret) and hmac.compare_digest(
         sha256(given).digest(), sha256(secret.encode()).digest()
     )
 
 
 def _single_header(scope: Scope, name: str) -> bytes:
-    """The value of a header that occurs exactly once, else empty: of two values it would be unclear
-    which one counts."""
+    """The value of a header that occurs exactly once, else empty, because with two values it would
+    be unclear which one counts."""
     values: list[bytes] = [
         value for key, value in scope.get("headers", ()) if key.lower() == name.encode()
     ]

@@ -1,9 +1,9 @@
 """ASGI middleware in vLLM's API server, inside the guard, that serves one run's merged weights as
 `<run>@<step>`.
 
-The publisher swaps weights, verifies them and announces them. From the swap to the announcement new
-requests wait, so no client samples from unverified weights. Running requests continue; their
-answers say which tokens came from which weights (`weight_versions.py`).
+The publisher swaps weights, verifies the weights and announces them. From the swap to the
+announcement new requests wait, so no client samples from unverified weights. Running requests
+continue; their answers name the weights from which each token came (`weight_versions.py`).
 """
 
 import asyncio
@@ -36,18 +36,19 @@ SAMPLING = frozenset(
     }
 )
 HOLD_SECONDS = 60.0
-"""Seconds that a new request waits for weights to be announced. After that the answer is 503."""
+"""Seconds that a new request waits for weights to be announced. After that, the answer has status
+503."""
 GRACE_SECONDS = 10.0
-"""Seconds beyond an order's deadline that the server waits for the engine's result."""
+"""Seconds after an order's deadline for which the server still waits for the engine's result."""
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.1
-_CHECK_SECONDS = 1.0  # seconds between two checks of a waiting call that the engine is alive
+_CHECK_SECONDS = 1.0  # seconds between two checks that the engine is alive, while a call waits
 
 
 @dataclass(frozen=True)
 class Version:
     """One version of the weights. `path`: the adapter's path, or a name for the content of whole
-    weights; `scale`: the adapter's; `transport`: the way they came; `again`: where to get them
-    again (a source of `worker/landing.py`)."""
+    weights; `scale`: the adapter's scale; `transport`: the way by which the weights came; `again`:
+    the source from which to get them again (a source of `worker/landing.py`)."""
 
     name: str
     path: str
@@ -66,7 +67,7 @@ class SwapFailed(Exception):
 
 
 class Torn(SwapFailed):
-    """The workers may have different weights."""
+    """The workers may have different versions of the weights."""
 
 
 class MergedServer:
@@ -93,7 +94,7 @@ class MergedServer:
             await self.app(scope, receive, send)
 
     def _follow(self, state: Any) -> None:
-        """Note each request when vLLM gives it to the engine."""
+        """Record each request when vLLM passes it to the engine."""
         if self._state is state:
             return
         self._state, self._engine = state, state.engine_client
@@ -136,14 +137,15 @@ class MergedServer:
                 self._changed.notify_all()
 
     def _request_id(self, headers: Headers) -> str:
-        """The client's own request id, unless a request with the same id runs."""
+        """The client's own request id, unless a running request has the same id."""
         given = headers.get("x-request-id", "")
         if given and all(other.id != given for other in self._in_flight):
             return given
         return f"{given}-{uuid4().hex}" if given else uuid4().hex
 
     async def _until(self, check: Callable[[], bool], deadline: float) -> bool:
-        """Wait until a condition holds. False if the engine dies or the deadline passes first."""
+        """Wait until a condition holds. Returns False if the engine dies or the deadline passes
+        first."""
         async with self._changed:
             while (
                 not check()
@@ -200,8 +202,8 @@ class MergedServer:
 
     async def _revert(self, order: dict[str, Any]) -> dict[str, Any]:
         """Restores the weights that were announced last, because the publisher refuses the weights
-        of `path`. `to_base`: their run was deleted, so the base model's weights come back, and no
-        run is served."""
+        at `path`. `to_base`: their run was deleted, so the base model's weights are restored, and
+        no run is served."""
         async with self._swap:
             if order["path"] != self.current.path or (
                 self.phase == "served" and not order.get("to_base")
@@ -216,7 +218,7 @@ class MergedServer:
         return seconds
 
     async def _swap_to(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Stage the weights, then swap. The old weights stay in use until all of the new ones have
+        """Stage the weights, then swap. The old weights stay in use until all new weights have
         arrived."""
         version = Version(order["name"], order["path"], order["scale"], again=order["again"])
         begin = time.monotonic()
@@ -231,20 +233,20 @@ class MergedServer:
         return {"stage_seconds": staged - begin, **seconds}
 
     async def _stage(self, version: Version, source: dict[str, Any] | None, deadline: float) -> str:
-        """Bring the weights to the workers. Returns the way they came."""
+        """Bring the weights to the workers. Returns the way by which the weights came."""
         await self._call("stage", deadline, version.path, version.scale, source)
         pause = _POLL_SECONDS
         while not all(
             ways := [a["result"] for a in await self._call("staged", deadline, version.path)]
         ):
             await asyncio.sleep(pause)
-            # Each call comes between two steps of the engine.
+            # Each call delays the engine between two of its steps.
             pause = min(1.2 * pause, _LONGEST_POLL_SECONDS)
         return str(ways[0])
 
     async def _write(self, version: Version, requests: str, deadline: float) -> dict[str, Any]:
-        """Swap between two engine steps. If that fails the old weights are in use, or the phase is
-        `torn`."""
+        """Swap between two engine steps. If the swap fails, the old weights are in use, or the
+        phase is `torn`."""
         before: MergedPhase = self.phase
         await self._set("swapping")
         begin = time.monotonic()
@@ -267,11 +269,12 @@ class MergedServer:
         return {"drain_seconds": swapped - begin, "swap_seconds": outcome["seconds"]}
 
     async def _order_swap(self, version: Version, deadline: float) -> dict[str, Any]:
-        """The engine begins no swap after the deadline, so a missing answer means that it hangs."""
+        """The engine starts no swap after the deadline, so a missing answer means that the engine
+        hangs."""
         in_engine = {request: request.in_engine for request in self._in_flight}
         arguments = (version.path, version.name, deadline)
 
-        # Before the tokens after the answer are passed on.
+        # Called before any token that follows the swap is passed on.
         def tell(answers: list[dict[str, Any]]) -> None:
             if "tokens" in answers[0] and version.path != self.current.path:
                 for request in self._in_flight:
@@ -298,9 +301,9 @@ class MergedServer:
         *args: Any,
         tell: Callable[[list[dict[str, Any]]], None] | None = None,
     ) -> list[dict[str, Any]]:
-        """Each worker's answer, or for `swap` the engine's (`worker/extension.py`). SwapFailed: 503
-        if no answer came in time, 422 if an answer is an error. `tell` is called with the answers
-        as soon as they arrive."""
+        """The answer of each worker or, for `swap`, of the engine (`worker/extension.py`). Raises
+        SwapFailed: status 503 if no answer came in time, 422 if an answer is an error. `tell` is
+        called with the answers as soon as they arrive."""
 
         async def ask() -> list[dict[str, Any]]:
             answers: list[dict[str, Any]] = await self._engine.collective_rpc(
@@ -335,7 +338,7 @@ class MergedServer:
             self._changed.notify_all()
 
     def _rename(self, version: Version) -> None:
-        """Makes vLLM know the weights as `<run>@<step>` and as `<run>`."""
+        """Makes vLLM accept the names `<run>@<step>` and `<run>` for the weights."""
         paths = self._state.openai_serving_models.registry.base_model_paths
         kind = type(paths[0])
         names = (version.name, version.name.rpartition("@")[0])

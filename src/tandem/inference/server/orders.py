@@ -1,4 +1,4 @@
-"""Parses the orders that the admin routes of merged weights take (`merged_server.py`)."""
+"""Parses the publisher's orders to the admin routes of merged weights (`merged_server.py`)."""
 
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -41,7 +41,7 @@ _ORDERS: dict[str, TypeAdapter[Any]] = {
 
 
 def read_order(action: str, body: bytes) -> dict[str, Any]:
-    """The order in a request's body. InvalidInput names the first field that is wrong."""
+    """The order in a request's body. Raises InvalidInput that names the first wrong field."""
     try:
         order: dict[str, Any] = _ORDERS[action].validate_json(body)
     except ValidationError as error:

@@ -1,6 +1,8 @@
-"""Every name of vLLM, and of its server uvicorn, that Tandem replaces. `plugin.py` says when.
+"""Replaces functions of vLLM, and of its server uvicorn. This file contains every such replacement.
+`plugin.py` decides which patches to apply.
 
-`tests/test_patches.py` lists these names, with the version of vLLM at which each patch can go.
+`tests/test_patches.py` lists the replaced names, with the version of vLLM from which each patch can
+be removed.
 """
 
 import functools
@@ -13,9 +15,9 @@ from typing import Any
 
 
 def install_merged_weights(attach: Callable[[Any], None], swap: Callable[..., Any]) -> None:
-    """Makes workers call `attach` when they have loaded the model, within vLLM's memory pool for
+    """Makes workers call `attach` after they have loaded the model, within vLLM's memory pool for
     weights: a sleeping engine offloads only this pool. The engine calls `swap` between two steps.
-    After a swap the engine updates its requests, and requests that reached it during the swap.
+    After a swap the engine updates its requests, including requests that arrived during the swap.
     """
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_worker import Worker
@@ -59,7 +61,7 @@ def install_merged_weights(attach: Callable[[Any], None], swap: Callable[..., An
 
 
 def bound_http_requests() -> None:
-    """Every uvicorn server that this process configures from now on bounds headers and waits."""
+    """Limits headers and waits of every uvicorn server that this process configures afterwards."""
     from uvicorn.config import HTTP_PROTOCOLS
 
     from tandem.system.http_limits import BoundedHttp
@@ -75,17 +77,17 @@ def hash_root() -> bytes | None:
 
 
 def replace_hash_root() -> None:
-    """Replaces the value that all block hashes begin with, so that no request finds a block that
-    other weights have computed."""
+    """Replaces the value that all block hashes begin with, so that no request finds a cached block
+    that was computed by other weights."""
     from vllm.v1.core import kv_cache_utils
 
     kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(os.urandom(32))
 
 
 def renew_hashes(request: Any) -> None:
-    """Checks the hashes of a request that the engine takes now. A thread hashed its blocks from the
-    root `tandem_root`. If a swap ran since, they are hashed again: the request would find blocks
-    that other weights have computed."""
+    """Checks the block hashes of a request that the engine accepts now. Another thread hashed the
+    request's blocks, starting from the root `tandem_root`. If a swap ran since then, the blocks are
+    hashed again. Otherwise the request would find blocks that other weights have computed."""
     if getattr(request, "tandem_root", None) != hash_root():
         hash_again(request)
 
@@ -111,8 +113,8 @@ def note_added_requests(engine: Any, note: Callable[[], None]) -> None:
 def continue_sampled_tokens(
     engine: Any, render: Callable[..., Any], record: Callable[..., Any]
 ) -> None:
-    """Makes the API server render chats by `render`, which gets the renderer's own method first,
-    and sample by `record`."""
+    """Makes the API server render chats by `render`, whose first argument is the renderer's own
+    method, and sample by `record`."""
     renderer = engine.renderer
     original = renderer.render_messages_async
 
@@ -127,9 +129,9 @@ def continue_sampled_tokens(
 
 
 def leave_texts_of_tokens_out(unneeded: Callable[[], bool]) -> None:
-    """Log-probs of a request come without each token's text if `unneeded` says so when the engine
-    gets the request, in its context. Decoding tokens one by one takes a third of the API server's
-    time for an answer."""
+    """Leaves out the texts of tokens from a request's log-probs if `unneeded` returns True.
+    `unneeded` is called in the request's context when the engine gets the request. Decoding tokens
+    one at a time takes a third of the API server's time for an answer."""
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
     original = LogprobsProcessor.from_new_request
@@ -144,7 +146,7 @@ def install_plain_cpu_kernels(
     keep_plain: Callable[..., None], experts: Callable[..., None]
 ) -> None:
     """Replaces packed matrix products by torch's own: vLLM 0.32's CPU backend packs weights into
-    layouts of its own. Merged weights need the plain layout."""
+    its own layouts. Merged weights need the unpacked layout."""
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -155,7 +157,8 @@ def install_plain_cpu_kernels(
 
 def fork_the_engine(begin: Callable[[], None]) -> None:
     """Makes the API server fork its engine, which calls `begin` first. A fork is safe on the CPU
-    (and vLLM's default as a library): one thread runs Python, and none has computed."""
+    (and is vLLM's default as a library), because only one thread runs Python and no thread has
+    computed."""
     from vllm.v1.engine import utils as engine_utils
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -166,13 +169,13 @@ def fork_the_engine(begin: Callable[[], None]) -> None:
         run_engine(*args, **kwargs)
 
     EngineCoreProc.run_engine_core = staticmethod(run_changed_engine)
-    # vLLM sets the variable that chooses the method to "spawn".
+    # vLLM sets the variable for the start method to "spawn".
     engine_utils.get_mp_context = functools.partial(multiprocessing.get_context, "fork")
 
 
 def tell_failed_adapters() -> None:
     """Makes a worker that can't load an adapter, or holds other tensors than the adapter's file,
-    answer with its error, which the engine raises."""
+    return its error as the answer. The engine then raises the error."""
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -201,8 +204,8 @@ def tell_failed_adapters() -> None:
 
 
 def hide_flashinfer_without_nvcc() -> None:
-    """Makes an import of FlashInfer raise ImportError, as if it were not installed, if it can't
-    compile its kernels."""
+    """Makes an import of FlashInfer raise ImportError, as if it were not installed, if FlashInfer
+    can't compile its kernels."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
@@ -211,11 +214,12 @@ def hide_flashinfer_without_nvcc() -> None:
 
     if not has_flashinfer():
         sys.modules["flashinfer"] = None  # type: ignore[assignment]
-        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM would import it unguarded
+        # otherwise vLLM would import FlashInfer without a guard
+        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
 
 
 def switch_expert_lora_off() -> None:
-    """Makes mixtures of experts take kernels without adapters, on the CPU and on Blackwell, unless
+    """Makes mixtures of experts use kernels without adapters, on the CPU and on Blackwell, unless
     adapters are on experts."""
     from vllm.platforms import current_platform
 
@@ -240,8 +244,8 @@ def switch_expert_lora_off() -> None:
 
 
 def multiply_adapters_on_the_cpu() -> None:
-    """Makes the CPU multiply each adapter once, by all of its own tokens; tokens without an adapter
-    (their slot is -1) get nothing."""
+    """Makes the CPU multiply each adapter once with all of its tokens. Tokens without an adapter
+    (slot -1) are skipped."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -249,7 +253,7 @@ def multiply_adapters_on_the_cpu() -> None:
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
-    # vLLM also calls them by name, so the parameters are vLLM's own.
+    # vLLM also passes arguments by name, so the parameters have vLLM's names.
     def shrink(
         inputs: Any,
         lora_b_weights: Any,
@@ -286,7 +290,7 @@ def multiply_adapters_on_the_cpu() -> None:
         lora_indices_tensor: Any,
         add_inputs: bool = True,
     ) -> None:
-        # vLLM may pad one of them more than the other.
+        # vLLM may pad one of the two sizes more than the other.
         size = min(lora_b_weights.shape[-2], output_tensor.shape[1])
         expand_slice(
             inputs, lora_b_weights, output_tensor, lora_indices_tensor, 0, size, add_inputs
@@ -298,7 +302,8 @@ def multiply_adapters_on_the_cpu() -> None:
 
 
 def _by_slot(slots: Any) -> list[tuple[int, Any]]:
-    """The slots of a batch, each with its tokens; -1 is the base model."""
+    """The adapter slots of a batch, each with the indices of its tokens; slot -1 is the base
+    model."""
     found = slots.unique().tolist()
     if len(found) == 1:
         return [(found[0], slice(None))]

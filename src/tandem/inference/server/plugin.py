@@ -1,31 +1,31 @@
 """A vLLM plugin (entry point `vllm.general_plugins`). vLLM calls `register` in every process that
 it starts.
 
-It bounds the headers and waits of HTTP requests, has the API server collect garbage less often,
-installs what merged weights need (`worker/`), and works around five faults of vLLM 0.32, all by the
-functions of `patches.py`:
+The plugin limits the headers and waits of HTTP requests, makes the API server collect garbage less
+often, and installs the code for merged weights (`worker/`). With functions of `patches.py`, it also
+works around five faults of vLLM 0.32:
 
 - `kill -9` of the API server leaves the engine process behind for ever, with all of the GPU's
-  memory. (The orphan can't be found by its environment, because it overwrites that.) Every engine
-  process asks the kernel to die with its parent.
+  memory. (The orphan can't be found by its environment, because it overwrites its environment.)
+  Every engine process asks the kernel to die with its parent.
 - With `--enable-lora`, vLLM runs every mixture of experts in kernels that take adapters, also
-  without adapters on experts. The CPU has no such kernels (they are Triton's), and on Blackwell
-  they demand an adapter of experts, so the engine ends. On the CPU and on Blackwell the plugin
-  tells vLLM that experts have no LoRA.
+  without adapters on experts. The CPU lacks these kernels (they are written in Triton). On
+  Blackwell these kernels require an adapter on experts, so the engine ends. On the CPU and on
+  Blackwell, the plugin therefore reports to vLLM that experts have no LoRA.
 - On the CPU, vLLM copies an adapter's weights, padded to the largest rank, for each token: a real
-  model samples 11 times as slowly. And tokens of the base model get the last slot's adapter if they
-  share a batch with tokens of any adapter: their slot is -1, with which torch indexes from the end.
-  The plugin multiplies each adapter once, by all of its own tokens.
-- If a worker raises, the executor leaves the answers of the later workers unread and takes them for
-  answers to the next call. So if there are several workers, none raises when an adapter can't be
-  loaded.
-- FlashInfer compiles its kernels with nvcc, which images and many machines lack. vLLM knows that,
-  and chooses some of these kernels all the same: for the sums over tensor-parallel GPUs (0.26 did
+  model samples 11 times as slowly. Also, tokens of the base model get the last slot's adapter if
+  they share a batch with tokens of an adapter: their slot is -1, which torch takes as an index from
+  the end. The plugin multiplies each adapter once with all of its tokens.
+- If a worker raises an error, the executor does not read the answers of later workers, and takes
+  them as answers to the next call. So with several workers, no worker raises an error if an adapter
+  can't be loaded; it returns the error.
+- FlashInfer compiles its kernels with nvcc, which container images and many machines lack. vLLM
+  chooses some of these kernels even without nvcc: for the sums over tensor-parallel GPUs (0.26 did
   not), and for attention on Blackwell. The first use ends the engine. The plugin hides FlashInfer
-  if it can't compile, so vLLM takes other kernels.
+  if it can't compile, so that vLLM chooses other kernels.
 
-On the CPU it also has the API server fork its engine, which vLLM would start as a new process that
-imports torch and vLLM again: 8 of the 17 seconds of a start.
+On the CPU, the plugin also makes the API server fork its engine. vLLM would start a new process
+that imports torch and vLLM again, which takes 8 of the 17 seconds of a start.
 """
 
 import functools
@@ -46,7 +46,8 @@ API_SERVER = "ApiServer"
 """The prefix of vLLM's names of its API servers' processes."""
 COLLECTIONS = (50_000, 20, 10)
 """Thresholds of the API server's garbage collector, in place of Python's 700, 10, 10. With hundreds
-of requests in flight, Python's defaults take a quarter of its time, and find next to nothing."""
+of requests in flight, Python's default thresholds take a quarter of the server's time, and free
+almost nothing."""
 
 
 def register() -> None:
@@ -54,7 +55,7 @@ def register() -> None:
     server starts its engine."""
     parent = multiprocessing.parent_process()
     if parent is None or multiprocessing.current_process().name.startswith(API_SERVER):
-        patches.bound_http_requests()  # not in engines, because it imports uvicorn
+        patches.bound_http_requests()  # not in engines, because the patch imports uvicorn
         gc.set_threshold(*COLLECTIONS)
     if parent is None:
         _fork_the_engine_on_the_cpu()
@@ -92,20 +93,23 @@ def _fork_the_engine_on_the_cpu() -> None:
 
 def _begin_engine() -> None:
     _give_up_the_port()
-    register()  # vLLM believes that the plugins were called here, because they were in the server
+    # vLLM assumes that this process has called its plugins, because the server that it was forked
+    # from has
+    register()
 
 
 def _give_up_the_port() -> None:
-    """Close the API server's port, which a fork inherits: a client that connects while the server
-    shuts down would wait for the engine's end."""
+    """Close the API server's port, which a forked process inherits. Otherwise a client that
+    connects while the server shuts down would wait until the engine ends."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
-        with suppress(OSError):  # the listing itself had opened one, and has closed it
+        # this descriptor belonged to the listing itself, which has closed it
+        with suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6):
-                    # The server's object, which exists here too, would later close this number
+                    # The server's socket object exists here too, and would later close this number
                     # again.
                     os.dup2(null, descriptor)
     os.close(null)

@@ -3,8 +3,8 @@ address, answers requests.
 
 The server's publisher permits it to answer for a few seconds at a time
 (`inference.publisher.replica`). Without permission requests get 503. The permission ends by itself
-if the publisher is silent, and a vLLM that starts has none. `GET /tandem/ready` tells the proxy a
-little earlier, and the proxy sends no more requests.
+if the publisher is silent. A vLLM that has just started has no permission. `GET /tandem/ready` says
+a little earlier that the permission will end, so that the proxy sends no more requests.
 """
 
 import json
@@ -19,15 +19,16 @@ from tandem.inference.server.guard import ADMIN
 from tandem.vllm_client.names import PROBE_PATHS, READY_MARGIN_SECONDS, READY_ROUTE
 
 OPEN = PROBE_PATHS | {"/v1/models"}
-"""Paths that answer without permission: probes and metrics, and the list of models."""
+"""Paths that are answered without permission: probes, metrics, and the list of models."""
 
 
 class Readiness:
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        # Each process has another id, so a permission for an earlier process does not apply.
+        # Each process has its own id, so a permission for an earlier process does not apply.
         self.instance = secrets.token_hex(8)
-        self.until = 0.0  # by the monotonic clock, which the publisher on this machine shares
+        # a time of the monotonic clock, which the publisher on this machine shares
+        self.until = 0.0
 
     def answers(self, margin: float = 0.0) -> bool:
         return time.monotonic() < self.until - margin

@@ -1,15 +1,16 @@
-"""The rollout door: `/rollout/v1/...` is vLLM's `/v1/...` for clients that know nothing of
-training, and `/rollout/inference/v1/generate` is its route from tokens to tokens.
+"""The rollout door: `/rollout/v1/...` is vLLM's `/v1/...` for clients that are not made for
+training, and `/rollout/inference/v1/generate` is its route from token ids to token ids.
 
-It is ASGI middleware inside the guard, which asks for the API key. The door asks vLLM for token ids
-and log-probs, and puts the prompt's token ids and the model's name into each choice (in a stream,
-into its first chunk). So a choice alone holds everything that `turn_from_openai` needs.
+The rollout door is ASGI middleware inside the guard, which checks the API key. The rollout door
+asks vLLM for token ids and log-probs, and puts the prompt's token ids and the model's name into
+each choice (in a stream, into its first chunk). So a choice alone holds everything that
+`turn_from_openai` needs.
 
 With the header X-Session-ID each turn continues the sampled tokens of the turn before
 (`continuation.py`), and the server keeps the turns: `POST /rollout/sessions/{id}/finish` makes a
-trajectory of them. Dialects whose clients can't hand tokens back are served only in this way. A
-complete chat answer gets its tokens and log-probs from the session's record, because vLLM makes
-several objects for each token, which is most of the cost of a longer answer in its API server.
+trajectory of them. If the clients of an API dialect can't send tokens back, the header is required.
+A complete chat answer gets its tokens and log-probs from the session's record. vLLM would make
+several objects for each token, which is most of the API server's cost for a longer answer.
 """
 
 import json
@@ -94,7 +95,7 @@ class RolloutDoor:
         async def receive_changed() -> Message:
             nonlocal message
             first, message = message, None
-            return first or await receive()  # later calls: whether the client is still there
+            return first or await receive()  # later calls ask whether the client is still connected
 
         if session is None or inner not in (CHAT, RESPONSES, MESSAGES):
             await self.app(scope, receive_changed, _CompleteAnswer(send, inner).send)
@@ -127,7 +128,7 @@ class RolloutDoor:
             request.session.messages = [*request.messages, answers.messages[0]]
 
     def _finish(self, name: str, options: Options | None) -> JSONResponse:
-        """The session as a trajectory. The session stays, so that a repeated request gets the
+        """The session as a trajectory. The session is kept, so that a repeated request returns the
         trajectory too."""
         reward = None if options is None else options.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, int | float):
@@ -158,16 +159,16 @@ class _CompleteAnswer(ChangedAnswer):
         return json.dumps(_complete(json.loads(body))).encode() if self._has_choices else body
 
     def event(self, body: bytes) -> bytes:
-        # In a text, quotes are escaped.
+        # The search is safe, because quotes in a text are escaped.
         if not self._has_choices or b'"prompt_token_ids":' not in body:
             return body
         return b"data: " + self.whole(body.removeprefix(b"data: ")) + b"\n\n"
 
 
 class _RecordedAnswer(_CompleteAnswer):
-    """Calls `keep` when it has the answer, before the client has all of it: the client's next
-    request may follow at once. `request`: the recording whose tokens the answer gets, if vLLM was
-    not asked for them."""
+    """Calls `keep` with the answer before the client has received all of it, because the client's
+    next request may follow immediately. `request`: the recording whose tokens are added to the
+    answer, if vLLM was not asked for them."""
 
     def __init__(self, send: Send, path: str, keep: Any, request: Recording | None) -> None:
         super().__init__(send, path)
@@ -194,7 +195,7 @@ def _at(scope: Scope, path: str, inner: str) -> Scope:
 
 
 def _asking(path: str, options: Options) -> Options:
-    """The request with options that also ask for token ids and log-probs."""
+    """The request, with options that also ask vLLM for token ids and log-probs."""
     if isinstance(params := options.get("sampling_params"), dict):
         return {**options, "sampling_params": {**params, "logprobs": params.get("logprobs") or 1}}
     options = unforced(options)
@@ -214,14 +215,14 @@ _OF_TOKENS = frozenset({"logprobs", "return_token_ids", "return_tokens_as_token_
 
 
 def _may_add_tokens(path: str, options: Options) -> bool:
-    """Whether the door can write the tokens of an answer: it is complete, and has only the sampled
-    tokens' log-probs."""
+    """Whether the rollout door can add the tokens to an answer: the answer is complete, and has
+    log-probs only of the sampled tokens."""
     more = ("stream", "top_logprobs", "logprob_token_ids")
     return path == CHAT and not any(options.get(name) for name in more)
 
 
 def _with_tokens(answer: Options, request: Recording) -> Options:
-    """The answer with the fields that vLLM would have added, had it been asked for tokens."""
+    """The answer with the fields that vLLM would have added if it had been asked for tokens."""
     for choice in answer["choices"]:
         sample = request.samples[choice["index"]]
         content: list[Options] = [
@@ -239,12 +240,12 @@ def _with_tokens(answer: Options, request: Recording) -> Options:
 
 
 _LEAST_LOGPROB = -9999.0
-"""The least log-prob that vLLM writes, because JSON has no infinity."""
+"""The lowest log-prob that vLLM writes, because JSON has no infinity."""
 
 
 def _in_vllms_names(message: Any) -> Any:
-    """The request with vLLM's names: vLLM reads an answer's reasoning under one name only, and
-    silently drops other names."""
+    """The request with vLLM's names of fields: vLLM reads an answer's reasoning under a single
+    name, and silently drops other names."""
     if isinstance(message, dict) and (reasoning := reasoning_of(message)):
         return {**message, "reasoning": reasoning}
     return message
@@ -256,7 +257,7 @@ def _complete(answer: Options) -> Options:
             "prompt_token_ids"
         )
         choice["model"] = answer.get("model")
-        # Up to 0.32, vLLM's /inference/v1/generate names tokens by numbers; `renderers` knows the
+        # Up to 0.32, vLLM's /inference/v1/generate names tokens by numbers; `renderers` expects the
         # older names.
         content = (choice.get("logprobs") or {}).get("content") or ()
         for entry, token in zip(content, choice.get("token_ids") or (), strict=False):
@@ -265,7 +266,7 @@ def _complete(answer: Options) -> Options:
 
 
 def _problem(path: str, options: Options, session: str | None) -> tuple[str, str] | None:
-    """The field and the reason for which the door refuses a request."""
+    """The field because of which the rollout door refuses a request, and the reason."""
     if session is not None and not NAME.fullmatch(session):
         return HEADER, f"{session!r} is not a name of a session: 1 to 128 of A-Z a-z 0-9 . _ : -"
     if session is None and path in (RESPONSES, MESSAGES):
@@ -280,7 +281,8 @@ def _problem(path: str, options: Options, session: str | None) -> tuple[str, str
 
 
 def _forks(options: Options) -> tuple[str, str] | None:
-    """The field by which vLLM would render other tokens than were sampled, and the reason."""
+    """The field because of which vLLM would render other tokens than were sampled, and the
+    reason."""
     messages = options.get("messages")
     answers = [
         (i, message)
@@ -301,7 +303,7 @@ def _forks(options: Options) -> tuple[str, str] | None:
 
 
 def _object(body: bytes) -> Options | None:
-    """The body as a JSON object; None if it is not one: vLLM reports the mistake."""
+    """The body as a JSON object; None if it is not one, in which case vLLM reports the mistake."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):

@@ -2,8 +2,8 @@
 that the settings describe.
 
 First it kills processes that an earlier vLLM left, and waits until vLLM's GPUs are free. vLLM
-allocates a share of a GPU's whole memory, and if something else uses that, it fails after a minute
-of loading.
+allocates a share of a GPU's total memory. If another process uses that memory, vLLM fails after a
+minute of loading.
 """
 
 import fcntl
@@ -25,13 +25,13 @@ from tandem.system.logs import Log, configure
 log = Log("inference")
 
 FREE_SECONDS = 60.0
-"""Seconds within which the GPUs must become free. After that this program exits, and supervisord
+"""Seconds within which the GPUs must become free. After that, this program exits, and supervisord
 starts it again."""
 _KILL_SECONDS = 10.0
 _POLL_SECONDS = 0.5
 _MARKER = "TANDEM_VLLM_OF"
-"""The environment variable by which processes of an earlier vLLM are found. Its value names spool
-and port."""
+"""The environment variable that marks the processes of a vLLM, so that a later start finds them.
+The variable's value names the spool and the port."""
 
 
 class CannotStartNow(TandemError):
@@ -59,7 +59,8 @@ def main() -> None:
         )
     _withdraw_records(settings)
     log.info("starting vLLM", command=" ".join(command.shown[1:]))
-    # A killed vLLM leaves sockets and files there. Its compiled code is kept elsewhere.
+    # A killed vLLM leaves sockets and files in this directory. vLLM's compiled code is kept
+    # elsewhere.
     key = hashlib.sha256(marker[_MARKER].encode()).hexdigest()[:12]
     scratch = {"TMPDIR": str(scratch_directory(f"vllm-{key}"))}
     os.execve(command.argv[0], command.argv, command.env | marker | scratch | caches)
@@ -67,8 +68,8 @@ def main() -> None:
 
 def check_plugin() -> None:
     """Raises InvalidInput if vLLM would not find Tandem's plugin, whose entry point is in the
-    installed package's metadata. Without the plugin no adapter is compared and no weights are
-    merged."""
+    installed package's metadata. Without the plugin, adapters are not compared with their files,
+    and weights can't be merged."""
     if not entry_points(group="vllm.general_plugins", name="tandem"):
         raise InvalidInput(
             "tandem-rl is not installed for this Python, so vLLM would not load its plugin; install"
@@ -77,7 +78,7 @@ def check_plugin() -> None:
 
 
 def _withdraw_records(settings: Settings) -> None:
-    """Remove the records that vLLM serves a step, because the vLLM that starts now serves none. The
+    """Remove the records of served steps, because the vLLM that starts now serves none. The
     publisher does this too, but it may have died with the earlier vLLM."""
     try:
         spool = Spool(settings.root)  # a full volume can still delete files
@@ -92,7 +93,7 @@ def _withdraw_records(settings: Settings) -> None:
 
 def wait_for_gpu(settings: Settings, *, free_seconds: float = FREE_SECONDS) -> dict[str, str]:
     """Kill the leftover processes of an earlier vLLM with this spool and port. Then wait until no
-    trainer holds the GPUs and their memory is free.
+    trainer holds the GPUs and the GPUs' memory is free.
 
     Returns the marker variable for the environment of the vLLM that starts now. Holds a lock until
     this process ends, also across `exec`. Raises CannotStartNow if this vLLM already runs, if a
@@ -101,7 +102,7 @@ def wait_for_gpu(settings: Settings, *, free_seconds: float = FREE_SECONDS) -> d
     marker = (_MARKER, f"{settings.root.absolute()}:{settings.inference_port}")
     lock = runtime_dir(settings.root, current_role()) / f"vllm-{settings.inference_port}.lock"
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
-    # `exec` keeps a record lock, and children don't inherit it.
+    # `exec` keeps a record lock, and child processes don't inherit it.
     os.set_inheritable(descriptor, True)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,13 +136,14 @@ def _wait_for_trainer(settings: Settings) -> None:
         while spool.hold.live():
             time.sleep(_POLL_SECONDS)
     except SpoolUnusable as error:
-        # Without the volume no runner works either. The memory in use is measured next.
+        # Without the volume no runner works either, so no trainer is waited for. After this
+        # function, the memory in use is measured.
         log.warning("can't see whether a trainer holds the GPUs", error=error)
 
 
 def _wait_for_memory(settings: Settings, free_seconds: float) -> None:
-    # Of several visible GPUs vLLM uses the first ones. On shared GPUs resident ranks keep some
-    # memory. If that leaves too little for vLLM, vLLM itself refuses to start.
+    # If several GPUs are visible, vLLM uses the first ones. On shared GPUs, resident ranks keep
+    # some memory. If that leaves too little for vLLM, vLLM itself refuses to start.
     devices = Devices(settings, "inference", most=settings.inference_tensor_parallel)
     allowed = STAYING_BYTES if settings.gpu_mode == "shared" else 0
     floor = dict.fromkeys(devices.uuids, allowed)

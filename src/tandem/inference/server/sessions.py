@@ -1,7 +1,7 @@
 """The sessions of the rollout door: the turns that each rollout has sampled, in this server's
 memory.
 
-A turn is found by a digest of the conversation up to its answer, the answer included. So each
+The key of a turn is a digest of the conversation up to and including the turn's answer. So each
 turn's tokens are stored once, and a session may branch: several samples of a prompt, sub-agents,
 edits.
 """
@@ -22,8 +22,8 @@ HEADER = SESSION_HEADER
 NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """Pattern of the names that a session may have."""
 MOST_SESSIONS, MOST_TOKENS = 2**14, 2**25
-"""Bounds of all sessions together: half a gigabyte. The session that was unused for the longest
-time is removed first."""
+"""Limits for all sessions together; they amount to half a gigabyte. The session that has been
+unused for the longest time is removed first."""
 BREAKS = ("booleans", "whitespace", "stop_string", "truncated", "edited", "template")
 """The reasons why a turn does not continue the sampled tokens."""
 
@@ -32,9 +32,10 @@ Message = Mapping[str, Any]
 
 @dataclass(eq=False)
 class SampledTurn:
-    """A sampled turn. `head`: the turn that the prompt continues, `new`: the rest of the prompt.
+    """A sampled turn. `head`: the turn that the prompt continues; `new`: the part of the prompt
+    after that turn.
     `asked`: the digest of the conversation before the answer. `stop`: the stop string that ended
-    it; `with_stop`: the answer with the stop string behind it, as some clients send it back."""
+    it; `with_stop`: the answer followed by the stop string, as some clients send it back."""
 
     head: "SampledTurn | None"
     new: array[int]
@@ -47,7 +48,7 @@ class SampledTurn:
     stop: str | None
     with_stop: dict[str, Any] | None
     ended: bool
-    """Whether its last token ends a turn."""
+    """Whether the turn's last token is a token that ends a turn."""
 
     def prompt(self) -> list[int]:
         turns = [self]
@@ -80,9 +81,9 @@ class SampledTurn:
 
 @dataclass(frozen=True)
 class SentMessages:
-    """A request's messages, with consecutive messages of the assistant joined. `digests[i]`: the
-    digest of the first i of them and of everything else that shapes the prompt; `ends[i]`: how many
-    of the request's messages they are."""
+    """A request's messages, where consecutive messages of the assistant are joined. `digests[i]`:
+    the digest of the first i joined messages and of everything else that affects the prompt;
+    `ends[i]`: the number of the request's messages that the first i joined messages contain."""
 
     messages: list[dict[str, Any]]
     digests: list[bytes]
@@ -110,8 +111,9 @@ class SentMessages:
 
 
 def plain(run: Sequence[Message]) -> dict[str, Any]:
-    """A message, or consecutive messages of the assistant, in a normal form: without outer white
-    space and ids, with reasoning apart, and calls' arguments parsed."""
+    """A message, or consecutive messages of the assistant, in a normal form: without leading and
+    trailing white space and without ids, with the reasoning in its own key and calls' arguments
+    parsed."""
     text = "".join(_text(one.get("content")) for one in run).strip()
     role = run[0].get("role")
     if role != "assistant":
@@ -127,8 +129,8 @@ def plain(run: Sequence[Message]) -> dict[str, Any]:
 
 
 def digest_with(before: bytes, message: Mapping[str, Any]) -> bytes:
-    """The digest of a conversation with one message more. Reasoning is left out, because clients
-    may leave it out."""
+    """The digest of a conversation after one more message. Reasoning is not part of the digest,
+    because clients may leave it out."""
     return _digest(before, {**message, "reasoning": None})
 
 
@@ -140,8 +142,8 @@ def reasoning_of(message: Message) -> str | None:
 
 
 def malformed(message: Message) -> str | None:
-    """The name of the message's first call whose arguments are not a JSON object: vLLM renders a
-    call without arguments in its place."""
+    """The name of the message's first call whose arguments are not a JSON object. vLLM would render
+    such a call without its arguments."""
     for call in message.get("tool_calls") or ():
         name, arguments = _call(call.get("function") or {})
         if not isinstance(arguments, dict):
@@ -181,14 +183,14 @@ def _digest(before: bytes, value: object) -> bytes:
 class RolloutSession:
     turns: list[SampledTurn] = field(default_factory=list)
     after: dict[bytes, SampledTurn] = field(default_factory=dict)
-    """Turns by the digest of the conversation up to and with their answer."""
+    """Turns by the digest of the conversation up to and including their answer."""
     messages: list[Any] = field(default_factory=list)
-    """The conversation of the last turn, for people."""
+    """The conversation of the last turn, for the `messages` of the trajectory."""
     size: int = 0
 
     def find(self, conversation: SentMessages) -> tuple[SampledTurn, int] | None:
-        """The turn whose answer is the conversation's last one, and the number of the request's
-        messages up to its end."""
+        """The turn whose answer is the conversation's last answer, and the number of the request's
+        messages up to the end of that answer."""
         if (at := conversation.last_answer) is None:
             return None
         turn = self.after.get(conversation.digests[at + 1])
@@ -198,8 +200,8 @@ class RolloutSession:
         return turn, conversation.ends[at + 1]
 
     def expected(self, conversation: SentMessages) -> SampledTurn | None:
-        """The turn that a client has edited, if `find` finds none: it was asked the same, or its
-        answer follows other messages here."""
+        """If `find` returns None: the turn that the client has probably edited. That turn followed
+        the same messages, or has the same answer after other messages."""
         if (at := conversation.last_answer) is None:
             return None
         asked, given = conversation.digests[at], conversation.messages[at]
@@ -218,7 +220,7 @@ class RolloutSession:
         self.size += turn.size
 
     def deepest(self, ids: Sequence[int]) -> SampledTurn | None:
-        """The turn with the most tokens that these tokens begin with."""
+        """The turn whose tokens are the longest beginning of `ids`."""
         found, longest = None, 0
         for turn in self.turns:
             known = turn.all_tokens()
@@ -232,7 +234,7 @@ def _same(one: Message, other: Message) -> bool:
 
 
 def reason_of_break(turn: SampledTurn, given: Mapping[str, Any]) -> str:
-    """The reason why the client's text renders to other tokens than were sampled."""
+    """The reason why the client's text renders to other tokens than the sampled ones."""
 
     def compact(message: Mapping[str, Any], *, loose: bool) -> str:
         text = json.dumps([message["content"], message["calls"]], sort_keys=True, default=str)
@@ -240,7 +242,7 @@ def reason_of_break(turn: SampledTurn, given: Mapping[str, Any]) -> str:
         return re.sub(r'["\\]', "", text).lower() if loose else text
 
     if _same(turn.answer, given):
-        return "edited"  # the reasoning, or the text before it
+        return "edited"  # the reasoning, or the text before the answer, differs
     if compact(turn.answer, loose=False) == compact(given, loose=False):
         return "whitespace"
     if compact(turn.answer, loose=True) == compact(given, loose=True):
@@ -258,7 +260,7 @@ class Sessions:
         self._sessions: OrderedDict[str, RolloutSession] = OrderedDict()
 
     def use(self, name: str) -> RolloutSession:
-        """The session of this name, made if it does not exist."""
+        """The session with this name, created if it does not exist."""
         session = self._sessions.setdefault(name, RolloutSession())
         self._sessions.move_to_end(name)
         while len(self._sessions) > self._most:
@@ -266,7 +268,7 @@ class Sessions:
         return session
 
     def known(self, name: str) -> RolloutSession | None:
-        """The session of this name, if it has turns."""
+        """The session with this name, if it has turns."""
         session = self._sessions.get(name)
         return session if session is not None and session.turns else None
 

@@ -1,6 +1,6 @@
-"""Names in each answer the weights that its tokens came from: in the header `x-tandem-weights`, and
-after a swap in the field `weight_versions`, which has for each sequence the first token of each
-name."""
+"""Adds to each answer the names of the weights that its tokens came from: in the header
+`x-tandem-weights`, and after a swap also in the field `weight_versions`, which contains for each
+sequence the index of the first token from each weights."""
 
 import asyncio
 import json
@@ -15,16 +15,16 @@ from tandem.inference.server.asgi import ChangedAnswer
 
 current_request: ContextVar["InFlight"] = ContextVar("current_request")
 
-Sequence = tuple[int, int]  # the numbers of a prompt and of a sample
+Sequence = tuple[int, int]  # the index of a prompt and the index of a sample
 
 
 @dataclass(eq=False)
 class InFlight:
     """A running sampling request. `id`: the header X-Request-Id, as vLLM reads it; `first`: the
-    weights that it began with.
+    weights with which it began.
 
-    `swaps`: the name after each swap that its running sequences saw, and their numbers of tokens at
-    that time.
+    `swaps`: for each swap during the request, the new name and the number of tokens that each
+    running sequence had.
     """
 
     id: str
@@ -34,22 +34,22 @@ class InFlight:
     swaps: list[tuple[str, dict[Sequence, int]]] = field(default_factory=list)
 
     def swapped(self, name: str, tokens: dict[str, int], *, in_engine: bool) -> None:
-        """Notes that the weights became `name`.
+        """Records that the weights became `name`.
 
         Args:
             tokens: the number of tokens of each sequence in the engine.
-            in_engine: whether this request had reached it when the swap began.
+            in_engine: whether this request had reached the engine when the swap began.
         """
         if mine := self._of_this_request(tokens):
             self.swaps.append((name, mine))
         elif not in_engine:
             self.first = name
-        # Otherwise all its sequences had ended before the swap.
+        # Otherwise all sequences of this request had ended before the swap.
 
     def _of_this_request(self, tokens: dict[str, int]) -> dict[Sequence, int]:
-        """Whether a sequence belongs to this request. vLLM names it `chatcmpl-<id>`,
-        `generate-tokens-<id>` or `cmpl-<id>-<prompt>`, with `<sample>_` before it if there are
-        several, and 8 random hexadecimal digits after it."""
+        """Selects the sequences of this request. vLLM names a sequence `chatcmpl-<id>`,
+        `generate-tokens-<id>` or `cmpl-<id>-<prompt>`, with the prefix `<sample>_` if there are
+        several samples, and with a suffix of 8 random hexadecimal digits."""
         of = re.escape(self.id)
         name = re.compile(
             rf"(?:(\d+)_)?(?:(?:chatcmpl|generate-tokens)-{of}|cmpl-{of}-(\d+))(?:-[0-9a-f]{{8}})?"
@@ -64,7 +64,7 @@ class InFlight:
             for sequence, count in tokens.items():
                 spans = found.setdefault(sequence, [[self.first, 0]])
                 if spans[-1][1] == count:
-                    spans.pop()  # these weights made no token
+                    spans.pop()  # the previous weights produced no token
                 if not spans or spans[-1][0] != name:
                     spans.append([name, count])
         return [

@@ -1,18 +1,20 @@
 """The device of this process, chosen by `activate`: one GPU, or the CPU.
 
 CUDA starts in a thread, while the rank does work that needs no GPU. Creating a CUDA context takes a
-good part of a rank's start, and more if several ranks start at once. torch creates it at the first
-use of the GPU, and holds the interpreter's lock during that time. Instead:
+considerable part of a rank's start, and longer if several ranks start at once. torch creates the
+context at the first use of the GPU, and holds the GIL during that time. So Tandem does the
+following:
 
 1. `activate` starts a thread that creates the context through CUDA's runtime library. A call
-   through ctypes releases the interpreter's lock.
+   through ctypes releases the GIL.
 2. Meanwhile the rank joins its process groups and builds the model in host memory.
 3. Code that needs the GPU calls `wait_until_started`, which joins the thread and then has torch use
    the context that exists.
 
-The thread ignores errors: torch runs into the same error afterwards, and reports it with a message.
+The thread ignores errors, because torch then runs into the same error and reports it with a
+message.
 
-`memory.py` measures memory, `offload.py` gives it back and takes it again. `ipc.py` copies from
+`memory.py` measures memory; `offload.py` releases memory and takes it back. `ipc.py` copies from
 other processes' GPU memory. `patches.py` has the names of torch that Tandem replaces.
 """
 
@@ -31,17 +33,17 @@ Kind = Literal["cpu", "cuda"]
 
 _kind: Kind | None = None  # set by `activate`
 _gpu_seen = False  # set by `choose`
-_gpu = 0  # number of the GPU, among those that the process can see
+_gpu = 0  # index of the GPU among the GPUs that the process can see
 _start: threading.Thread | None = None
 _started = False  # whether any thread has waited for CUDA
-_current = threading.local()  # `.set`: the GPU is the current device of this thread
+_current = threading.local()  # `.set`: whether the GPU is the current device of this thread
 
 
 def choose(setting: Literal["auto", "cpu", "cuda"]) -> Kind:
-    """The kind of device that a setting means: "auto" means CUDA if there is a usable GPU.
+    """The kind of device for a setting: "auto" is CUDA if there is a usable GPU.
 
-    Once a GPU was found, neither this process nor its forks look again, because looking takes time
-    in each rank.
+    Once a GPU was found, neither this process nor its forks search again, because the search takes
+    time in each rank.
     """
     global _gpu_seen
     if setting == "auto":
@@ -54,9 +56,9 @@ def activate(kind: Kind, local_rank: int = 0) -> torch.device:
     """Make `kind` this process's device: the CPU, or `cuda:<local_rank>` of the GPUs that the
     process can see.
 
-    Returns at once; CUDA starts in a thread. Call it before anything is built. A second call with
-    the same kind does nothing; with the other kind it raises RuntimeError. A missing GPU is
-    reported by the first function that needs it.
+    Returns at once; CUDA starts in a thread. Call `activate` before any part of the model is built.
+    A second call with the same kind does nothing; with the other kind it raises RuntimeError. A
+    missing GPU is reported by the first function that needs it.
     """
     global _kind, _gpu, _start
     if _kind not in (None, kind):
@@ -79,13 +81,14 @@ def _create_context(gpu: int) -> None:
 
 
 def runtime() -> ctypes.CDLL:
-    """CUDA's runtime library, the copy that torch has loaded. Its calls release the interpreter's
-    lock."""
+    """CUDA's runtime library, the copy that torch has loaded. Calls of the library release the
+    GIL."""
     return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
 
 
 def is_cuda() -> bool:
-    """Whether `activate` chose a GPU. It doesn't wait for the GPU."""
+    """Whether `activate` chose a GPU. The function does not wait for the GPU to start. Raises
+    RuntimeError before `activate`."""
     if _kind is None:
         raise RuntimeError(
             "this process has no device yet: call tandem.model.device.activate first"
@@ -94,7 +97,7 @@ def is_cuda() -> bool:
 
 
 def started() -> bool:
-    """Whether the device is ready. Until then this process has no memory on it."""
+    """Whether the device is ready. Before that, this process has no memory on it."""
     return not is_cuda() or _started
 
 
@@ -120,8 +123,8 @@ def wait_until_started() -> Kind:
 
 
 def on_device[**P, T](work: Callable[P, T]) -> Callable[P, T]:
-    """`work`, wrapped for another thread: it first waits for the device and makes it current in
-    that thread."""
+    """`work`, wrapped for use in another thread: the wrapper waits for the device and makes it
+    current in that thread."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         wait_until_started()

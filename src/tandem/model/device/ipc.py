@@ -9,11 +9,11 @@ import torch
 from tandem.model.device import runtime
 
 Export = tuple[bytes, int]
-"""CUDA's handle of an allocation (cudaIpcMemHandle_t), and the offset of a byte in it."""
+"""CUDA's handle of an allocation (cudaIpcMemHandle_t), and a byte offset in the allocation."""
 
 
 class NotShared(RuntimeError):
-    """The driver doesn't let this process use the other's memory."""
+    """The driver doesn't let this process use the other process's memory."""
 
 
 class _Handle(ctypes.Structure):
@@ -21,8 +21,8 @@ class _Handle(ctypes.Structure):
 
 
 def exported(tensor: torch.Tensor) -> Export | None:
-    """The handle by which another process copies from `tensor` (`imported`); `tensor`'s memory must
-    exist until then.
+    """The handle from which another process copies `tensor` (`imported`). `tensor`'s memory must
+    exist until the copy is done. `tensor` is contiguous.
 
     None if the memory can't be shared: on the CPU, or with the allocator's `expandable_segments`.
     """
@@ -40,18 +40,18 @@ def exported(tensor: torch.Tensor) -> Export | None:
 
 @contextlib.contextmanager
 def imported(export: Export | None) -> Iterator[Callable[[torch.Tensor, int], None]]:
-    """`copy(tensor, offset)`: queues a copy into a contiguous tensor, from byte `offset` of another
-    process's export. Wait for the copies before leaving the block, which closes the other process's
-    memory.
+    """Yields `copy(tensor, offset)`, which queues a copy into a contiguous tensor, from byte
+    `offset` of another process's export. Wait for the copies before leaving the block, because its
+    end closes the other process's memory.
 
     The calling thread's current device and stream are used. Raises NotShared if the memory can't be
-    shared, or a call of CUDA fails.
+    shared, or if a CUDA call fails.
     """
     if export is None:
         raise NotShared("the other process can't share its memory")
     handle, start = export
     pointer, cuda = ctypes.c_void_p(), runtime()
-    # 1: cudaIpcMemLazyEnablePeerAccess, which needs no context on the other process's GPU.
+    # 1: cudaIpcMemLazyEnablePeerAccess, which works without a context on the other process's GPU.
     _check(cuda.cudaIpcOpenMemHandle(ctypes.byref(pointer), _Handle.from_buffer_copy(handle), 1))
 
     def copy(tensor: torch.Tensor, offset: int) -> None:
@@ -60,7 +60,7 @@ def imported(export: Export | None) -> Iterator[Callable[[torch.Tensor, int], No
             ctypes.c_void_p(tensor.data_ptr()),
         )
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        # 3: device to device.
+        # 3: cudaMemcpyDeviceToDevice.
         _check(cuda.cudaMemcpyAsync(target, source, ctypes.c_size_t(tensor.nbytes), 3, stream))
 
     try:
@@ -71,6 +71,6 @@ def imported(export: Export | None) -> Iterator[Callable[[torch.Tensor, int], No
 
 def _check(code: int) -> None:
     if code:
-        # Clears the error, which torch's next call would report otherwise.
+        # Clears the error, because torch's next call would otherwise report it.
         runtime().cudaGetLastError()
         raise NotShared(f"CUDA error {code}")

@@ -11,7 +11,7 @@ import torch
 
 from tandem.model.device import device, wait_until_started
 
-ALIGNMENT = 512  # bytes; each tensor starts at a multiple of it, as in an allocation of its own
+ALIGNMENT = 512  # bytes; each tensor starts at a multiple of it, as separate allocations do
 COUNTS = {"alloc_retries": "num_alloc_retries", "ooms": "num_ooms"}
 """Count in `stats` -> its name in torch.cuda.memory_stats."""
 
@@ -23,11 +23,11 @@ def allocate(
     *,
     multiple: int = ALIGNMENT,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Pack many uninitialised tensors into one allocation, because each driver call blocks the
-    other threads.
+    """Pack many uninitialised tensors into one allocation, because each call of the driver blocks
+    the other threads.
 
-    Returns `(whole, parts)`: a flat tensor whose size in bytes is a multiple of `multiple`, and a
-    view of it of each shape, in the order of `shapes`.
+    Returns `(whole, parts)`: `whole` is a flat tensor whose size in bytes is a multiple of
+    `multiple`; `parts` are views of it with the given shapes, in the order of `shapes`.
     """
     begins, end, step = {}, 0, ALIGNMENT // dtype.itemsize
     for name, shape in shapes.items():
@@ -46,17 +46,17 @@ def copy_to(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
     work."""
     if where.type != "cuda":
         return tensor.to(where)
-    # torch keeps the pinned copy until the GPU has it.
+    # torch keeps the pinned copy until the transfer to the GPU has finished.
     return tensor.pin_memory().to(where, non_blocking=True)
 
 
 def stats() -> dict[str, int]:
     """Counters of this process's allocator. Doesn't wait for queued work.
 
-    `allocated`, `reserved`, `inactive_split`, `requested` (see torch.cuda.memory_stats) in
-    bytes now, and as `<name>_peak` the largest since `reset_peaks`; bytes of `host_pinned` memory;
-    and COUNTS since the process began. The CPU has `allocated` and `reserved` alone: both are the
-    resident set.
+    In bytes: `allocated`, `reserved`, `inactive_split`, `requested` (see torch.cuda.memory_stats),
+    each also as `<name>_peak` since `reset_peaks`, and `host_pinned`. Also COUNTS since the process
+    began. On the CPU there are only `allocated` and `reserved`, which are both the resident set
+    size.
     """
     if wait_until_started() == "cpu":
         lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
@@ -77,7 +77,7 @@ def reset_peaks() -> None:
     if wait_until_started() == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        # If this is forbidden, the peaks still count from the process's beginning.
+        # If resetting is forbidden, the peaks count from the process's start.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
@@ -93,7 +93,7 @@ def used() -> int:
 
 
 def obtainable() -> int:
-    """Bytes that this process can have of its GPU, including the bytes that it has already."""
+    """Bytes of GPU memory that this process can obtain, including the bytes that it already has."""
     total = torch.cuda.get_device_properties(device()).total_memory
     return min(
         torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(),
@@ -102,16 +102,17 @@ def obtainable() -> int:
 
 
 def release_cached() -> None:
-    """Free the memory that allocators keep for later: unused device memory and unused pinned host
+    """Free the memory that allocators keep for reuse: unused device memory and unused pinned host
     memory."""
     if wait_until_started() == "cuda":
         release_workspaces()
         torch.cuda.empty_cache()
-        # torch.accelerator.empty_host_cache of newer versions calls it.
+        # In newer versions, torch.accelerator.empty_host_cache calls this function.
         torch._C._host_emptyCache()
 
 
 def release_workspaces() -> None:
-    """Return cuBLAS's workspaces to the allocator. The next matrix product creates a new one."""
+    """Return cuBLAS's workspaces to the allocator. The next matrix product creates a new
+    workspace."""
     if wait_until_started() == "cuda":
         torch._C._cuda_clearCublasWorkspaces()

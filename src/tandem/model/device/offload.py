@@ -1,4 +1,4 @@
-"""Gives device memory back for a while: the tensors stay, but their storages are emptied and later
+"""Releases device memory for a while: the tensors stay, but their storages are emptied and later
 refilled."""
 
 from collections.abc import Iterable, Iterator
@@ -9,23 +9,24 @@ from tandem.model import device
 from tandem.model.device.memory import ALIGNMENT
 
 CHUNK = 2**30
-"""Bytes of one host buffer. torch rounds pinned memory up to a power of two, which would double one
-large buffer."""
+"""Bytes of one host buffer. torch rounds pinned memory up to a power of two, which could double the
+size of a single large buffer."""
 
 
 class Offload:
-    """Tensors that are parked and restored together: a model's parameters, or its optimizer's
-    state, or its gradients.
+    """Tensors that are parked and restored together: a model's parameters, its optimizer's state,
+    or its gradients.
 
-    `contents=True` keeps their values in host buffers (pinned if there is a GPU), made at the first
-    `park` and used again by later ones, because pinning costs far more than copying.
-    `contents=False` drops the values, for tensors that are read from files again or begin at zero.
+    `contents=True` keeps the values in host buffers (pinned if there is a GPU). The buffers are
+    created at the first `park` and reused later, because pinning costs far more than copying.
+    `contents=False` drops the values. `contents=False` is for tensors that are read from files
+    again, or that begin at zero.
     """
 
     def __init__(self, *, contents: bool) -> None:
         self._contents = contents
-        self._host: list[torch.Tensor] = []  # each of CHUNK bytes, but the last one
-        # Each parked storage, its bytes, and the offset of its copy in host memory.
+        self._host: list[torch.Tensor] = []  # each of CHUNK bytes, except the last
+        # Each parked storage, its size in bytes, and the offset of its copy in the host buffers.
         self._parked: list[tuple[torch.UntypedStorage, int, int]] = []
 
     @property
@@ -36,7 +37,7 @@ class Offload:
         """Free the tensors' device memory, and the memory of all views of them. Returns the number
         of bytes freed.
 
-        The tensors may not be read until `restore`. Raises RuntimeError if tensors are parked
+        The tensors must not be read until `restore`. Raises RuntimeError if tensors are parked
         already.
         """
         if self._parked:
@@ -49,7 +50,7 @@ class Offload:
                 offset += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
         if self._contents:
             if sum(len(chunk) for chunk in self._host) < offset:
-                self._host = []  # frees them before more are made
+                self._host = []  # frees the old buffers before new ones are allocated
                 sizes = [min(CHUNK, offset - begin) for begin in range(0, offset, CHUNK)]
                 pinned = device.is_cuda()
                 self._host = [
@@ -71,11 +72,11 @@ class Offload:
         if self._contents:
             for device_bytes, copy in self._pieces():
                 device_bytes.copy_(copy, non_blocking=True)
-        device.synchronize()  # before the host buffer may be used again
+        device.synchronize()  # waits, so that the host buffers may be reused
         self._parked = []
 
     def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The bytes of the parked tensors, and their places in host memory."""
+        """Pairs of a piece of the parked tensors' bytes and its place in host memory."""
         for storage, size, begin in self._parked:
             device_bytes, end = (
                 torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage),

@@ -1,6 +1,7 @@
-"""Every name of torch that Tandem replaces in ranks.
+"""Replaces functions of torch in ranks. This file contains every such replacement.
 
-`tests/test_patches.py` lists these names, with the version of torch at which each patch can go.
+`tests/test_patches.py` lists the replaced names, with the version of torch from which each patch
+can be removed.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ def uncompiled(package: str) -> Iterator[None]:
     compile_ = torch.compile
 
     def compile_others(model: Any = None, **options: Any) -> Any:
-        if model is None:  # called with options alone, it returns a decorator
+        if model is None:  # called with options only, `torch.compile` returns a decorator
             return lambda function: compile_others(function, **options)
         return model if model.__module__.startswith(package) else compile_(model, **options)
 
@@ -28,5 +29,6 @@ def uncompiled(package: str) -> Iterator[None]:
 
 
 def remember_gpu_count() -> None:
-    """Stores the number of GPUs: torch 2.11 asks NVML for it eight times while it starts CUDA."""
+    """Caches the number of GPUs, because torch 2.11 asks NVML for it eight times while it starts
+    CUDA."""
     torch.cuda._cached_device_count = torch._C._cuda_getDeviceCount()

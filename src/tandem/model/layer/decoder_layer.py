@@ -62,7 +62,7 @@ class DecoderLayer(MegatronModule):
         delta_net = arch.gdn is not None and arch.gdn.layers[index]
         self.scalar = self._vector(1) if arch.layer_scalars else None
         self.kind = (delta_net, arch.head_dim, arch.num_kv_heads)
-        """Layers with equal attention have equal kinds."""
+        """Equal for layers whose attention has the same shape."""
         self.sublayers: list[Any] = [
             self._delta_net_sublayer() if delta_net else self._attention_sublayer(),
             self._moe_sublayer() if mixture else self._mlp_sublayer(),
@@ -71,12 +71,12 @@ class DecoderLayer(MegatronModule):
     def forward(
         self, hidden_states: torch.Tensor, *, packed_seq_params: TreeParams, **_: Any
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states [S, 1, hidden] -> the same, and None as Megatron's context."""
-        # The one argument of Megatron's decoder that reaches the layers unchanged.
+        """hidden_states [S, 1, hidden] -> the same shape, and None as Megatron's context."""
+        # This is the only argument of Megatron's decoder that reaches the layers unchanged.
         tree = packed_seq_params
         x = hidden_states[:, 0]
         if torch.is_grad_enabled():
-            # A leaf, so that autograd comes back to this function.
+            # A leaf tensor makes autograd call this function's backward pass.
             leaf = torch.empty((), requires_grad=True)
             x = _Sublayers.apply(leaf, x, self, tree)
         else:
@@ -98,8 +98,8 @@ class DecoderLayer(MegatronModule):
         return self._scaled(x), kept
 
     def go_back(self, gradient: torch.Tensor, saved: list[Saved], tree: TreeParams) -> torch.Tensor:
-        """The gradient of x, from the gradient of what `compute` returned; adds the parameters'
-        gradients to their buffers. Uses up `saved`."""
+        """The gradient of x, from the gradient of `compute`'s output; adds the parameters'
+        gradients to their buffers. Consumes `saved`. Both gradients are [S, hidden]."""
         gradient = self._scaled(gradient)
         for index in reversed(range(len(saved))):
             if saved[index].x is None:
@@ -158,7 +158,7 @@ class DecoderLayer(MegatronModule):
         )
 
     def _head_norms(self, attention: nn.Module) -> tuple[Parameter | None, Parameter | None]:
-        """The weights that normalise queries and keys."""
+        """The weights of the norms of queries and keys."""
         arch, tp = self._arch, current().sizes.tensor
         if not arch.qk_norm:
             return None, None
@@ -171,7 +171,7 @@ class DecoderLayer(MegatronModule):
     def _head_rows(
         self, heads: HeadShape, q_norm: Parameter | None, k_norm: Parameter | None
     ) -> HeadRows | None:
-        """The family's change to queries, keys and values before they become heads."""
+        """The family's change of queries, keys and values before they are split into heads."""
         if self._arch.wide_qk_norm:
             assert q_norm is not None
             assert k_norm is not None
@@ -315,7 +315,8 @@ class DecoderLayer(MegatronModule):
 
 
 class _Sublayers(torch.autograd.Function):
-    """A layer with its own backward, which adds the parameters' gradients itself."""
+    """A layer as an autograd function with its own backward pass, which adds the parameters'
+    gradients to their buffers."""
 
     @staticmethod
     def forward(

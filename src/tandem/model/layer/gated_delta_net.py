@@ -1,4 +1,4 @@
-"""The sublayer of a gated delta net, which replaces attention (Qwen3.5)."""
+"""The sublayer of a gated delta net, which takes the place of attention (Qwen3.5)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from tandem.model.lora import LoraLinear
 
 @dataclass(frozen=True)
 class DeltaNetWeights:
-    """Weights of this rank's heads; `a_log` and `dt_bias`, fp32, have all heads."""
+    """The weights for this rank's heads; `a_log` and `dt_bias`, fp32, contain all heads."""
 
     conv: Parameter  # [features, 1, tokens]
     a_log: Parameter  # [value heads]
@@ -55,7 +55,7 @@ class DeltaNetSublayer(Sublayer):
         part: int,
         parts: int,
     ) -> None:
-        """`part` of `parts`: which value heads this rank has."""
+        """`part` of `parts`: the share of value heads that this rank has."""
         super().__init__(norm)
         self._in, self._out, self._weights, self._gdn = in_proj, out_proj, weights, gdn
         self._eps, self._parts = eps, parts
@@ -65,7 +65,7 @@ class DeltaNetSublayer(Sublayer):
     def forward(
         self, x: torch.Tensor, tree: TreeParams, level: SaveLevel | None
     ) -> tuple[torch.Tensor, Saved]:
-        """x [S, hidden] -> the same shape.
+        """x [S, hidden] -> output of the same shape.
 
         Args:
             level: None if there is no backward pass.
@@ -92,7 +92,7 @@ class DeltaNetSublayer(Sublayer):
 
     def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
         """The gradient of x, from the gradient of the output; adds the parameters' gradients to
-        their buffers. Uses up `saved`."""
+        their buffers. Consumes `saved`. Both gradients are [S, hidden]."""
         assert isinstance(saved, SavedDeltaNet)
         assert saved.x is not None
         output = saved.tensors.pop("output")
@@ -120,7 +120,7 @@ class DeltaNetSublayer(Sublayer):
     def _record(
         self, projected: torch.Tensor, saved: SavedDeltaNet, tree: TreeParams
     ) -> torch.Tensor:
-        """`_attend` with a graph, which begins at `saved.leaves`."""
+        """`_attend` with an autograd graph whose inputs are `saved.leaves`."""
         leaf = projected.detach().requires_grad_()
         weights = [each.detach() for each in self._weights.all()]
         trained = [
@@ -138,7 +138,7 @@ class DeltaNetSublayer(Sublayer):
         weights: Sequence[torch.Tensor],
         tree: TreeParams,
     ) -> torch.Tensor:
-        """[S, features of in_proj] -> [S, features of out_proj]; everything but the products is
+        """[S, features of in_proj] -> [S, features of out_proj]; everything but matrix products is
         computed in fp32. `weights`: the fields of `DeltaNetWeights`."""
         conv, a_log, dt_bias, norm = weights
         row, gdn, dtype = tree.recurrence, self._gdn, projected.dtype
@@ -163,7 +163,7 @@ class DeltaNetSublayer(Sublayer):
 def _norm_and_gate(
     read: torch.Tensor, z: torch.Tensor, norm: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """RMSNorm of each head's output, fp32 [S, heads, size], then the gate z [S, heads * size]: [S,
-    heads * size]."""
+    """RMSNorm of each head's output `read`, fp32 [S, heads, size], times the gate of z [S, heads *
+    size]: [S, heads * size]."""
     inverse = (read.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (read * inverse * norm * silu(z.float()).view(read.shape)).flatten(1)

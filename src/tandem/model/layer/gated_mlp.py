@@ -1,4 +1,5 @@
-"""An MLP whose output is multiplied by a sigmoid of each token: Qwen3.5's shared expert."""
+"""An MLP whose output is multiplied by a sigmoid that each token computes: Qwen3.5's shared
+expert."""
 
 from typing import Any
 
@@ -24,15 +25,15 @@ class GatedMlp(MlpSublayer):
     def add_mlp(
         self, x: torch.Tensor, normalised: torch.Tensor, _level: SaveLevel | None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Like `MlpSublayer.add_mlp`. Nothing can be saved, because the backward pass needs the
-        output too."""
+        """Like `MlpSublayer.add_mlp`. No tensors are saved, because the backward pass also needs
+        the output."""
         output, _tensors = super().add_mlp(torch.zeros_like(x), normalised, None)
         return torch.addcmul(x, output, self._gates(normalised).to(x.dtype)), {}
 
     def input_gradient(
         self, gradient: torch.Tensor, normalised: torch.Tensor, _saved: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        """As `MlpSublayer`."""
+        """Like `MlpSublayer.input_gradient`."""
         output, tensors = super().add_mlp(torch.zeros_like(gradient), normalised, SaveLevel.ALL)
         gates = self._gates(normalised)
         grad_logits = self._logits_gradient(gradient, output, gates)
@@ -46,10 +47,11 @@ class GatedMlp(MlpSublayer):
     def _logits_gradient(
         gradient: torch.Tensor, output: torch.Tensor, gates: torch.Tensor
     ) -> torch.Tensor:
-        """The gradient of the logits, fp32 [S, 1], from the gradient of what `add_mlp` returned;
-        `output`: before the gate."""
+        """The gradient of the gate's logits, fp32 [S, 1], from the gradient of `add_mlp`'s output;
+        `output`: the output before it is multiplied by the gate."""
         return (gradient.float() * output).sum(-1, keepdim=True) * gates * (1 - gates)
 
     def _gates(self, normalised: torch.Tensor) -> torch.Tensor:
-        """The gates, fp32 [S, 1]; their logits have the activations' dtype, as in transformers."""
+        """The gates, fp32 [S, 1]. The gates' logits are computed in the activations' dtype, as in
+        transformers."""
         return linear(normalised, self._gate_weight).float().sigmoid()

@@ -1,5 +1,5 @@
-"""Changes that some families make to the rows of queries, keys and values before the kernels make
-heads of them. The kernels know only the common decoder."""
+"""Changes that some families make to the rows of queries, keys and values before the kernels split
+them into heads. The kernels implement only the common decoder."""
 
 from typing import Protocol
 
@@ -13,21 +13,23 @@ from tandem.model.layer.heads import HeadShape
 
 
 class HeadRows(Protocol):
-    """A change of `rows`, which have the layout of `HeadShape` and the activations' dtype; both
-    methods return such rows."""
+    """A change of `rows`, which have the layout of `HeadShape` and the activations' dtype. Both
+    methods return rows of this form."""
 
     def forward(self, rows: torch.Tensor, tree: TreeParams) -> torch.Tensor:
-        """The rows that become heads."""
+        """The rows that are split into heads. `rows` and the result: [S, groups * (queries + 2) *
+        size]."""
 
     def backward(
         self, gradient: torch.Tensor, rows: torch.Tensor, tree: TreeParams
     ) -> torch.Tensor:
-        """The gradient of `rows`, from the gradient of what `forward` returned; adds the weights'
-        gradients to their buffers."""
+        """The gradient of `rows`, from the gradient of `forward`'s output; adds the weights'
+        gradients to their buffers. `gradient`, `rows` and the result: [S, groups * (queries + 2) *
+        size]."""
 
 
 class GrowingQueries:
-    """Queries times `TreeParams.query_scale` (Ministral 3)."""
+    """Multiplies queries by `TreeParams.query_scale` (Ministral 3)."""
 
     def __init__(self, shape: HeadShape) -> None:
         self._shape = shape
@@ -45,7 +47,7 @@ class GrowingQueries:
 
 
 class NormalisedValues:
-    """Values are normalised without a weight; in layers without v_proj they are the keys (Gemma
+    """Normalises values, without a weight; in layers without v_proj the keys are the values (Gemma
     4)."""
 
     def __init__(self, shape: HeadShape, *, keys_are_values: bool) -> None:
@@ -82,12 +84,13 @@ class NormalisedValues:
 
 
 class WideNorm:
-    """RMSNorm over all queries of a token and over all its keys (OLMo 3), of all ranks together."""
+    """RMSNorm over all queries of a token and over all of its keys (OLMo 3), across ranks."""
 
     def __init__(
         self, shape: HeadShape, q_norm: Parameter, k_norm: Parameter, group: dist.ProcessGroup
     ) -> None:
-        """The weights belong to this rank's features; `group`: the ranks that share the heads."""
+        """`q_norm`, `k_norm`: weights for this rank's features; `group`: the ranks that share the
+        heads."""
         self._shape, self._weights, self._group = shape, (q_norm, k_norm), group
 
     def forward(self, rows: torch.Tensor, _tree: TreeParams) -> torch.Tensor:
@@ -142,5 +145,5 @@ def _normalised(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor
 
 
 def grouped(rows: torch.Tensor, shape: HeadShape) -> torch.Tensor:
-    """[S, groups, queries and key and value, size]."""
+    """The rows as [S, groups, queries + key + value, size]."""
     return rows.view(len(rows), shape.groups, shape.queries + 2, shape.size)

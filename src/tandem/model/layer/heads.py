@@ -19,9 +19,10 @@ class HeadShape:
     eps: float
     q_norm: torch.Tensor | None  # weight [size]; None: heads are not normalised
     k_norm: torch.Tensor | None
-    # RoPE turns only the first dimensions of a head; torch's kernels on every device.
+    # whether RoPE rotates only a head's first dimensions; such heads use torch's kernels on every
+    # device
     partial_rope: bool = False
-    # Heads are multiplied by 1 + weight; the kernels get that sum as the weight.
+    # whether heads are multiplied by 1 + weight; the kernels get this sum as the weight
     offset_norms: bool = False
-    # A gate follows each query in rows that are not split yet (`output_gate.py`).
+    # whether each query is followed by a gate in rows that are not split yet (`output_gate.py`)
     output_gate: bool = False

@@ -1,7 +1,8 @@
-"""The computations between a layer's matrix products, forward and backward: on CUDA one kernel
-each, elsewhere torch's.
+"""The computations between a layer's matrix products, forward and backward: one kernel each on
+CUDA, torch's operations elsewhere.
 
-Both compute in fp32 and round once. Tensors are contiguous unless noted; S is the number of slots.
+Both versions compute in fp32 and round once. Tensors are contiguous unless noted; S is the number
+of slots.
 """
 
 import functools
@@ -12,15 +13,16 @@ from torch.nn.functional import gelu, pad, silu
 
 from tandem.model.layer.heads import Heads, HeadShape
 
-ALPHA, LIMIT = 1.702, 7.0  # of `clamped_swiglu`
+ALPHA, LIMIT = 1.702, 7.0  # constants of `clamped_swiglu`
 
 
 def _one_kernel_on_cuda[**P, T](function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, or for tensors on a GPU the function of the same name in `triton_kernels.py`."""
+    """Decorates `function`: for tensors on a GPU, the function of the same name in
+    `triton_kernels.py` is called instead."""
 
     @functools.cache
     def on_cuda() -> Callable[P, T]:
-        from tandem.model.layer import triton_kernels  # torch for the CPU comes without Triton
+        from tandem.model.layer import triton_kernels  # CPU builds of torch come without Triton
 
         kernel: Callable[P, T] = getattr(triton_kernels, function.__name__)
         return kernel
@@ -47,7 +49,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rms_norm_backward(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, plus: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of x, plus `plus`, the gradient of the residual connection: [S, features]."""
+    """The gradient of x plus `plus`, the gradient of the residual connection: [S, features]."""
     grad_x = _norm_gradient(gradient.float() * weight, *_normalise(x.float(), eps))
     return (plus + grad_x).to(x.dtype)
 
@@ -62,12 +64,12 @@ def norm_weight_gradient(gradient: torch.Tensor, x: torch.Tensor, eps: float) ->
 def split_heads(
     qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor, length: int
 ) -> Heads:
-    """Queries and keys, normalised and rotated, and values of qkv [S, groups * (queries + 2) *
+    """Queries and keys, normalised and rotated, and values, from qkv [S, groups * (queries + 2) *
     size].
 
     cos, sin: [S, size / 2], of RoPE (Su et al., 2021, arXiv:2104.09864); dimension i is paired with
-    i + size / 2. With `partial_rope`, cos has fewer columns, and dimension i is paired with i +
-    that number. Slots from S to `length` become zero.
+    dimension i + size / 2. With `partial_rope`, cos has fewer columns, n, and dimension i is paired
+    with dimension i + n. Slots from S to `length` become zero.
     """
     parts = list(_group_heads(qkv.float(), shape).split([shape.queries, 1, 1], 2))
     for index, weight in enumerate((shape.q_norm, shape.k_norm)):
@@ -84,7 +86,8 @@ def split_heads(
 def split_heads_backward(
     gradients: Heads, qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of `qkv`. `gradients` may have any strides between slots and heads."""
+    """The gradient of `qkv`. `gradients` may have any strides between slots and heads. The result
+    has the shape of `qkv`, [S, groups * (queries + 2) * size]."""
     inputs = _group_heads(qkv.float(), shape).split([shape.queries, 1, 1], 2)
     parts = [
         gradient[: len(qkv)].float().unflatten(1, (shape.groups, -1)) for gradient in gradients
@@ -125,8 +128,8 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(The gradient of `gate_up`, `swiglu(gate_up)`). On CUDA the gradient is written over
-    `gate_up`."""
+    """(The gradient of `gate_up`, `swiglu(gate_up)`). On CUDA, the gradient overwrites `gate_up`.
+    `gradient`: [S, features]; `gate_up`: [S, 2 * features]."""
     gate, up = gate_up.float().chunk(2, -1)
     sigmoid, gradient = gate.sigmoid(), gradient.float()
     activated = gate * sigmoid
@@ -136,7 +139,8 @@ def swiglu_backward(
 
 
 def geglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """`swiglu` with the tanh form of GELU (Hendrycks and Gimpel, 2016, arXiv:1606.08415)."""
+    """`swiglu` with the tanh form of GELU (Hendrycks and Gimpel, 2016, arXiv:1606.08415). `gate_up`
+    [S, 2 * features] -> [S, features]."""
     gate, up = gate_up.float().chunk(2, -1)
     return (gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
@@ -144,7 +148,8 @@ def geglu(gate_up: torch.Tensor) -> torch.Tensor:
 def geglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(The gradient of `gate_up`, `geglu(gate_up)`)."""
+    """(The gradient of `gate_up`, `geglu(gate_up)`). `gradient`: [S, features]; `gate_up`: [S, 2 *
+    features]."""
     gate, up = gate_up.float().chunk(2, -1)
     activated, gradient = gelu(gate, approximate="tanh"), gradient.float()
     grad_gate = torch.ops.aten.gelu_backward(gradient * up, gate, approximate="tanh")
@@ -162,8 +167,9 @@ def expert_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
 def expert_swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(The gradient of `gate_up`, on CUDA written over it; `expert_swiglu(gate_up, probs)`; the
-    gradient of `probs`)."""
+    """(The gradient of `gate_up`, which on CUDA overwrites `gate_up`; `expert_swiglu(gate_up,
+    probs)`; the gradient of `probs`). `gradient`: [N, features]; `gate_up`: [N, 2 * features];
+    `probs`: fp32 [N]."""
     grad_gate_up, activated = swiglu_backward(gradient * probs[:, None], gate_up.float())
     return (
         grad_gate_up.to(gate_up.dtype),
@@ -180,7 +186,8 @@ def expert_geglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
 def expert_geglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(The gradient of `gate_up`; `expert_geglu(gate_up, probs)`; the gradient of `probs`)."""
+    """(The gradient of `gate_up`; `expert_geglu(gate_up, probs)`; the gradient of `probs`).
+    `gradient`: [N, features]; `gate_up`: [N, 2 * features]; `probs`: fp32 [N]."""
     grad_gate_up, activated = geglu_backward(gradient * probs[:, None], gate_up.float())
     return (
         grad_gate_up.to(gate_up.dtype),
@@ -190,8 +197,8 @@ def expert_geglu_backward(
 
 
 def clamped_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """GPT-OSS' (min(up, 7) + 1) * gate * sigmoid(1.702 * gate) times each
-    assignment's probability, fp32 [N]: [N, features]. gate is at most 7, up from -7 to 7
+    """GPT-OSS's (min(up, 7) + 1) * gate * sigmoid(1.702 * gate), times each assignment's
+    probability, fp32 [N]: [N, features]. gate is clamped to at most 7, and up to -7 ... 7
     (`GptOssExperts` in transformers)."""
     gate, up = _clamp(gate_up)
     return (gate * torch.sigmoid(ALPHA * gate) * (up + 1) * probs[:, None]).to(gate_up.dtype)
@@ -200,7 +207,8 @@ def clamped_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
 def clamped_swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(The gradient of `gate_up`; `clamped_swiglu(gate_up, probs)`; the gradient of `probs`)."""
+    """(The gradient of `gate_up`; `clamped_swiglu(gate_up, probs)`; the gradient of `probs`).
+    `gradient`: [N, features]; `gate_up`: [N, 2 * features]; `probs`: fp32 [N]."""
     gate, up = _clamp(gate_up)
     sigmoid, gradient = torch.sigmoid(ALPHA * gate), gradient.float()
     glu = gate * sigmoid
@@ -222,11 +230,11 @@ def clamped_swiglu_backward(
 def sum_assignments(
     values: torch.Tensor, assignments: torch.Tensor, plus: torch.Tensor
 ) -> torch.Tensor:
-    """Each token's sum of its assignments' values, plus `plus` [S, features].
+    """For each token, the sum of its assignments' values, plus `plus` [S, features].
 
     Args:
-        values: [N, features], a row for each assignment of a token to an expert.
-        assignments: int64 [S, k], each token's assignments.
+        values: [N, features], one row per assignment of a token to an expert.
+        assignments: int64 [S, k], the indices of each token's assignments.
     """
     return (plus.float() + values[assignments].float().sum(1)).to(plus.dtype)
 

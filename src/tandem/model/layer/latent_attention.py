@@ -1,9 +1,9 @@
 """The sublayer of multi-head latent attention (`Arch.mla`).
 
-Latents are expanded to a key and a value for each head, so attention over trees is the same as in
-the other families; values have their own width. Tensor-parallel ranks each have a part of the
-heads, and the latents of their part of the tokens. These families are mixtures, which need sequence
-parallelism with tensor parallelism.
+Latents are expanded to a key and a value per head, so attention over trees is the same as in other
+families, except that values have their own width. Each tensor-parallel rank has a part of the
+heads, and the latents of its part of the tokens. These families are mixtures of experts, for which
+tensor parallelism requires sequence parallelism.
 """
 
 from dataclasses import dataclass
@@ -23,19 +23,19 @@ from tandem.model.lora import LoraLinear
 
 @dataclass(frozen=True)
 class LatentLinears:
-    """The layers that make heads of a hidden state: `down` makes the latents, the others make heads
-    of the latents."""
+    """The layers that turn a hidden state into heads: `down` computes the latents, the others
+    compute heads from the latents."""
 
     down: LoraLinear
-    q_up: LoraLinear  # without a latent of queries: of the hidden state
+    q_up: LoraLinear  # if there is no latent of queries, its input is the hidden state
     kv_up: LoraLinear
     q_norm: Any
     kv_norm: Any
 
 
 class LatentAttentionSublayer(AttentionSublayer):
-    """`x + W_o attention(heads(W_q_up norm(c_q), W_kv_up norm(c_kv), k))`; `W_down norm(x)` is c_q,
-    c_kv and the key features k of all heads."""
+    """`x + W_o attention(heads(W_q_up norm(c_q), W_kv_up norm(c_kv), k))`. `W_down norm(x)` is the
+    concatenation of c_q, c_kv and the key features k that all heads share."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class LatentAttentionSublayer(AttentionSublayer):
     def _heads(
         self, normalised: torch.Tensor, tree: TreeParams
     ) -> tuple[torch.Tensor, torch.Tensor | None, Heads]:
-        """The latents as one tensor, A x of their adapters, and the heads."""
+        """The latents as one tensor, A x of the latents' adapters, and the heads."""
         linears = self._linears
         latents, inner = linears.down(normalised)
         q_in, kv_in, shared = self._inputs(latents, normalised)
@@ -78,7 +78,7 @@ class LatentAttentionSublayer(AttentionSublayer):
         tree: TreeParams,
     ) -> torch.Tensor:
         """Like `AttentionSublayer._heads_backward`; `qkv`: the latents. A x of the layers after the
-        latents is computed again."""
+        latents is recomputed."""
         linears, mla = self._linears, self._mla
         slots = len(tree.rotation[0])
         grad_queries, grad_keys_values, grad_shared = make_heads_backward(
@@ -89,7 +89,7 @@ class LatentAttentionSublayer(AttentionSublayer):
         q_in, kv_in, _shared = self._inputs(qkv, normalised)
         grad_q_in = _linear_backward(linears.q_up, grad_queries.flatten(1), q_in)
         grad_kv_in = _linear_backward(linears.kv_up, grad_keys_values.flatten(1), kv_in)
-        # Each rank has the part that its heads use.
+        # Each rank has the gradient from its own heads.
         grad_shared = parallel.scatter_sum(grad_shared, linears.kv_up.group)
         *q_latent, kv_latent, _shared = self._split_latents(qkv)
         grads = [
@@ -105,8 +105,8 @@ class LatentAttentionSublayer(AttentionSublayer):
         return grad_normalised if q_latent else grad_normalised + grad_q_in
 
     def _split_latents(self, latents: torch.Tensor) -> list[torch.Tensor]:
-        """The latent of queries, if there is one; the latent of keys and values; the keys' shared
-        features."""
+        """The parts of the latents: the queries' latent, if there is one; the latent of keys and
+        values; the key features that all heads share."""
         mla = self._mla
         sizes = [mla.kv_rank, mla.rope_size]
         if mla.q_rank is not None:
@@ -116,7 +116,7 @@ class LatentAttentionSublayer(AttentionSublayer):
     def _inputs(
         self, latents: torch.Tensor, normalised: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The inputs of `q_up` and `kv_up`, and the keys' shared features."""
+        """The inputs of `q_up` and `kv_up`, and the key features that all heads share."""
         *q_latent, kv_latent, shared = self._split_latents(latents)
         q_in = normalise(self._linears.q_norm, q_latent[0]) if q_latent else normalised
         return q_in, normalise(self._linears.kv_norm, kv_latent), shared
@@ -129,9 +129,9 @@ def make_heads(
     sin: torch.Tensor,
     length: int,
 ) -> Heads:
-    """Heads of queries [S, heads, nope + rope], keys' own features with values [S, heads, nope +
-    value], and the keys' shared features [S, rope]. cos, sin: [S, rope / 2]. Slots from S to
-    `length` become zero."""
+    """Three tensors: query heads [S, heads, nope + rope], keys' own features with values [S, heads,
+    nope + value], and the key features that all heads share [S, rope]. cos, sin: [S, rope / 2].
+    Slots from S to `length` become zero."""
     queries, keys_values, shared = parts
     own, values = keys_values.split([mla.nope_size, mla.value_size], 2)
     fixed, turned = queries.split([mla.nope_size, mla.rope_size], 2)
@@ -147,7 +147,8 @@ def make_heads(
 def make_heads_backward(
     gradients: Heads, mla: LatentAttention, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of `parts`; the shared features' gradient is fp32."""
+    """The gradients of `parts`; the gradient of the shared features is fp32. The shapes are those
+    of `make_heads`."""
     grad_queries, grad_keys, grad_values = gradients
     fixed, turned = grad_queries.split([mla.nope_size, mla.rope_size], 2)
     own, shared = grad_keys.split([mla.nope_size, mla.rope_size], 2)
@@ -159,8 +160,8 @@ def make_heads_backward(
 
 
 def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE of [S, heads, size] on pairs of neighbours. The pairs' first features come before their
-    second ones afterwards, in queries and keys alike."""
+    """RoPE of [S, heads, size] on pairs of adjacent features. In the result, the first features of
+    all pairs come before the second ones, for queries and keys alike."""
     first, second = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos.float()[:, None], sin.float()[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(heads.dtype)
@@ -169,7 +170,7 @@ def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 def rotate_pairs_backward(
     gradient: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of `rotate_pairs`' first argument."""
+    """The gradient of `rotate_pairs`' first argument. `gradient`: [S, heads, size]."""
     first, second = gradient.float().chunk(2, -1)
     cos, sin = cos.float()[:, None], sin.float()[:, None]
     pairs = torch.stack((first * cos + second * sin, second * cos - first * sin), -1)

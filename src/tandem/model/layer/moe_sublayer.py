@@ -1,15 +1,16 @@
-"""The sublayer of a decoder layer that is a mixture of experts; see `sublayers.py`.
+"""The sublayer of a mixture of experts in a decoder layer; see `sublayers.py`.
 
-An assignment is one token at one of its experts. Assignments are ordered by expert.
+An assignment is a token together with one of its experts. Assignments are ordered by expert.
 
-Megatron's token dispatcher sums each token's experts with atomics, so on CUDA the last bits would
-differ between two runs. Here every sum has a fixed order.
+Megatron's token dispatcher sums each token's experts with atomic operations, so on CUDA the last
+bits would differ between two runs. Here every sum has a fixed order.
 
 The ranks that the experts are cut over (EP, ETP) gather their tokens and their routers' choices.
-Each rank computes its own experts' assignments of all tokens, and sends each token's sum to the
-token's rank. With k experts per token that is less traffic than sending each token to each expert's
-rank, as long as there are at most k such ranks. Without expert parallelism the host never waits for
-the device. With it, the host waits for one number: how many assignments this rank has.
+Each rank computes its own experts' assignments for all tokens, and sends each token's sum to the
+token's rank. With k experts per token and at most k such ranks, this is less traffic than sending
+each token to the rank of each of its experts. Without expert parallelism the host never waits for
+the device. With expert parallelism, the host waits for one number: how many assignments this rank
+has.
 """
 
 from dataclasses import dataclass
@@ -31,16 +32,17 @@ from tandem.model.layer.sublayers import MlpSublayer, Saved, SaveLevel, Sublayer
 class Routing:
     """The assignments of tokens to experts."""
 
-    probs: torch.Tensor  # fp32 [S, k], of each token's experts
+    probs: torch.Tensor  # fp32 [S, k]: the probabilities of each token's experts
     experts: torch.Tensor  # int64 [S, k]
-    # fp32 [S, experts], unscaled; None: `probs` are a softmax over the chosen.
+    # fp32 [S, experts], unscaled; None: `probs` are a softmax over the chosen experts.
     all_probs: torch.Tensor | None
-    # The next fields describe the N assignments to this rank's experts, of the tokens of all ranks
-    # that the experts are cut over. For a rank alone N is S * k.
-    token: torch.Tensor  # int64 [N], each assignment's
-    assignment: torch.Tensor  # int64 [all S, k], each token's; N: another rank has it
-    assignment_probs: torch.Tensor  # fp32 [N], each assignment's of `probs`
-    # int32 [experts of this rank], one past each expert's last assignment.
+    # The next fields describe the N assignments to this rank's experts, for the tokens of all ranks
+    # that the experts are cut over. For a single rank, N is S * k.
+    token: torch.Tensor  # int64 [N]: the token of each assignment
+    # int64 [all S, k]: the assignments of each token; N if another rank has the assignment
+    assignment: torch.Tensor
+    assignment_probs: torch.Tensor  # fp32 [N]: the entry of `probs` for each assignment
+    # int32 [experts of this rank]: one past each expert's last assignment.
     ends: torch.Tensor
 
 
@@ -58,13 +60,12 @@ class MoeSublayer(Sublayer):
         layer: int,
         shared: MlpSublayer | None = None,
     ) -> None:
-        """The logits of a softmax router have the activations' dtype, and the softmax is fp32. A
-        sigmoid router's logits are fp32 too, with `correction_bias` [experts]; as in transformers
-        and vLLM.
+        """A softmax router has logits in the activations' dtype and a softmax in fp32. A sigmoid
+        router has fp32 logits and a `correction_bias` [experts]; both as in transformers and vLLM.
 
         Args:
-            router: has the weight [experts, hidden].
-            layer: its number, from 0.
+            router: a module with the weight [experts, hidden].
+            layer: the layer's number, from 0.
         """
         super().__init__(norm)
         self._module, self._gate_up, self._down, self._shape, self._layer = (
@@ -97,7 +98,7 @@ class MoeSublayer(Sublayer):
     def forward(
         self, x: torch.Tensor, tree: TreeParams, level: SaveLevel | None
     ) -> tuple[torch.Tensor, Saved]:
-        """x [S, hidden] -> the same shape.
+        """x [S, hidden] -> output of the same shape.
 
         Args:
             level: None if there is no backward pass.
@@ -106,7 +107,8 @@ class MoeSublayer(Sublayer):
         routing = self._route(normalised, tree.slot_experts)
         y, tensors = self._add_experts(x, normalised, routing, level)
         saved = Saved(x if level is not None and level >= SaveLevel.ATTENTION else None, tensors)
-        # gate and up of the shared MLP are not saved: the experts' are far larger
+        # gate and up of the shared MLP are not saved, because those of the experts are far larger
+        # anyway
         if self._shared is not None:
             y, shared_saved = self._shared.add_mlp(y, normalised, SaveLevel.INPUT)
             saved.tensors |= entry("shared_inner", shared_saved.get("down_inner"))
@@ -118,7 +120,7 @@ class MoeSublayer(Sublayer):
         """x plus the sums of the experts' outputs; and the tensors to save."""
         tokens = parallel.gather(normalised, self._group)
         gate_up, inner = self._gate_up_products(tokens[routing.token], routing.ends)
-        # Down is linear, so probabilities may be multiplied before it, where there are fewer
+        # Down is linear, so the probabilities are multiplied before it, where there are fewer
         # features.
         scaled = self._activate(gate_up, routing.assignment_probs)
         output, down_inner = self._down(scaled, routing.ends)
@@ -131,7 +133,7 @@ class MoeSublayer(Sublayer):
 
     def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
         """The gradient of x, from the gradient of the output; adds the parameters' gradients to
-        their buffers. Uses up `saved`."""
+        their buffers. Consumes `saved`. Both gradients are [S, hidden]."""
         x = saved.x
         assert x is not None
         normalised = self._normalise(x)
@@ -158,9 +160,9 @@ class MoeSublayer(Sublayer):
         routing: Routing,
         saved: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of each assignment's input and, fp32 [S, k], of `routing.probs`, from the
-        gradient of what `_add_experts` returned; adds the parameters' gradients to their buffers.
-        Uses up `saved`."""
+        """Two gradients, from the gradient of `_add_experts`' output: that of each assignment's
+        input, and that of `routing.probs`, fp32 [S, k]. Adds the parameters' gradients to their
+        buffers. Consumes `saved`."""
         ends, inputs = routing.ends, parallel.gather(normalised, self._group)[routing.token]
         if "gate_up" in saved:
             gate_up, inner = saved.pop("gate_up"), saved.pop("inner", None)
@@ -191,8 +193,8 @@ class MoeSublayer(Sublayer):
         return output if bias is None else output.add_(bias), inner
 
     def _route(self, normalised: torch.Tensor, slot_experts: torch.Tensor | None) -> Routing:
-        """The routing by given experts, `RowTensors.slot_experts`. Their probabilities are the
-        router's, so they have gradients."""
+        """The routing of tokens. `slot_experts` (`RowTensors.slot_experts`) overrides the router's
+        choice. The probabilities come from the router in either case, so they have gradients."""
         k, experts = self._shape.experts_per_token, self._shape.num_experts
         all_probs = None
         if self._shape.router == "sigmoid":
@@ -247,18 +249,19 @@ class MoeSublayer(Sublayer):
     def _sum_per_token(
         self, values: torch.Tensor, routing: Routing, plus: torch.Tensor
     ) -> torch.Tensor:
-        """For each of this rank's tokens, the sum of its assignments' values on all ranks, plus
+        """For each of this rank's tokens, the sum of its assignments' values over all ranks, plus
         `plus` [S, features]."""
         if self._group.size() == 1:
             return kernels.sum_assignments(values, routing.assignment, plus)
-        values = pad(values, (0, 0, 0, 1))  # padding for the assignments that other ranks have
+        # a row of zeros for the assignments that other ranks have
+        values = pad(values, (0, 0, 0, 1))
         shape = len(routing.assignment), values.shape[1]
         partial = kernels.sum_assignments(values, routing.assignment, values.new_zeros(shape))
         return plus + parallel.scatter_sum(partial, self._group)
 
     def _best_of_groups(self, scores: torch.Tensor) -> torch.Tensor:
-        """The experts of each token [S, k]. A group is rated by its two best experts, all with
-        their biases."""
+        """The experts chosen for each token [S, k]. A group's score is the sum of its two best
+        experts' scores; all scores include the experts' biases."""
         choice = scores + self._module.correction_bias
         groups = choice.unflatten(-1, (self._shape.groups, -1))
         best = groups.topk(2).values.sum(-1).topk(self._shape.groups_per_token).indices

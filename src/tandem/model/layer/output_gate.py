@@ -1,7 +1,7 @@
-"""The gate of an attention's output (Qwen3.5): q_proj has, for each head, its query and then its
-gate.
+"""The gate of an attention's output (Qwen3.5): q_proj's rows contain, for each head, its query and
+then its gate.
 
-The other kernels know only queries, keys and values, so gates are taken out of Megatron's fused
+The other kernels handle only queries, keys and values, so gates are taken out of Megatron's fused
 rows and put back.
 """
 
@@ -11,7 +11,8 @@ from tandem.model.layer.heads import HeadShape
 
 
 def take_gates(fused: torch.Tensor, shape: HeadShape) -> tuple[torch.Tensor, torch.Tensor]:
-    """The parts of a `fused` row: q, k and v in the layout of `HeadShape`, and the gates [S, heads
+    """The parts of the rows `fused`: q, k and v in the layout of `HeadShape`, and the gates [S,
+    heads
     * size]."""
     pairs, keys_values = _grouped(fused, shape).split([2 * shape.queries, 2], 2)
     queries, gates = pairs.unflatten(2, (-1, 2)).unbind(3)
@@ -19,7 +20,8 @@ def take_gates(fused: torch.Tensor, shape: HeadShape) -> tuple[torch.Tensor, tor
 
 
 def join_gates(qkv: torch.Tensor, gates: torch.Tensor, shape: HeadShape) -> torch.Tensor:
-    """Undo `take_gates`."""
+    """The inverse of `take_gates`. `qkv`: [S, groups * (queries + 2) * size]; `gates`: [S, heads *
+    size]."""
     grouped = qkv.view(len(qkv), shape.groups, shape.queries + 2, shape.size)
     queries, keys_values = grouped.split([shape.queries, 2], 2)
     pairs = torch.stack([queries, gates.view(queries.shape)], 3).flatten(2, 3)
@@ -34,7 +36,7 @@ def gated(output: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
 def gated_backward(
     gradient: torch.Tensor, output: torch.Tensor, gates: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of `output` and of `gates`."""
+    """The gradients of `output` and of `gates`. All tensors are [S, heads * size]."""
     sigmoid, gradient = gates.float().sigmoid(), gradient.float()
     grad_gates = gradient * output.float() * sigmoid * (1 - sigmoid)
     return (gradient * sigmoid).to(output.dtype), grad_gates.to(gates.dtype)

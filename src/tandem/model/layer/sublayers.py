@@ -1,9 +1,9 @@
 """The sublayers of a decoder layer, each with its residual connection: attention, and a dense MLP
-(or `moe_sublayer.py`).
+(mixtures: `moe_sublayer.py`).
 
-Each computes its own backward pass, from the tensors that its forward pass saved. So `SaveLevel`
-and not autograd decides what is saved. Tensors that were not saved are computed again, to the same
-bits.
+Each sublayer computes its own backward pass from the tensors that its forward pass saved. So
+`SaveLevel`, and not autograd, decides what is saved. Tensors that were not saved are recomputed, to
+the same bits.
 """
 
 from collections.abc import Iterator
@@ -28,18 +28,18 @@ from tandem.model.lora import LoraLinear
 
 
 class SaveLevel(IntEnum):
-    """How much a layer saves for its backward pass, from little to much. Each level saves the
-    tensors of the lower levels too."""
+    """How many tensors a layer saves for its backward pass, in ascending order. Each level saves
+    the tensors of the lower levels too."""
 
     INPUT = 0  # the layer's input and the attention's output
-    ATTENTION = 1  # the MLP's input, and what the attention sublayer computes
+    ATTENTION = 1  # also the MLP's input, and the attention sublayer's intermediate tensors
     ALL = 2  # gate and up
 
 
 @dataclass
 class Saved:
-    """A sublayer's input, and by name the tensors that its forward pass saves for its backward
-    pass."""
+    """A sublayer's input, and the tensors that its forward pass saves for its backward pass, by
+    name."""
 
     x: torch.Tensor | None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -47,10 +47,12 @@ class Saved:
 
 
 class Sublayer:
-    """The common part of all sublayers: they normalise their input, and add it to their output."""
+    """The base class of all sublayers: a sublayer normalises its input, and adds its output to the
+    input."""
 
     def __init__(self, norm: Any, post_norm: Any = None) -> None:
-        """`norm`: of the input, or None; `post_norm`: of the output before it is added, or None."""
+        """`norm`: the norm of the input, or None; `post_norm`: the norm of the output before it is
+        added, or None."""
         self._norm, self._post_norm = norm, post_norm
 
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,8 +61,8 @@ class Sublayer:
     def _add_output(
         self, linear: LoraLinear, features: torch.Tensor, x: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
-        """x plus the output of the sublayer's last linear layer on `features`; and that layer's A
-        x."""
+        """x plus the output of the sublayer's last linear layer for `features`; and A x of that
+        layer's adapter."""
         if self._post_norm is None:
             return linear(features, x)
         output, inner = linear(features)
@@ -69,8 +71,8 @@ class Sublayer:
     def _post_norm_backward(
         self, gradient: torch.Tensor, linear: LoraLinear, features: torch.Tensor
     ) -> torch.Tensor:
-        """The gradient of the last linear layer's output, from the gradient of `_add_output`; the
-        output is computed again if needed."""
+        """The gradient of the last linear layer's output, from the gradient of `_add_output`'s
+        result. The output is recomputed if needed."""
         if self._post_norm is None:
             return gradient
         output, _inner = linear(features)
@@ -79,8 +81,8 @@ class Sublayer:
     def _input_gradient(
         self, grad_normalised: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor
     ) -> torch.Tensor:
-        """`gradient`: the sublayer's output's. It is also the gradient of the input that was added
-        to the output."""
+        """`gradient`: the gradient of the sublayer's output. The gradient is also that of the input
+        on the residual connection."""
         if self._norm is None:
             return grad_normalised + gradient
         return norm_backward(self._norm, grad_normalised, x, gradient)
@@ -103,9 +105,9 @@ class AttentionSublayer(Sublayer):
         rows: HeadRows | None = None,
         rope: bool = True,
     ) -> None:
-        """`windowed`: attention is limited to the row's sliding window. `scale`: see
-        `Arch.attention_scale`. `sinks`: frozen [heads], see `Arch.sinks`. `rows`: a change of
-        queries, keys and values before they become heads."""
+        """`windowed`: whether attention is limited to the sliding window. `scale`: see
+        `Arch.attention_scale`. `sinks`: frozen, [heads]; see `Arch.sinks`. `rows`: a family's
+        change of queries, keys and values before they are split into heads."""
         super().__init__(norm, post_norm)
         self._windowed, self._sinks, self._rows, self._rope = windowed, sinks, rows, rope
         self._qkv, self._proj, self._shape = qkv, proj, shape
@@ -114,7 +116,7 @@ class AttentionSublayer(Sublayer):
     def forward(
         self, x: torch.Tensor, tree: TreeParams, level: SaveLevel | None
     ) -> tuple[torch.Tensor, Saved]:
-        """x [S, hidden] -> the same shape. `level`: None if there is no backward pass."""
+        """x [S, hidden] -> output of the same shape. `level`: None if there is no backward pass."""
         saved, tree = Saved(x), self._layer_tree(tree)
         qkv, inner, heads = self._heads(self._normalise(x), tree)
         if level is None:
@@ -136,14 +138,14 @@ class AttentionSublayer(Sublayer):
         return y, saved
 
     def recompute_output(self, saved: Saved) -> torch.Tensor:
-        """The output that `forward` returned."""
+        """The output that `forward` returned, computed again."""
         assert saved.x is not None
         features = self._features(saved.tensors["output"], saved.x, saved)
         return self._add_output(self._proj, features, saved.x)[0]
 
     def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
         """The gradient of x, from the gradient of the output; adds the parameters' gradients to
-        their buffers. Uses up `saved`."""
+        their buffers. Consumes `saved`. Both gradients are [S, hidden]."""
         x, graph, output, tree = (
             saved.x,
             saved.graph,
@@ -189,8 +191,8 @@ class AttentionSublayer(Sublayer):
         inner: torch.Tensor | None,
         tree: TreeParams,
     ) -> torch.Tensor:
-        """The backward pass of `_heads`, down to the gradient of `normalised`. `qkv`: without
-        gates."""
+        """The backward pass of `_heads`, down to the gradient of `normalised`. `qkv`: the fused
+        rows without gates."""
         shape = self._head_shape()
         grad_qkv = self._split_backward(grad_heads, qkv, tree)
         if grad_gates is not None:
@@ -200,7 +202,8 @@ class AttentionSublayer(Sublayer):
         return grad_normalised
 
     def _layer_tree(self, tree: TreeParams) -> TreeParams:
-        """The row's parameters for this layer: with or without the window, with or without RoPE."""
+        """The row's parameters for this layer: with or without the window, and with or without
+        RoPE."""
         chosen = tree.windowed if self._windowed else tree if self._rope else tree.unrotated
         assert chosen is not None
         return chosen
@@ -218,16 +221,16 @@ class AttentionSublayer(Sublayer):
     def _heads(
         self, normalised: torch.Tensor, tree: TreeParams
     ) -> tuple[torch.Tensor, torch.Tensor | None, Heads]:
-        """q, k and v as one tensor, A x of their adapters, and q, k and v in the form that the
-        attention takes."""
+        """q, k and v as one tensor, A x of their adapters, and q, k and v as heads for the
+        attention."""
         qkv, inner = self._qkv(normalised)
         return qkv, inner, self._split(qkv, tree)
 
     def _features(
         self, output: torch.Tensor, x: torch.Tensor, saved: Saved, qkv: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The input of `_proj`: the attention's output times its gates, which are in `qkv`, or
-        saved."""
+        """The input of `_proj`: the attention's output times its gates, which are either in `qkv`
+        or saved."""
         features = _flatten(output.detach(), self._slots(x))
         if not self._shape.output_gate:
             return features
@@ -248,8 +251,8 @@ class AttentionSublayer(Sublayer):
     def _split_backward(
         self, grad_heads: Heads, rows: torch.Tensor, tree: TreeParams
     ) -> torch.Tensor:
-        """The gradient of `rows`, which have no gates, from the gradients of `_split`'s heads; adds
-        the norms' gradients to their buffers."""
+        """The gradient of `rows` (without gates), from the gradients of the heads that `_split`
+        returned; adds the norms' gradients to their buffers."""
         shape, qkv = self._head_shape(), rows
         if self._rows is not None:
             qkv = self._rows.forward(rows, tree)
@@ -285,14 +288,14 @@ class MlpSublayer(Sublayer):
     def forward(
         self, x: torch.Tensor, _tree: TreeParams, level: SaveLevel | None
     ) -> tuple[torch.Tensor, Saved]:
-        """x [S, hidden] -> the same shape. `level`: None if there is no backward pass."""
+        """x [S, hidden] -> output of the same shape. `level`: None if there is no backward pass."""
         y, tensors = self.add_mlp(x, self._normalise(x), level)
         return y, Saved(x if level is not None and level >= SaveLevel.ATTENTION else None, tensors)
 
     def add_mlp(
         self, x: torch.Tensor, normalised: torch.Tensor, level: SaveLevel | None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """x plus the MLP of `normalised`, both [S, hidden]; and the tensors to save."""
+        """x plus the MLP's output for `normalised`, both [S, hidden]; and the tensors to save."""
         gate_up, inner = self._gate_up(normalised)
         y, down_inner = self._add_output(self._down, self._activate(gate_up), x)
         tensors = entry("down_inner", down_inner)
@@ -302,7 +305,7 @@ class MlpSublayer(Sublayer):
 
     def backward(self, gradient: torch.Tensor, saved: Saved, _tree: TreeParams) -> torch.Tensor:
         """The gradient of x, from the gradient of the output; adds the parameters' gradients to
-        their buffers. Uses up `saved`."""
+        their buffers. Consumes `saved`. Both gradients are [S, hidden]."""
         assert saved.x is not None
         grad_normalised = self.input_gradient(gradient, self._normalise(saved.x), saved.tensors)
         return self._input_gradient(grad_normalised, saved.x, gradient)
@@ -310,9 +313,9 @@ class MlpSublayer(Sublayer):
     def input_gradient(
         self, gradient: torch.Tensor, normalised: torch.Tensor, saved: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        """The gradient of `normalised`, from the gradient of what `add_mlp` returned; adds the
-        parameters' gradients to their buffers. Uses up `saved`, the tensors that this forward pass
-        saved."""
+        """The gradient of `normalised`, from the gradient of `add_mlp`'s output; adds the
+        parameters' gradients to their buffers. Consumes `saved`, the tensors that `add_mlp`
+        returned. Both gradients are [S, hidden]."""
         if "gate_up" in saved:
             gate_up, inner = saved.pop("gate_up"), saved.pop("inner", None)
         else:
@@ -332,12 +335,13 @@ class MlpSublayer(Sublayer):
 
 
 class _HeadsGraph:
-    """Autograd's graph of the attention alone, from queries, keys and values to its output."""
+    """Autograd's graph of the attention alone, from queries, keys and values to the attention's
+    output."""
 
     @contextmanager
     def record(self, heads: Heads, *, forget: bool) -> Iterator[Heads]:
-        """Records the graph within the block, for tensors equal to `heads`. `forget`: the graph
-        does not keep these tensors, so `restore` must be called before `gradients`."""
+        """Records the graph of the block, for tensors equal to `heads`. `forget`: the graph does
+        not store these tensors, so `restore` must be called before `gradients`."""
         place = {tensor.data_ptr(): index for index, tensor in enumerate(heads)}
         self._heads: Heads | None = None
 
@@ -356,7 +360,7 @@ class _HeadsGraph:
 
         with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
             graph_heads = _Enter.apply(torch.empty((), requires_grad=True), *heads)
-            # An edge does not keep its tensor.
+            # An edge does not keep its tensor alive.
             self._edges = [get_gradient_edge(tensor) for tensor in graph_heads]
             yield graph_heads
 
@@ -365,14 +369,15 @@ class _HeadsGraph:
 
     def gradients(self, output: torch.Tensor, gradient: torch.Tensor) -> Heads:
         """The gradients of queries, keys and values, from the gradient of the attention's output.
-        Uses up the graph."""
+        Consumes the graph."""
         q, k, v = torch.autograd.grad(output, self._edges, gradient)
         self._heads = None
         return q, k, v
 
 
 class _Enter(torch.autograd.Function):
-    """Puts tensors into a graph without making them leaves, which the graph would keep."""
+    """Puts tensors into a graph without making them leaves, because the graph would keep leaves
+    alive."""
 
     @staticmethod
     def forward(_ctx: Any, _leaf: torch.Tensor, *heads: torch.Tensor) -> Any:

@@ -1,7 +1,7 @@
-"""The functions of `kernels.py` on a GPU, each as one kernel.
+"""The functions of `kernels.py` on a GPU, as one kernel each.
 
-Every program computes whole rows, so no sum depends on how the work is divided: results are the
-same bits each time.
+Each Triton program computes whole rows, so no sum depends on how the work is divided, and results
+always have the same bits.
 """
 
 from typing import Any
@@ -347,7 +347,7 @@ def sum_assignments(
 def quantise_rows(
     rows: torch.Tensor, dtype: torch.dtype, largest: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row divided by a scale of its own, so that its largest value is `largest`; and the
+    """Each row divided by its own scale, so that the row's largest value is `largest`; and the
     scales, fp32 [n, 1]."""
     out, scales = (
         torch.empty_like(rows, dtype=dtype),
@@ -366,7 +366,7 @@ def _row(columns: int) -> dict[str, Any]:
 
 
 def _norms(qkv: torch.Tensor, shape: HeadShape) -> tuple[torch.Tensor, torch.Tensor]:
-    # Without a norm any pointer does.
+    # Without norms the kernel ignores these pointers, so any tensor will do.
     return (
         (qkv, qkv) if shape.q_norm is None or shape.k_norm is None else (shape.q_norm, shape.k_norm)
     )

@@ -1,5 +1,5 @@
-"""The softmax kernels of `logprobs.py` on a GPU: one pass over the logits forward, one backward.
-Each program computes whole rows."""
+"""The softmax kernels of `logprobs.py` on a GPU: the forward pass reads the logits once, and so
+does the backward pass. Each program computes whole rows."""
 
 import torch
 import triton
@@ -27,7 +27,7 @@ def _statistics(
         c = begin + tl.arange(0, BLOCK)
         value = tl.load(at + c, mask=c < columns, other=-float("inf")).to(tl.float32) * scale
         new = tl.maximum(largest, tl.max(value, 0))
-        # Rescale the sums so far, which are of exp(l - m) and exp(l - m) (l - m).
+        # Rescale the running sums of exp(l - m) and exp(l - m) (l - m).
         shift = tl.where(largest == -float("inf"), 0.0, largest - new)
         weighted = (weighted + shift * total) * tl.exp(shift)
         total *= tl.exp(shift)
@@ -69,7 +69,7 @@ def _logits_gradient(
 def statistics(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, ...]:
-    """m, Z, sum exp(l - m) (l - m), and l of the target or 0: fp32 [n]; see
+    """m, Z, sum exp(l - m) (l - m), and l of the target (0 if it is on another rank): fp32 [n]; see
     `logprobs._Statistics`."""
     out = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
     _statistics[(len(logits),)](

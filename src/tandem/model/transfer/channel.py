@@ -1,10 +1,10 @@
-"""Carries bytes from ranks of the trainer to vLLM's workers. It uses a process group of its own
-beside each process's default group: NCCL between GPUs, Gloo between CPUs.
+"""Transfers bytes from ranks of the trainer to vLLM's workers. The channel uses its own process
+group in addition to each process's default group: NCCL between GPUs, Gloo between CPUs.
 
 The senders are the first ranks of the group, and they take turns. There is only one group, because
-NCCL takes 0.8 s to connect one. A file on the volume brings the group together. Nothing here waits
-longer than STALL_SECONDS for another process, except NCCL while it connects: the maker of a
-`Channel` watches it from another thread.
+NCCL takes 0.8 s to connect one. A file on the volume is the group's meeting point. No function here
+waits longer than STALL_SECONDS for another process, except while NCCL connects: there, the creator
+of a `Channel` watches from another thread.
 """
 
 import os
@@ -22,38 +22,38 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo,
 from tandem.system.plain_files import descriptor
 
 STALL_SECONDS = 10.0
-"""Seconds that a process waits for another one's next sign of life."""
+"""Seconds that a process waits for the next sign of life of another process."""
 BUFFER_BYTES = 256 * 2**20
-BUFFERS = 2  # The number of buffers: while one is on its way, the next is filled or emptied.
+BUFFERS = 2  # The number of buffers: while one is transferred, the next is filled or emptied.
 
 
 class Pending(Protocol):
-    """A buffer on its way."""
+    """A buffer that is being transferred."""
 
     def is_completed(self) -> bool: ...
     def wait(self) -> object: ...
 
 
 def make_meeting(path: Path) -> FileStore:
-    """The store of a new meeting: a file on the volume, so no port is opened for it. Only the owner
-    and the group of the file can join, and NCCL's sockets admit only processes with its id from the
-    file. Raises OSError if the file exists or can't be made."""
+    """The store of a new meeting. The meeting is a file on the volume, so no port is opened for it.
+    Only the owner and the group of the file can join, and NCCL's sockets admit only processes with
+    the id from the file. Raises OSError if the file exists or can't be made."""
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR, 0o660))
     return join_meeting(path)
 
 
 def join_meeting(path: Path) -> FileStore:
-    """The store of a meeting. Raises OSError if there is none."""
+    """The store of an existing meeting. Raises OSError if the meeting does not exist."""
     os.close(descriptor(path, os.O_RDWR))
-    # with a number of processes, the last one would remove the file
+    # -1: with a given number of processes, the last process would remove the file
     store = FileStore(str(path), -1)
     store.set_timeout(timedelta(seconds=STALL_SECONDS))
     return store
 
 
 def finish(pending: Pending) -> None:
-    """Wait until a buffer has arrived. Raises if that takes longer than STALL_SECONDS, or the group
-    has failed."""
+    """Wait until a buffer has arrived. Raises an error if that takes longer than STALL_SECONDS, or
+    if the group has failed."""
     deadline = time.monotonic() + STALL_SECONDS
     while not pending.is_completed():
         if time.monotonic() > deadline:
@@ -66,22 +66,22 @@ class Channel:
     def __init__(
         self, store: Store, rank: int, size: int, where: torch.device, address: str
     ) -> None:
-        """Meet the others of the group, which has `size` ranks.
+        """Meet the other members of the group, which has `size` ranks.
 
         Args:
-            address: this process's own.
+            address: this process's address.
         """
         store = PrefixStore("group", store)
         self._group: Any
         if where.type == "cuda":
             options: Any = dist.ProcessGroupNCCL.Options()
-            # `finish` has its own limit, and NCCL's would end the process.
+            # `finish` has its own limit. If NCCL's limit passed, NCCL would end the process.
             options._timeout = timedelta(days=1)
             with _environment(
                 TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"
             ):
                 self._group = dist.ProcessGroupNCCL(store, rank, size, options)
-            # This connects; making the group does not.
+            # The first broadcast connects the group; creating the group does not.
             finish(self.broadcast(torch.zeros(1, device=where), 0))
         else:
             gloo: Any = ProcessGroupGloo
@@ -92,7 +92,7 @@ class Channel:
 
     def broadcast(self, buffer: torch.Tensor, sender: int) -> Pending:
         """Send a flat buffer, or receive the buffer of the rank `sender`. All ranks of the group
-        call it, in the same order and with the same size. A buffer that another rank sends may be
+        call it, in the same order and with the same size. In a rank that receives, the buffer is
         overwritten."""
         options = dist.BroadcastOptions()
         options.rootRank = sender
@@ -105,8 +105,8 @@ class Channel:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Sets variables that NCCL's process groups read when they are made. vLLM's and the trainer's
-    own groups keep theirs."""
+    """Sets variables that NCCL's process groups read when they are made. The variables are restored
+    afterwards, so other process groups of vLLM and the trainer are not affected."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -1,9 +1,9 @@
-"""Fixes the members of the group of one publication: the trainer's senders, and the workers of the
-inference servers that came in time.
+"""Fixes the members of the group for one publication: the trainer's senders, and the workers of the
+inference servers that joined in time.
 
-There are two phases, because a group can't change once it is connected. Workers announce themselves
-in the meeting; then the first sender fixes the list. A server that is not on the list gets its
-weights another way.
+There are two phases, because a group can't change once it is connected. In the first, workers
+announce themselves in the meeting; in the second, the first sender fixes the list of members. A
+server that is not on the list gets its weights in another way.
 """
 
 import json
@@ -15,15 +15,15 @@ from torch._C._distributed_c10d import Store
 from tandem.model.transfer.channel import STALL_SECONDS
 
 JOIN_SECONDS = 5.0
-"""Seconds that the first complete server waits for the others."""
+"""Seconds that the senders wait for further servers after the first server is complete."""
 _POLL_SECONDS = 0.01
 
 
 def fix_members(store: Store, servers: Sequence[str], beat: Callable[[], None]) -> dict[str, int]:
-    """Wait for all workers of `servers`, and fix the group: the number of workers of each server,
-    in the order of their ranks. Raises TimeoutError if no server came.
+    """Wait for all workers of `servers`, and fix the group. Returns each server's number of
+    workers, in the order of their ranks. Raises TimeoutError if no server came.
 
-    `beat` is called at each server that is complete.
+    `beat` is called each time a server is complete.
     """
     found: dict[str, int] = {}
     deadline = time.monotonic() + STALL_SECONDS
@@ -41,7 +41,7 @@ def fix_members(store: Store, servers: Sequence[str], beat: Callable[[], None]) 
 
 
 def read_members(store: Store) -> dict[str, int]:
-    """The list that `fix_members` has fixed. Raises TimeoutError if it does not appear."""
+    """The list that `fix_members` has fixed. Raises TimeoutError if the list does not appear."""
     return _checked(json.loads(store.get("members")))
 
 
@@ -52,9 +52,9 @@ def _checked(members: dict[str, int]) -> dict[str, int]:
 
 
 def join_members(store: Store, server: str, worker: int, workers: int) -> tuple[int, int]:
-    """Announce this worker, one of `workers` of its server, and wait for the list. Returns its
-    place among all workers of the group, and their number. Raises RuntimeError if the list does not
-    include it."""
+    """Announce this worker, one of `workers` of its server, and wait for the list. Returns this
+    worker's index among all workers of the group, and the number of workers. Raises RuntimeError if
+    the list does not include this worker's server."""
     store.set(f"workers/{server}", str(workers))
     if store.add(f"worker/{server}/{worker}", 1) != 1:
         raise RuntimeError("an earlier vLLM of this server has come for these weights")
@@ -66,7 +66,7 @@ def join_members(store: Store, server: str, worker: int, workers: int) -> tuple[
 
 
 def _complete(store: Store, server: str) -> int:
-    """The number of the server's workers, if all of them are there; else 0."""
+    """The number of the server's workers if all of them have joined; else 0."""
     if not store.check([f"workers/{server}"]):
         return 0
     count = int(store.get(f"workers/{server}"))

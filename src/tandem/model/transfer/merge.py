@@ -1,5 +1,5 @@
 """Merges an adapter into weights: `W = base + s B A`, computed in float64 and rounded once, so that
-the order of the sums does not show in the result.
+the order of summation does not affect the result.
 
 float64 is rounded to float32 and then to the weights' dtype, as `tensor.to` does.
 """
@@ -19,11 +19,11 @@ def merge(
         scale: float64 [1].
     """
     if out.is_cuda:
-        # The CPU's vLLM comes without Triton.
+        # vLLM for the CPU comes without Triton.
         from tandem.model.transfer.merge_kernel import merge_on_gpu
 
         merge_on_gpu(out, base, a, b, scale)
         return
-    # Expert by expert, because of the float64 copies.
+    # Experts are merged one at a time, to limit the memory of float64 copies.
     for to, weight, down, up in zip(out, base, a, b, strict=True):
         to.copy_((weight.double() + scale * (up.double() @ down.double())).float())

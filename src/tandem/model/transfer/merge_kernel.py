@@ -1,10 +1,10 @@
-"""`merge` on a GPU, in one pass over the weights."""
+"""`merge` on a GPU, in a single pass over the weights."""
 
 import torch
 import triton
 import triton.language as tl
 
-COLUMNS, RANKS = 64, 16  # columns of a block; the fastest tried on an H200, with 64 rows
+COLUMNS, RANKS = 64, 16  # columns of a block; the fastest of those tried on an H200, with 64 rows
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -57,9 +57,9 @@ def _merge(
 
 
 def block_rows(capability: int) -> int:
-    """The rows of one block, on GPUs with this compute capability (its first number)."""
-    # On these GPUs Triton (3.7) chooses tensor cores without float64 for products of 64 rows, and
-    # fails to compile.
+    """The number of rows of a block, on GPUs whose compute capability begins with this number."""
+    # On these GPUs, for products of 64 rows, Triton (3.7) chooses tensor cores that lack float64,
+    # and fails to compile.
     return 32 if capability in (10, 11) else 64
 
 

@@ -1,5 +1,6 @@
-"""Computes parts of weights: which parts a trainer's rank has, which it sends to vLLM, and in which
-order. Both sides compute the same list, so only bytes travel."""
+"""Computes parts of weights: the parts that a trainer's rank holds, the parts that it sends to
+vLLM, and the order in which they are sent. Trainer and vLLM compute the same list, so only the
+values are transferred."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -19,11 +20,11 @@ class Part:
     dimension."""
 
     name: str  # with `*` for an expert's number
-    in_tensor: tuple[slice, ...]  # in the Hugging Face tensor; begin and end are numbers
-    parameter: str  # Megatron's, in which it is
-    blocks: int  # the parameter seen as [blocks, rows] or [blocks, rows, columns]
+    in_tensor: tuple[slice, ...]  # within the Hugging Face tensor; begin and end are numbers
+    parameter: str  # the Megatron parameter that contains the part
+    blocks: int  # the parameter is viewed as [blocks, rows] or [blocks, rows, columns]
     in_parameter: tuple[slice, slice]  # in that view
-    begin: int  # in each block the first row that is of this tensor
+    begin: int  # in each block, the first row that belongs to this tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -36,7 +37,7 @@ class Part:
 
 
 def senders(sizes: Sizes) -> list[int]:
-    """The ranks that send: the first ones of each pipeline stage."""
+    """The ranks that send: the first ranks of each pipeline stage."""
     stage_ranks = range(max(sizes.tensor, sizes.expert_ranks))
     return [stage * sizes.stage + rank for stage in range(sizes.pipeline) for rank in stage_ranks]
 
@@ -44,8 +45,8 @@ def senders(sizes: Sizes) -> list[int]:
 def buffers(
     arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int
 ) -> Iterator[list[Part]]:
-    """The parts that `rank` of a trainer of these sizes sends, in lists of at most `most` elements.
-    Over all ranks, each element is sent once.
+    """The parts that `rank` of a trainer with these sizes sends, in lists of at most `most`
+    elements. Over all ranks, each element is sent exactly once.
 
     Args:
         targets: linear layers, as in `LoraShape`; None: every tensor.
@@ -61,10 +62,10 @@ def buffers(
 
 
 def shares(arch: Arch, *, sizes: Sizes, rank: int, most: int) -> Iterator[list[Part]]:
-    """The `buffers` of whole weights that `rank` writes into files; ranks that hold the same parts
-    take turns."""
+    """The `buffers` of whole weights that `rank` writes to files; ranks that hold the same parts
+    write them alternately."""
     in_stage, different = rank % sizes.stage, math.lcm(sizes.tensor, sizes.expert_ranks)
-    # number among the ranks that hold the same parts
+    # first rank of those that hold the same parts
     first = rank - in_stage + in_stage % different
     for number, share in enumerate(buffers(arch, None, sizes=sizes, rank=first, most=most)):
         if number % (sizes.stage // different) == in_stage // different:
@@ -73,7 +74,7 @@ def shares(arch: Arch, *, sizes: Sizes, rank: int, most: int) -> Iterator[list[P
 
 @dataclass(frozen=True)
 class SendBuffer:
-    """A buffer on its way from one sender to all workers."""
+    """A buffer that one sender sends to all workers."""
 
     sender: int  # index in `senders`
     parts: list[Part]
@@ -87,8 +88,8 @@ class SendBuffer:
 def send_order(
     arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, most: int
 ) -> list[SendBuffer]:
-    """The `buffers` of all senders, in the order in which they travel. While one sender's buffer is
-    on its way, the next sender fills its own."""
+    """The `buffers` of all senders, in the order in which they are sent. While one sender's buffer
+    is being sent, the next sender fills its own."""
     lists = [buffers(arch, targets, sizes=sizes, rank=rank, most=most) for rank in senders(sizes)]
     rounds = zip_longest(*lists)
     return [
@@ -100,7 +101,7 @@ def send_order(
 
 
 def agreement(order: list[SendBuffer], dtype: str) -> list[object]:
-    """A text that both sides compare: the dtype, and the sender and the elements of each buffer."""
+    """A list that both sides compare: the dtype, and the sender and size of each buffer."""
     return [dtype, [[buffer.sender, buffer.size] for buffer in order]]
 
 
@@ -114,8 +115,8 @@ def rank_parts(
         ranks = sizes.tensor if rule.num_experts is None else sizes.expert_ranks
         if rank >= ranks or (rule.cut == "whole" and index % ranks != rank):
             continue
-        # Only the first stage that has the parameter sends it: a tied table is on the last stage
-        # too.
+        # A tied table is also on the last stage, so only the first stage that has a parameter sends
+        # it.
         if place.pipeline != next(
             s for s in range(sizes.pipeline) if on_stage(rule.parameter, arch, sizes, s)
         ):
@@ -126,7 +127,8 @@ def rank_parts(
 
 
 def rule_parts(rule: WeightRule, sizes: Sizes, place: Place) -> Iterator[Part]:
-    """The parts that a rank has of each source of a rule whose tensors are not interleaved."""
+    """The parts that a rank holds of each source of a rule. The rule's tensors must not be
+    interleaved."""
     cut, number = rule.num_parts(sizes), rule.part_number(place)
     cut_rows = cut if rule.cut == "rows" else 1
     blocks = (
@@ -135,13 +137,13 @@ def rule_parts(rule: WeightRule, sizes: Sizes, place: Place) -> Iterator[Part]:
         else rule.num_experts // sizes.expert
     )
     begin = 0
-    # The sources of the first expert stand for all experts'.
+    # The sources of the first expert represent all experts.
     for name, shape in list(rule.sources.items())[: len(rule.sources) // (rule.num_experts or 1)]:
         tensor_begin, section_begin = begin, 0
         for size in rule.sections.get(name, shape[:1]):
             share = size // cut_rows
             first = section_begin + (number * share if rule.cut == "rows" else 0)
-            # A convolution's [features, 1, tokens] is a matrix.
+            # A convolution's weight [features, 1, tokens] is treated as a matrix.
             columns = [slice(0, math.prod(shape[1:]))] if shape[1:] else []
             in_tensor = [slice(first, first + share), *columns]
             if rule.cut == "columns":
@@ -159,8 +161,8 @@ def rule_parts(rule: WeightRule, sizes: Sizes, place: Place) -> Iterator[Part]:
 
 
 def _cut(part: Part, most: int) -> Iterator[Part]:
-    """`part`, cut into parts of at most `most` elements: along the rows of a single block, else
-    along the blocks."""
+    """`part`, cut into parts of at most `most` elements: along the rows if there is a single block,
+    else along the blocks."""
     (blocks, rows), stacked, whole = part.in_parameter, "*" in part.name, part.in_tensor[0]
     by_rows = part.blocks == 1 and not stacked
     cut = rows if by_rows else blocks

@@ -10,7 +10,8 @@ import torch
 def pinned_memory(size: int) -> torch.Tensor:
     """A block of pinned memory, uint8 [size]; call `release_pinned` before it is freed.
 
-    It is in huge pages if the kernel has any, because small pages take longer to pin and to read.
+    The block uses huge pages if the kernel has any, because small pages take longer to pin and to
+    read.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # the kernel has no huge pages
@@ -21,4 +22,5 @@ def pinned_memory(size: int) -> torch.Tensor:
 
 
 def release_pinned(buffer: torch.Tensor) -> None:
+    """Unpin memory that `pinned_memory` returned, uint8 [size]."""
     torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())

@@ -1,5 +1,5 @@
-"""Allocates memory for a rank's base weights, and exchanges from GPU to GPU the parts that ranks
-with the same weights have read."""
+"""Allocates memory for a rank's base weights. Ranks with the same weights each read a part, and
+exchange the parts from GPU to GPU."""
 
 import contextlib
 import math
@@ -20,29 +20,30 @@ from tandem.planning.checks import check_sizes
 from tandem.topology.sizes import Sizes
 
 _GAP = "gap"
-# Bytes; the allocation is a multiple of this, so that the allocator puts nothing else beside it.
+# Bytes; the allocation's size is a multiple of this, so that the allocator puts no other tensor
+# into it.
 SEGMENT = 2 * 2**20
 
 
 @dataclass(frozen=True)
 class Section:
-    """A range of the memory that the same ranks hold; its length is a multiple of the number of all
+    """A range of the memory that the same ranks hold; its length is a multiple of the number of
     ranks."""
 
     begin: int  # elements
     end: int
-    # Held by the ranks of `Topology.expert_data` if True, by those of `Topology.data` if False.
+    # True if the ranks of `Topology.expert_data` hold it, False if those of `Topology.data` do.
     experts: bool
 
 
 class BaseWeights:
     """Uninitialised memory on this process's device for a rank's base weights, in one allocation:
     `memory`, flat, and its `sections`. The few small fp32 parameters (`WeightRule.fp32`) are
-    outside of it.
+    outside of this allocation.
 
-    Ranks that need the same weights may share the reading. Each reads a share of them from the
-    files, calls `connect` during the reading, and then `exchange`, which copies the other shares
-    from the other ranks' memory (CUDA IPC).
+    Ranks that need the same weights may share the reading. Each rank reads its share of the weights
+    from the files, and calls `connect` meanwhile. Then each rank calls `exchange`, which copies the
+    other shares from the other ranks' memory (CUDA IPC).
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class BaseWeights:
         *,
         groups: parallel.ReadingGroups | None = None,
     ) -> None:
-        """Allocates the memory. Raises InvalidInput if the model can't be cut that way.
+        """Allocates the memory. Raises InvalidInput if the model can't be cut according to `sizes`.
 
         Args:
             groups: the ranks that share the reading; None: this rank reads all weights.
@@ -78,14 +79,14 @@ class BaseWeights:
             used = sum(-(-math.prod(shape) // step) for shape in before.values())
             shapes = before | {_GAP: (-used % sizes.world * step,)} | experts
         self._groups = groups
-        # The other ranks' memory; None if it can't be shared.
+        # Handles of the other ranks' memory; None if it can't be shared.
         self._imports: contextlib.ExitStack | None = None
-        self._copies: list[Callable[[], None]] = []  # from there
+        self._copies: list[Callable[[], None]] = []  # copies from the other ranks' memory
         self.memory, self.parameters = allocate(
             shapes, dtype, device.device(), multiple=SEGMENT * sizes.world
         )
         self.parameters.pop(_GAP, None)
-        # Without the few small fp32 parameters, which each rank reads itself.
+        # The few small fp32 parameters are left out, because each rank reads them itself.
         self._shared = dict(self.parameters)
         self.parameters |= allocate(own, torch.float32, device.device())[1]
         first = (
@@ -98,8 +99,8 @@ class BaseWeights:
             self.sections.append(Section(first, len(self.memory), experts=True))
 
     def own_share(self) -> dict[str, torch.Tensor]:
-        """The parameters that this rank reads: consecutive parameters of each section, with about
-        the same bytes on every rank."""
+        """The parameters that this rank reads: consecutive parameters of each section, about the
+        same number of bytes on every rank."""
         if self._groups is None:
             return self.parameters
         share = {name: part for name, part in self.parameters.items() if name not in self._shared}
@@ -108,21 +109,22 @@ class BaseWeights:
         return share
 
     def connect(self) -> None:
-        """Open the other ranks' memory, if the driver allows it. A collective of each of the
-        groups; shares may still be read during it."""
+        """Open the other ranks' memory, if the driver allows it. A collective operation of each of
+        the groups; shares may still be read during it."""
         if self._groups is None:
             return
         mine = ipc.exported(self.memory)
         handles: dict[int, ipc.Export | None] = {}
         for section in self.sections:
             group = self._readers(section)
-            # Not a collective of all ranks, because Megatron makes the optimizer at the same time
-            # and gathers from all ranks.
+            # A collective of all ranks is avoided, because at the same time Megatron creates the
+            # optimizer, which gathers from all ranks.
             ranks = dist.get_process_group_ranks(group)
             handles |= dict(zip(ranks, parallel.gather_objects(mine, group), strict=True))
         self._imports, self._copies = None, []
         with contextlib.ExitStack() as imports, contextlib.suppress(ipc.NotShared):
-            opened = {}  # a rank may have a share of each section
+            # rank -> its opened memory, because a rank may have a share of each section
+            opened = {}
             for rank, share in self._other_shares():
                 if rank not in opened:
                     opened[rank] = imports.enter_context(ipc.imported(handles[rank]))
@@ -134,28 +136,28 @@ class BaseWeights:
 
     def exchange(self) -> dict[str, torch.Tensor]:
         """Get the other ranks' shares, after this rank has read its own. Returns the parameters
-        still to be read: none or, if GPUs can't share memory, all other shares. A collective of all
-        ranks; once for each `connect`.
+        that this rank must still read: none or, if GPUs can't share memory, all other shares. A
+        collective operation of all ranks. Call `exchange` once for each `connect`.
 
-        Each rank copies by itself, because connecting NCCL takes longer than reading half of 16 GB.
+        Each rank copies by itself, because connecting NCCL takes longer than reading 8 GB.
         """
         if self._groups is None:
             return {}
         with self._imports or contextlib.nullcontext():
-            # All ranks have read their shares.
+            # At this point, all ranks have read their shares.
             if all(parallel.gather_objects(self._imports is not None)):
                 for copy in self._copies:
                     copy()
                 device.synchronize()
-                parallel.gather_objects(None)  # no rank frees memory that another rank still copies
+                parallel.gather_objects(None)  # no rank frees memory while another rank copies it
                 return {}
         missing = list(self._other_shares())
         self._groups = None  # from now on each rank reads all weights
         return {name: parameter for _, share in missing for name, parameter in share.items()}
 
     def _other_shares(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """The other ranks' shares of each section, each with the rank's number among all ranks. No
-        share is empty."""
+        """The other ranks' non-empty shares of each section, each with the rank's number among all
+        ranks."""
         for section in self.sections:
             ranks = dist.get_process_group_ranks(self._readers(section))
             for rank, share in zip(ranks, self._shares(section), strict=True):
@@ -169,8 +171,8 @@ class BaseWeights:
         return of_experts if section.experts else of_all
 
     def _shares(self, section: Section) -> list[dict[str, torch.Tensor]]:
-        """Each rank's share of a section: the parameters whose middle lies in the rank's equal part
-        of it."""
+        """Each rank's share of a section: the parameters whose middle is in the rank's equal part
+        of the section."""
         shares: list[dict[str, torch.Tensor]] = [{} for _ in range(self._readers(section).size())]
         begins = {name: each.storage_offset() for name, each in self._shared.items()}
         mine = {

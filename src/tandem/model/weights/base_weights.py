@@ -22,7 +22,7 @@ from tandem.model.weights.safetensors_reader import (
 from tandem.topology.sizes import Place, Sizes
 
 # int16: the remainders of trained weights' master values, which `training/sharded_adam.py` reads by
-# the same rules.
+# the same rules as weights.
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int16)
 
 
@@ -33,16 +33,17 @@ def load_weights(
     sizes: Sizes,
     place: Place,
 ) -> None:
-    """Fill `parameters()`, all of the model's or some, from the directory's safetensors files.
+    """Fill `parameters()`, all or some of the model's parameters, from the directory's safetensors
+    files.
 
-    `parameters()`: Megatron name -> this rank's tensor, of any dtype and on any device. It is
-    called after the files' headers have been checked, so its memory may be allocated during the
-    check. Only the rows that hold this rank's part are read, and only its part goes to the device.
+    `parameters()`: Megatron name -> this rank's tensor, of any dtype and on any device. The
+    function is called after the files' headers have been checked, so memory may be allocated during
+    the check. Only the rows that contain this rank's part are read, and only this rank's part is
+    copied to the device.
 
     Raises:
-        InvalidInput: a tensor is missing, quantised, or of another shape than config.json says, or
-        a file can't be
-            read.
+        InvalidInput: a tensor is missing, is quantised, or has another shape than config.json says;
+            or a file can't be read.
         AssertionError: a parameter is not the model's, or has another shape than its rule.
     """
     rules, stored = (
@@ -87,7 +88,7 @@ def _pieces(
     sizes: Sizes,
     place: Place,
 ) -> Iterator[Piece]:
-    """This rank's part of each source, and the part of `target` that it fills."""
+    """For each source: this rank's part of it, and the part of `target` that it fills."""
     if rule.interleaved is not None:
         [name] = rule.sources
         for expert, matrix in enumerate(target, rule.first_expert(sizes, place)):
@@ -107,13 +108,14 @@ def _pieces(
 
 
 def part_view(part: Part, parameter: torch.Tensor) -> torch.Tensor:
-    """The part in its parameter: [blocks, rows] or [blocks, rows, columns]."""
+    """The part as a view of its parameter: [blocks, rows] or [blocks, rows, columns]."""
     columns = parameter.shape[-1:] if parameter.ndim > 1 else ()
     return parameter.view(part.blocks, -1, *columns)[part.in_parameter]
 
 
 def _piece(source: StoredTensor, box: tuple[slice, ...], target: torch.Tensor) -> Piece:
-    """A box of a stored tensor whose rows fill `target`, block by block or row by row."""
+    """The piece that reads a box of a stored tensor. The rows of the box fill `target`, block by
+    block or row by row."""
     rows, *columns = box
     width = math.prod(source.shape[1:])
     unit = (rows.stop - rows.start) * width // len(target)
@@ -124,8 +126,8 @@ def _piece(source: StoredTensor, box: tuple[slice, ...], target: torch.Tensor) -
 def _expert_pieces(
     rule: WeightRule, source: StoredTensor, expert: int, target: torch.Tensor, cut: tuple[int, int]
 ) -> Iterator[Piece]:
-    """One expert's part of a tensor that stacks all experts (`WeightRule.interleaved`), section by
-    section; `target`: [rows] or [rows, columns]."""
+    """The pieces for one expert's part of a tensor that stacks all experts
+    (`WeightRule.interleaved`), section by section; `target`: [rows] or [rows, columns]."""
     assert rule.interleaved is not None
     (_, *columns, width), (parts, part) = source.shape, cut
     [sections] = rule.sections.values() or [(width,)]

@@ -1,4 +1,5 @@
-"""Reads a checkpoint's tensors, which must be exactly the expected ones, whole and finite."""
+"""Reads a checkpoint's tensors. The tensors in the file must be exactly the expected tensors,
+complete and finite."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -17,9 +18,8 @@ def check_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
     """The tensors stored in `path`, by name. Reads only the header.
 
     Raises:
-        CheckpointDamaged: the file is missing or not a whole safetensors file, or its names and
-        shapes are not exactly
-            `shapes`.
+        CheckpointDamaged: the file is missing, or is not a complete safetensors file, or its names
+            and shapes are not exactly `shapes`.
     """
     if not path.is_file():
         raise CheckpointDamaged(f"{path} is missing")
@@ -43,18 +43,18 @@ def check_adapter(directory: Path, arch: Arch, lora: LoraShape) -> dict[str, Sto
     """The tensors of the adapter in `directory`, by PEFT key: exactly those of `adapter_shapes`.
 
     Raises:
-        CheckpointDamaged: as `check_tensors`.
+        CheckpointDamaged: as in `check_tensors`.
     """
     return check_tensors(directory / WEIGHTS_FILE, adapter_shapes(arch, lora))
 
 
 def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor], pieces: Iterable[Piece]) -> None:
-    """Read `pieces` of the file `path` into `tensors`, which are keyed by their names in messages.
-    They are of floating dtypes on one device.
+    """Read `pieces` of the file `path` into `tensors`, whose keys are the names for error messages.
+    All tensors have floating dtypes and are on one device.
 
     Raises:
-        CheckpointDamaged: the file has become shorter, or one of `tensors` then holds NaN or
-        infinity.
+        CheckpointDamaged: the file has become shorter, or one of `tensors` contains NaN or infinity
+        afterwards.
     """
     try:
         fill_targets(pieces, threads=4)
@@ -62,8 +62,8 @@ def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor], pieces: Iterab
         raise CheckpointDamaged(error.message) from error
     if not tensors:
         return
-    # The largest magnitudes, computed by a few kernels for all tensors. A tensor with NaN has the
-    # norm NaN.
+    # The largest magnitude of each tensor, computed by a few kernels for all tensors together. A
+    # tensor with NaN has the norm NaN.
     largest = torch.stack(
         [norm.float() for norm in torch._foreach_norm(list(tensors.values()), math.inf)]
     )

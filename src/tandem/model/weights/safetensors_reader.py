@@ -1,9 +1,9 @@
 """Reads tensors of safetensors files into tensors on the device, as fast as the page cache delivers
 them.
 
-safetensors' own reader copies in one thread, through memory that isn't pinned. Here several threads
-read chunks with `preadv` into pinned buffers and copy them on CUDA streams, so that reading,
-copying and rearranging overlap.
+safetensors' own reader copies in one thread, through memory that isn't pinned. Here, several
+threads read chunks with `preadv` into pinned buffers and copy them on CUDA streams, so that
+reading, copying and rearranging overlap.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ class Piece:
 
 
 def read_headers(paths: Iterable[Path]) -> dict[str, StoredTensor]:
-    """Every tensor of the files, by name. Raises InvalidInput, as `read_header` does."""
+    """Every tensor in the files, by name. Raises InvalidInput, as `read_header` does."""
     return {
         name: StoredTensor(path, entry.begin, _DTYPES[entry.dtype], entry.shape)
         for path in paths
@@ -89,10 +89,11 @@ def read_headers(paths: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def expert_by_expert(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """`stored`, with each expert's own tensors in place of a tensor that stacks all experts: gate
-    above up [experts, 2 * features, hidden], or down [experts, hidden, features].
+    """`stored`, in which a tensor that stacks all experts is replaced by one tensor per expert:
+    gate above up [experts, 2 * features, hidden], or down [experts, hidden, features].
 
-    Qwen3.5's checkpoints are stacked; transformers writes them expert by expert. vLLM reads both.
+    Qwen3.5's published checkpoints are stacked; transformers writes one tensor per expert. vLLM
+    reads both.
     """
     found = dict(stored)
     for name, whole in stored.items():
@@ -109,7 +110,8 @@ def expert_by_expert(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTens
 
 
 def fill_targets(pieces: Iterable[Piece], *, threads: int | None = None) -> None:
-    """Copy every piece to its target. On return all copies are complete and the buffers are freed.
+    """Copy every piece to its target. When the function returns, all copies are complete and the
+    buffers are freed.
 
     Raises InvalidInput if a file can't be read or has become shorter.
     """
@@ -147,8 +149,9 @@ def _split(piece: Piece) -> Iterator[Piece]:
 
 
 def _merge(chunks: list[Piece]) -> Iterator[list[Piece]]:
-    """Sorted chunks, grouped into reads: consecutive bytes of one dtype, at most CHUNK_BYTES or one
-    chunk. A mixture of experts has thousands of small tensors in a row."""
+    """Sorted chunks, grouped into reads of consecutive bytes with one dtype: at most CHUNK_BYTES,
+    or a single chunk. Grouping matters because a mixture of experts has thousands of small tensors
+    in a row."""
     read: list[Piece] = []
     for chunk in chunks:
         last = read[-1] if read else chunk
@@ -168,28 +171,28 @@ def _merge(chunks: list[Piece]) -> Iterator[list[Piece]]:
 def _work(
     reads: deque[list[Piece]], files: dict[Path, int], buffer_bytes: int, where: torch.device
 ) -> None:
-    """The work of one thread: take reads until none is left. If one fails, all threads stop.
+    """The work of one thread: take reads until none is left. If one thread fails, all threads stop.
 
-    Each call that releases the interpreter's lock must wait to get it back. So there are as few
-    calls as possible: two for a read that is one verbatim chunk.
+    After each call that releases the GIL, the thread must wait to get it back. So there are as few
+    calls as possible: two for a read that consists of one verbatim chunk.
     """
     if where.type == "cuda":
-        # A new thread's device is GPU 0, where its first call would make a context.
+        # A new thread's default device is GPU 0, where its first call would create a context.
         torch.cuda.set_device(where)
     with contextlib.ExitStack() as held, torch.no_grad():
-        aligned = -(-buffer_bytes // 16) * 16  # whole elements of any dtype
+        aligned = -(-buffer_bytes // 16) * 16  # rounded up to whole elements of any dtype
         buffer = held.enter_context(_host_buffer(aligned, pinned=where.type == "cuda"))
         memory = memoryview(buffer.numpy())
         stream = torch.cuda.Stream(where) if where.type == "cuda" else None
         if stream is not None:
             held.callback(stream.synchronize)  # before the buffer is freed
-            # Kernels queued before may still use the targets' memory.
+            # Kernels that were queued earlier may still use the targets' memory.
             stream.wait_stream(torch.cuda.default_stream(where))
             held.enter_context(torch.cuda.stream(stream))
         while reads:
             try:
                 chunks = reads.popleft()
-            except IndexError:  # another thread took the last one
+            except IndexError:  # another thread took the last read
                 return
             try:
                 stored = chunks[0].stored
@@ -209,7 +212,7 @@ def _work(
 
 def _copy(chunk: Piece, values: torch.Tensor, where: torch.device, *, wait: bool) -> None:
     """Queue the copy of `values`, flat, to the chunk's target. `wait`: a verbatim copy is complete
-    on return."""
+    when the function returns."""
     if chunk.verbatim:
         chunk.target.view(-1).copy_(values, non_blocking=not wait)
         return
@@ -235,8 +238,8 @@ def _read(file: int, memory: memoryview, offset: int, path: Path) -> None:
 
 @contextlib.contextmanager
 def _host_buffer(size: int, *, pinned: bool) -> Iterator[torch.Tensor]:
-    """Host memory, uint8 [size], to read files into; freed at the end of the block. `pinned`: for
-    copies to a GPU."""
+    """Host memory, uint8 [size], into which files are read; it is freed at the end of the block.
+    `pinned`: whether it is pinned, for copies to a GPU."""
     if not pinned:
         yield torch.empty(size, dtype=torch.uint8)
         return

@@ -1,11 +1,11 @@
-"""The records on the volume: JSON, strict, versioned, without secrets.
+"""The records on the volume: strict, versioned JSON without secrets.
 
 Every path in a record is relative to the spool's root, because containers may mount the volume at
 different places.
 
-`runs.py` has runs and the manifest; `jobs.py` jobs, leases, the hold and heartbeats; `inference.py`
-the publisher's answers. `training.py` has losses and optimizers, `tuning.py` the records of
-OpenAI's API, and `session.py` sessions and their requests.
+`runs.py` has runs and manifests; `jobs.py` has jobs, leases, the hold and heartbeats;
+`inference.py` has the publisher's answers. `training.py` has losses and optimizers, `tuning.py` the
+records of OpenAI's API, and `session.py` sessions and their requests.
 """
 
 from tandem.spool.schema.base import (

@@ -10,7 +10,7 @@ SCHEMA_VERSION = 2
 """The version of the format on the volume. In version 1 a job's files lay in directories by kind
 and state."""
 STEPS = 10**8
-"""A run has fewer steps than this, because eight digits name a checkpoint."""
+"""A run has fewer steps than this, because a checkpoint's name has eight digits."""
 
 # A run's name becomes a directory name, a vLLM adapter name and a Prometheus label.
 RUN_NAME_PATTERN = r"^[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?$"
@@ -33,10 +33,11 @@ TERMINAL: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
 
 
 class Record(BaseModel):
-    """Base of the records: unknown keys, NaN and infinity are errors, and a record is immutable."""
+    """Base class of the records: unknown keys, NaN and infinity are errors, and a record is
+    immutable."""
 
-    # Pydantic would keep the last 16,384 texts that it read in memory, and no two jobs have the
-    # same texts.
+    # By default, pydantic would keep the last 16,384 strings that it read in memory, and no two
+    # jobs have the same strings.
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, cache_strings="keys"
     )

@@ -1,5 +1,5 @@
-"""Records in which a publisher reports the state and the place of its vLLM to runner and ranks,
-which don't talk to vLLM."""
+"""Records in which a publisher reports the state and the address of its vLLM to runner and ranks,
+which don't contact vLLM themselves."""
 
 from typing import Literal
 
@@ -7,8 +7,8 @@ from tandem.spool.schema.base import JobId, Record
 
 
 class HoldAnswer(Record):
-    """The publisher's answer to a hold. `refused`: vLLM does not sleep. `gone`: it died while it
-    fell asleep. `why`: the reason for either."""
+    """The publisher's answer to a hold. `refused`: vLLM stays awake. `gone`: vLLM died while it was
+    put to sleep. `why`: the reason if it is refused or gone."""
 
     runner: str
     job: JobId
@@ -23,16 +23,16 @@ class SharedVllm(Record):
 
     schema_version: Literal[1] = 1
     state: Literal["awake", "asleep", "gone"]
-    why: str = ""  # why vLLM is not awake
+    why: str = ""  # reason why vLLM is not awake
     looked: float
-    """When the publisher last looked for a hold, before it asked vLLM. Seconds of the machine's
-    monotonic clock, which the runner beside the same GPUs shares."""
-    beat: float  # when it wrote this, by the same clock
-    answer: HoldAnswer | None = None  # to the hold that there was then
+    """The time at which the publisher last looked for a hold, before it asked vLLM. The time is in
+    seconds of the machine's monotonic clock, which is the same for the runner on this machine."""
+    beat: float  # time of this record, by the same clock
+    answer: HoldAnswer | None = None  # answer to the hold of that time
 
 
 class VllmPlace(Record):
-    """The place of an inference server, for ranks that send weights to it: `jobs/inference.json`,
+    """The address of an inference server, for ranks that send weights to it: `jobs/inference.json`,
     or a field of a replica's record."""
 
     address: str

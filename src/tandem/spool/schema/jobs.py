@@ -29,8 +29,8 @@ class _JobSpec(Record):
     run: RunName
     base_step: int = Field(ge=0)  # the job starts from this checkpoint, and makes the next
     created: float  # Unix seconds
-    fingerprint: str  # of the client's request: the same id with another fingerprint is refused
-    submitted_by: str | None = None  # the name of the API key; None: it has none
+    fingerprint: str  # hash of the client's request: a known id with another fingerprint is refused
+    submitted_by: str | None = None  # the name of the API key; None if the key has no name
     # The runner stops an attempt that takes longer.
     deadline_seconds: float = Field(default=3600.0, gt=0)
     # A rank without a heartbeat for this many seconds counts as hung.
@@ -60,22 +60,22 @@ class DPOJob(_BatchJob):
 
 
 class SessionJob(_JobSpec):
-    """Computes the requests of a session's run as they arrive. It makes any number of checkpoints,
-    and ends when no request has come for a while."""
+    """A job that computes the requests of a session's run as they arrive. The job makes any number
+    of checkpoints, and ends when no request has arrived for a while."""
 
     kind: Literal["session"] = "session"
-    deadline_seconds: float = Field(default=86400.0, gt=0)  # its ranks leave before that
+    deadline_seconds: float = Field(default=86400.0, gt=0)  # the ranks leave before the deadline
     max_attempts: int = Field(default=100, ge=1, le=100)
 
 
 BatchJob = RLJob | SFTJob | DPOJob
-"""A job whose data is known when it is submitted. It makes one checkpoint."""
+"""A job whose data is complete when it is submitted. A batch job makes one checkpoint."""
 JobSpec = Annotated[BatchJob | SessionJob, Field(discriminator="kind")]
 JobKind = Literal["rl", "sft", "dpo", "session"]
 
 
 class JobError(Record):
-    """Why a job did not succeed."""
+    """The reason why a job did not succeed."""
 
     # TandemError.code, or rank_crashed, rank_hung, deadline, runner_lost, base_missing, cancelled,
     # ...
@@ -99,7 +99,7 @@ _KEY_PATTERN = re.compile(
 
 class JobKey(NamedTuple):
     """The parts of the name of a job's directory, so that listings need not read files. Keys sort
-    by submission."""
+    in the order of submission."""
 
     created: int  # Unix microseconds
     base_step: int
@@ -112,7 +112,7 @@ class JobKey(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Self | None:
-        """The key that this name stands for; None if the name is not a key's."""
+        """The key with this name; None if the name is not a key's."""
         if (match := _KEY_PATTERN.fullmatch(name)) is None:
             return None
         created, base_step, run, job_id = match.groups()
@@ -123,12 +123,12 @@ class Job(Record):
     """`job.json` in the job's directory (`Paths`): everything about the job."""
 
     spec: JobSpec
-    state: JobState = "queued"  # terminal once the job has its result
+    state: JobState = "queued"  # terminal as soon as the job has its result
     attempt: int = 0  # attempts started so far
     # Attempts that ended because the runner or a host stopped; they don't count against
     # max_attempts.
     stopped: int = 0
-    last_error: JobError | None = None  # of the attempt before
+    last_error: JobError | None = None  # error of the previous attempt
     result: JobResult | None = None
 
     @property
@@ -159,7 +159,7 @@ EventType = Literal[
 
 
 class Event(BaseModel):
-    """One line of a job's `events.jsonl`. `data` holds the fields of this type of event
+    """One line of a job's `events.jsonl`. `data` contains the fields of this event type
     (docs/jobs.md)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, cache_strings="keys")
@@ -173,7 +173,7 @@ class Event(BaseModel):
 
 
 class RunnerInfo(BaseModel):
-    """The content of `jobs/runner.lock`: the runner that holds it, or held it last."""
+    """The content of `jobs/runner.lock`: the runner that holds the lock, or held it last."""
 
     runner: str
     host: str
@@ -182,8 +182,8 @@ class RunnerInfo(BaseModel):
 
 
 class Lease(BaseModel):
-    """`lease.json` in the job's directory: the runner that runs the job. The runner rewrites it
-    while the attempt runs. Keys of a newer version's lease are ignored."""
+    """`lease.json` in the job's directory: the runner that runs the job. The runner rewrites the
+    file while the attempt runs. Unknown keys of a newer version's lease are ignored."""
 
     schema_version: Literal[1] = 1
     job: JobId
@@ -193,12 +193,13 @@ class Lease(BaseModel):
     attempt: int
     phase: str
     beat: float  # Unix seconds, by the runner's clock
-    # Since when the attempt has waited for its ranks' start, by the same clock; None: they run.
+    # The time since which the attempt has waited for its ranks to start, by the same clock; None if
+    # the ranks run.
     waits_since: float | None = None
 
     @property
     def waited(self) -> float | None:
-        """Seconds, at the last beat; None: it does not wait."""
+        """Seconds that the attempt had waited at the last beat; None if it does not wait."""
         return None if self.waits_since is None else max(self.beat - self.waits_since, 0.0)
 
 
@@ -207,41 +208,43 @@ class RankMemory(BaseModel):
     ends.
 
     Each phase has a dict of bytes: `allocated` and `reserved` by torch's allocator, `device_used`
-    on the whole device by all processes, `host_pinned`, and `peak`, the most allocated within the
-    phase. On the CPU `allocated`, `reserved` and `peak` are the resident set, `device_used` is the
-    machine's memory, and `host_pinned` is 0.
+    on the whole device by all processes, `host_pinned`, and `peak`, the maximum of `allocated`
+    within the phase. On the CPU, `allocated`, `reserved` and `peak` are the resident set size,
+    `device_used` is the machine's memory in use, and `host_pinned` is 0.
     """
 
     model_config = ConfigDict(frozen=True)
 
-    uuid: str | None = None  # of the rank's device; "cpu" without a device
-    phases: dict[str, dict[str, int]] = Field(default_factory=dict)  # when the phase last ended
-    # Over all its ends, if it ended more than once.
+    uuid: str | None = None  # UUID of the rank's device; "cpu" without a device
+    # memory at the last end of each phase
+    phases: dict[str, dict[str, int]] = Field(default_factory=dict)
+    # The maximum over all ends of a phase, if it ended more than once.
     highest: dict[str, dict[str, int]] = Field(default_factory=dict)
 
 
 class Beat(RankMemory):
     """`beat.<rank>` in an attempt's work directory: a rank's heartbeat, with its memory in bytes.
-    `memory` holds the counters of torch's allocator by the metrics catalogue's names; on the CPU
-    only `allocated` and `reserved`, both the resident set. Peaks (`*_peak`) and counts run from the
-    beginning of the attempt."""
+    `memory` has the counters of torch's allocator under the names of the metrics catalogue; on the
+    CPU only `allocated` and `reserved`, which are both the resident set size. Peaks (`*_peak`) and
+    counts start at the beginning of the attempt."""
 
     time: float  # Unix seconds
     phase: str
     step: int = 0  # optimizer steps done
-    steps: int = 0  # optimizer steps of the job; 0: not known yet
+    steps: int = 0  # optimizer steps of the job; 0 while unknown
     memory: dict[str, int] = Field(default_factory=dict)
-    step_floor: int | None = None  # allocated right after zero_grad
-    device_used: int | None = None  # in use on the whole device, by all processes
-    device_used_peak: int | None = None  # the most that this rank saw
+    step_floor: int | None = None  # bytes allocated right after zero_grad
+    device_used: int | None = None  # bytes in use on the whole device, by all processes
+    device_used_peak: int | None = None  # the maximum of `device_used` that this rank saw
 
 
 HoldPhase = Literal["sleeping", "training", "releasing"]
 
 
 class Hold(Record):
-    """`jobs/hold.json`: a runner has the GPUs that it shares with vLLM. In the phase `sleeping` the
-    runner asks the publisher for them. It gives them back by removing the record."""
+    """`jobs/hold.json`: a runner holds the GPUs that it shares with vLLM. In the phase `sleeping`,
+    the runner asks the publisher for the GPUs. The runner gives the GPUs back by removing the
+    record."""
 
     schema_version: Literal[1] = 1
     runner: str
@@ -251,7 +254,8 @@ class Hold(Record):
     since: float  # Unix seconds by the runner's clock, as are `beat` and `deadline`
     beat: float
     lease: float  # the runner counts as lost after this many seconds without a beat
-    deadline: float  # if the runner is lost, vLLM may be woken after this time whatever is in use
-    # Bytes in use per device UUID while vLLM sleeps and no rank runs; empty until measured: no rank
-    # started yet.
+    # if the runner is lost, vLLM may be woken after this time regardless of the memory in use
+    deadline: float
+    # Device UUID -> bytes in use while vLLM sleeps and no rank runs. Empty until measured; until
+    # then no rank has started.
     floor: dict[str, int] = Field(default_factory=dict)

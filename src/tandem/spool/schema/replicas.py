@@ -1,4 +1,5 @@
-"""Records of the inference servers behind one address, and of what each of them serves."""
+"""Records of the inference servers behind one address, and of the steps that each of them
+serves."""
 
 from typing import Annotated
 
@@ -16,8 +17,8 @@ PATTERN_WORDS |= {
     )
 }
 ONLY = "only"
-"""The name of the only inference server, which has no name of its own, for ranks that send whole
-weights."""
+"""For ranks that send whole weights: the name of the only inference server, which has no name of
+its own."""
 
 ReplicaId = Annotated[str, Field(pattern=REPLICA_PATTERN)]
 
@@ -25,15 +26,15 @@ ReplicaId = Annotated[str, Field(pattern=REPLICA_PATTERN)]
 class Replica(Record):
     """`replicas/<id>.json`: one vLLM with its publisher, which rewrites the record while it lives.
 
-    `ready`: a step is announced only when this replica serves it. `why`: the reason why it is not
-    ready.
+    `ready`: whether a step is announced only if this replica serves it. `why`: the reason if it is
+    not ready.
     """
 
     replica: ReplicaId
-    url: str  # of its vLLM, as its publisher reaches it
+    url: str  # vLLM's address, as the publisher reaches it
     host: str
     place: VllmPlace | None = None
-    pid: int  # the publisher's
+    pid: int  # process id of the publisher
     started: float  # Unix seconds
     beat: float  # Unix seconds
     ready: bool = False
@@ -42,7 +43,7 @@ class Replica(Record):
 
 class ReplicaServed(Record):
     """`runs/<run>/served/<id>.json`: the steps of a run that one replica has loaded and verified,
-    the newest first, and the newest step that it refused."""
+    newest first, and the newest step that it refused."""
 
     steps: tuple[Served, ...] = ()
     refused: Refused | None = None

@@ -1,4 +1,5 @@
-"""Records of a run, of its checkpoints' manifests with their probes, and of what vLLM serves."""
+"""Records of runs, of the manifests of their checkpoints (with probes), and of the steps that vLLM
+serves."""
 
 from hashlib import sha256
 from itertools import pairwise
@@ -49,14 +50,14 @@ DELTA_NET_TARGETS: tuple[LoraTarget, ...] = (
     "in_proj_a",
     "out_proj",
 )
-"""The further targets of models with gated delta nets."""
+"""The additional targets of models with gated delta nets."""
 LATENT_TARGETS: tuple[LoraTarget, ...] = (
     "q_a_proj",
     "q_b_proj",
     "kv_a_proj_with_mqa",
     "kv_b_proj",
 )
-"""The further targets of models with latent attention."""
+"""The additional targets of models with latent attention."""
 
 
 class LoraShape(Record):
@@ -64,8 +65,8 @@ class LoraShape(Record):
     layer."""
 
     rank: int = Field(default=16, ge=1, le=1024)
-    # Twice the rank if it is left out, so that the scale does not depend on the rank. Records
-    # always have it written out.
+    # The default is twice the rank, so that the scale does not depend on the rank. Records always
+    # contain the value.
     alpha: float = Field(default_factory=lambda before: 2.0 * before["rank"], gt=0)
     targets: tuple[LoraTarget, ...] = Field(
         default=LORA_TARGETS, min_length=1, max_length=len(get_args(LoraTarget))
@@ -79,7 +80,7 @@ class LoraShape(Record):
 
 
 class Origin(Record):
-    """The checkpoint that a forked run was copied from."""
+    """The checkpoint from which a forked run was copied."""
 
     run: RunName
     step: int = Field(ge=0)
@@ -97,7 +98,7 @@ class RunSpec(Record):
     seed: int = Field(default=0, ge=0, lt=2**63)
     created: float  # Unix seconds
     forked_from: Origin | None = None
-    # Its checkpoints are made by the requests of this session; None: by jobs.
+    # The session whose requests make this run's checkpoints; None: jobs make them.
     session: SessionId | None = None
 
     @model_validator(mode="after")
@@ -115,11 +116,11 @@ class FileEntry(Record):
 
 
 class LongProbe(Record):
-    """The trainer's log-probs of a few tokens of one long sequence, in nats at temperature 1.
+    """The trainer's log-probs of a few tokens in one long sequence, in nats at temperature 1.
 
     `logprobs[i]` is log p(tokens[positions[i]] | tokens[: positions[i]]) under this checkpoint;
-    `positions` ascends. A long sequence shows differences between trainer and vLLM that appear only
-    after many tokens (a sliding window, a scaled RoPE).
+    `positions` are ascending. A long sequence shows differences between trainer and vLLM that
+    appear only after many tokens (a sliding window, a scaled RoPE).
     """
 
     tokens: list[int]
@@ -137,18 +138,20 @@ class LongProbe(Record):
 
 
 class Probe(Record):
-    """The trainer's log-probs of fixed token sequences, with which the publisher compares vLLM's.
+    """The trainer's log-probs of fixed token sequences. The publisher compares vLLM's log-probs
+    with the trainer's.
 
-    The trainer computes all three kinds of log-probs. Their differences cancel the rounding that
-    vLLM doesn't share.
+    The trainer computes all three kinds of log-probs. Differences between these log-probs cancel
+    rounding that vLLM doesn't share.
 
     Attributes:
         tokens: the sequences.
         logprobs: `logprobs[i][j]` is log p(tokens[i][j + 1] | tokens[i][: j + 1]) in nats under
             this checkpoint, at temperature 1.
-        previous: the same under the checkpoint before it.
-        base: the same with the adapter switched off; for a run of all weights equal to `previous`.
-        long: None if the job's rows are no longer than the other sequences.
+        previous: the same log-probs under the previous checkpoint.
+        base: the same log-probs without the adapter; equal to `previous` if the run trains all
+            weights.
+        long: None if the job's rows are not longer than `tokens`.
     """
 
     tokens: list[list[int]]
@@ -164,20 +167,21 @@ class Manifest(Record):
     schema_version: Literal[1] = 1
     run: RunName
     step: int = Field(ge=0)
-    job: str | None  # None: step 0
+    job: str | None  # None for step 0
     created: float  # Unix seconds
-    files: dict[str, FileEntry]  # by path relative to the checkpoint's directory
+    files: dict[str, FileEntry]  # keyed by the path relative to the checkpoint's directory
     topology: dict[str, int] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
-    metrics: dict[str, float] = Field(default_factory=dict)  # of the job's last optimizer step
-    probe: Probe | None = None  # None: step 0, which must equal the base model
+    # metrics of the job's last optimizer step
+    metrics: dict[str, float] = Field(default_factory=dict)
+    probe: Probe | None = None  # None for step 0, which must equal the base model
     origin: Origin | None = None
-    seq: int | None = None  # the last request of a session whose effect the weights have
+    seq: int | None = None  # number of the last session request whose effect is in the weights
 
     @property
     def weights_files(self) -> dict[str, FileEntry]:
-        """The files of the weights: the adapter's file, or the files of a whole model. Empty for
-        the base model's weights."""
+        """The files of the weights: the adapter's file, or the files of a whole model. Empty if the
+        weights are the base model's."""
         return {
             name: entry
             for name, entry in self.files.items()
@@ -186,8 +190,8 @@ class Manifest(Record):
 
     @property
     def weights_sha256(self) -> str:
-        """The name of the weights' content: the hash of their file; with several files or none, the
-        hash of the files' hashes."""
+        """The identity of the weights' content: the hash of their file; with several files or none,
+        the hash of the files' hashes."""
         hashes = [entry.sha256 for _, entry in sorted(self.weights_files.items())]
         return hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest()
 
@@ -201,31 +205,35 @@ class Manifest(Record):
 
 
 class Served(Record):
-    """`runs/<run>/served.json`: the step that vLLM serves, and how the publisher verified it."""
+    """`runs/<run>/served.json`: the step that vLLM serves, and the result of the publisher's
+    verification."""
 
     step: int = Field(ge=0, lt=STEPS)
     model: str  # "<run>@<step>"
     weights: Serving = "adapter"
-    transport: str = "lora"  # how the weights reached vLLM
+    transport: str = "lora"  # the way by which the weights reached vLLM
     checkpoint: str  # SHA-256 of the weights (`Manifest.weights_sha256`)
-    # Inode and mtime (ns) of the manifest that had it: readers need not open that file again.
+    # Inode and mtime (ns) of the manifest's file, so that readers need not open the file again.
     manifest: tuple[int, int] | None = None
     verified: float  # Unix seconds
-    mean_abs_logprob_error: float  # trainer against vLLM, over the probe's tokens; nats
-    # The largest mean error of the closest tokens (`verify.COMPARED`) at which the step is served.
+    # mean difference between trainer and vLLM over the probe's tokens, in nats
+    mean_abs_logprob_error: float
+    # The largest mean error of the closest tokens (`verify.COMPARED`), in nats, at which the step
+    # is served.
     allowed_logprob_error: float
     tokens_checked: int
-    # Seconds of each part: copy, load (for merged weights it includes stage, drain and swap),
-    # verify. since_checkpoint lasts from the commit to `verified`, so it is long if a publisher or
-    # vLLM has started since.
+    # Seconds of each part: copy, load (for merged weights including stage, drain and swap), verify.
+    # since_checkpoint is the time from the commit to `verified`, so it is long if a publisher or
+    # vLLM has started in between.
     seconds: dict[str, float] = Field(default_factory=dict)
-    # The newest checkpoint that the publisher refused, and why; the older step stays served.
+    # The newest checkpoint that the publisher refused, and the reason. An older step is still
+    # served.
     refused_step: int | None = None
     refused_reason: str | None = None
 
     @property
     def refused(self) -> "Refused | None":
-        """The newest step that the publisher refused, beside the older one that is served."""
+        """The newest step that the publisher refused while an older one is served."""
         if self.refused_step is None:
             return None
         return Refused(step=self.refused_step, reason=self.refused_reason or "")

@@ -10,28 +10,29 @@ from tandem.spool.schema.training import RLLoss, SFTLoss
 
 MOST_SEQUENCE_NUMBER = 10**8
 Seq = Annotated[int, Field(ge=1, lt=MOST_SEQUENCE_NUMBER)]
-"""A request's number within its run: 1, 2, 3, ... They are computed in this order."""
+"""A request's number within its run: 1, 2, 3, ... Requests are computed in this order."""
 
 
 class SessionRecord(Record):
-    """A session: `sessions/<id>/session.json`, written once. Its runs name it in
+    """A session: `sessions/<id>/session.json`, written once. The session's runs refer to it in
     `RunSpec.session`."""
 
     schema_version: Literal[1] = 1
     id: SessionId
     created: float  # Unix seconds
-    submitted_by: str | None = None  # the name of the API key; None: it has none
+    submitted_by: str | None = None  # the name of the API key; None if the key has no name
     labels: dict[str, str] = Field(default_factory=dict)
 
 
 class SessionBeat(Record):
-    """`sessions/<id>/beat.json`: the time at which the client was last heard of."""
+    """`sessions/<id>/beat.json`: the time of the client's last sign of life."""
 
     time: float  # Unix seconds by the controller's clock
 
 
 class SessionEnd(Record):
-    """`sessions/<id>/end.json`: the session takes no request any more. The runs stay."""
+    """`sessions/<id>/end.json`: the session accepts no further requests. The session's runs are
+    kept."""
 
     finished: float  # Unix seconds
     reason: str
@@ -40,15 +41,15 @@ class SessionEnd(Record):
 class ClientModel(Record):
     """`sessions/<id>/model-<n>.json`, written once, before its run."""
 
-    base_model: str  # as the client calls it
+    base_model: str  # the client's name of the base model
 
 
 class ClientSampler(Record):
-    """`sessions/<id>/sampler-<n>.json`, written once: the checkpoint that one of the client's
-    samplers samples from. Without a run it samples the base model. Without a step, it samples the
-    checkpoint with this name, which may be made later."""
+    """`sessions/<id>/sampler-<n>.json`, written once: the checkpoint from which one of the client's
+    samplers samples. Without a run, the sampler samples the base model. Without a step, the sampler
+    samples the checkpoint named `name`, which may be made later."""
 
-    base_model: str  # as the client calls it
+    base_model: str  # the client's name of the base model
     path: str | None = None  # the client's
     run: RunName | None = None
     name: str | None = None
@@ -56,21 +57,22 @@ class ClientSampler(Record):
 
 
 class PassRequest(Record):
-    """A forward pass over packed rows, with or without the backward pass, whose gradients are added
-    to the gradients since the last optimizer step. The loss is a sum over all items."""
+    """A forward pass over packed rows, optionally with a backward pass. The pass's gradients are
+    added to the gradients since the last optimizer step. The loss is a sum over all items."""
 
     kind: Literal["forward", "forward_backward"]
-    # The order matters: the JSON of an SFT loss would also be valid as an RL loss.
+    # The order of the types matters: the JSON of an SFT loss would also be valid as an RL loss.
     loss: Annotated[SFTLoss | RLLoss, Field(union_mode="left_to_right")]
-    lengths: tuple[int, ...]  # items of each sequence, in the client's order
+    lengths: tuple[int, ...]  # number of items of each sequence, in the client's order
     num_rows: int = Field(ge=1)
     sequence_length: int = Field(ge=2)
     num_tokens: int = Field(ge=1)  # slots in use
-    loss_name: str = ""  # as the client called it
+    loss_name: str = ""  # the client's name of the loss
 
 
 class StepRequest(Record):
-    """A step of Adam with decoupled weight decay, after which the gradients are zero."""
+    """An optimizer step of Adam with decoupled weight decay. The step sets the gradients to zero
+    afterwards."""
 
     kind: Literal["optim_step"] = "optim_step"
     learning_rate: float = Field(ge=0)
@@ -82,17 +84,17 @@ class StepRequest(Record):
 
 
 class SaveRequest(Record):
-    """A checkpoint of the run with a name. If nothing has changed since the newest checkpoint, that
-    checkpoint gets the name."""
+    """A request for a named checkpoint of the run. If nothing has changed since the newest
+    checkpoint, that checkpoint gets the name."""
 
     kind: Literal["save"] = "save"
     name: str = Field(min_length=1, max_length=256)
-    group: Literal["weights", "sampler"] = "weights"  # names of either group are independent
+    group: Literal["weights", "sampler"] = "weights"  # each group has its own names
 
 
 class LoadRequest(Record):
-    """Loads the weights of a checkpoint of any run with the same LoRA shape. `optimizer` loads
-    Adam's state too; without it Adam starts anew."""
+    """`optimizer`: whether Adam's state is loaded too; if not, Adam starts with a new state.
+    `optimizer` loads Adam's state too; without it Adam starts anew."""
 
     kind: Literal["load"] = "load"
     run: RunName
@@ -101,8 +103,8 @@ class LoadRequest(Record):
 
 
 class VoidRequest(Record):
-    """Takes the place of a request that never came, so that later requests are computed. Its result
-    is an error with this reason."""
+    """Takes the place of a request that never arrived, so that later requests are computed. The
+    result of a void request is an error with this reason."""
 
     kind: Literal["void"] = "void"
     reason: str
@@ -120,12 +122,12 @@ class LoggedRequest(Record):
     schema_version: Literal[1] = 1
     seq: Seq
     request: AnyRequest
-    sha256: str | None = None  # of the packed arrays of a `PassRequest`
+    sha256: str | None = None  # SHA-256 of the packed arrays of a `PassRequest`
     created: float  # Unix seconds
 
 
 class RequestError(Record):
-    """`category`: who can do something about the error."""
+    """`category`: who can fix the error, the user or the server."""
 
     category: Literal["user", "server"]
     message: str
@@ -133,17 +135,18 @@ class RequestError(Record):
 
 class RequestResult(Record):
     """The result of a request: `runs/<run>/requests/<seq>/result.json`. The log-probs of a pass are
-    in a file beside it. A request with an error changed nothing, except that a failed optimizer
-    step discards the gradients. Names of metrics that are sums over a pass end in `:sum`."""
+    in another file in the same directory. A request that ended with an error changed nothing,
+    except that a failed optimizer step discards the gradients. The names of metrics that are sums
+    over a pass end in `:sum`."""
 
     error: RequestError | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
-    step: int | None = None  # the checkpoint that a `SaveRequest` names
+    step: int | None = None  # the checkpoint that a `SaveRequest` named
     finished: float  # Unix seconds
 
 
 class SavedName(Record):
-    """One entry of `runs/<run>/names.json`: a client's name of a checkpoint."""
+    """One entry of `runs/<run>/names.json`: a name that a client gave to a checkpoint."""
 
     group: Literal["weights", "sampler"]
     name: str
@@ -152,7 +155,7 @@ class SavedName(Record):
 
 
 class SavedNames(Record):
-    """`runs/<run>/names.json`, which stays after the session has ended."""
+    """`runs/<run>/names.json`, which is kept after the session has ended."""
 
     schema_version: Literal[1] = 1
     names: tuple[SavedName, ...] = ()

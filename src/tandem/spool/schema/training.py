@@ -8,11 +8,12 @@ from pydantic import Field, model_validator
 from tandem.spool.schema.base import Record
 
 Step = Annotated[int, Field(strict=True)]
-"""A number of a step. Strict, because `true`, `false` and texts would become numbers."""
+"""The number of a step. The type is strict, because otherwise `true`, `false` and strings would be
+converted to numbers."""
 
 
 class _Own(NamedTuple):
-    """A policy's defaults, as in its paper."""
+    """A policy's default settings, which are those of its paper."""
 
     level: Literal["token", "sequence"]
     mean_over: Literal["token", "trajectory"]
@@ -22,18 +23,19 @@ class _Own(NamedTuple):
 
 _OWN = {
     "cispo": _Own("token", "token", 1.0, 4.0),
-    "ppo": _Own("token", "token", 0.2, 0.28),  # DAPO's mean and clip-higher
+    "ppo": _Own("token", "token", 0.2, 0.28),  # mean and clip-higher as in DAPO
     "gspo": _Own("sequence", "trajectory", 3e-4, 4e-4),
     "gspo_token": _Own("sequence", "trajectory", 3e-4, 4e-4),
     "dro": _Own("token", "token", 1.0, math.inf),  # no bounds
     "sapo": _Own("token", "trajectory", 1.0, math.inf),  # no bounds
 }
-"""Each policy of `RLLoss`. A new one is a line here, its name in `RLLoss.policy`, and its term in
-`tandem.training.losses.policy_terms`."""
+"""The defaults of each policy of `RLLoss`. A new policy needs a line here, its name in
+`RLLoss.policy`, and its term in `tandem.training.losses.policy_terms`."""
 
 
 class RLLoss(Record):
-    """The settings of the policy loss. Formulas and sources: `tandem.training.losses`."""
+    """The settings of the policy loss. `tandem.training.losses` has the formulas and their
+    sources."""
 
     reference_field: ClassVar[str] = "loss.kl_reference"
     policy: Literal["cispo", "ppo", "gspo", "gspo_token", "dro", "sapo"] = "cispo"
@@ -41,33 +43,35 @@ class RLLoss(Record):
     # `clip_bounds`).
     clip_low: float | None = Field(default=None, ge=0)
     clip_high: float | None = Field(default=None, ge=0)
-    # The ratio of the token, or of its sequence (exp of the mean log-ratio). None: the policy's own
-    # default (see `level`).
+    # The level of the ratio: of the token, or of the token's sequence (exp of the mean log-ratio).
+    # None: the policy's own default (see `level`).
     ratio_level: Literal["token", "sequence"] | None = None
-    # For an item beyond the bounds: clip its ratio as the policy does, or leave the item out.
+    # For an item whose ratio is beyond the bounds: clip the ratio as the policy does, or leave the
+    # item out.
     beyond_bounds: Literal["clip", "mask"] = "clip"
     # PPO and GSPO: an upper bound on the ratio of items with a negative advantage.
     dual_clip: float | None = Field(default=None, gt=1)
     # DRO: the weight of the squared log-ratio.
     dro_beta: float | None = Field(default=None, ge=0)
-    # SAPO: how fast the gate closes where the advantage is positive, and elsewhere. None: 1 and
-    # 1.05.
+    # SAPO: the temperatures of the gate, which decide how fast it closes, for positive and for
+    # other advantages. None: 1 and 1.05.
     sapo_temperature_pos: float | None = Field(default=None, gt=0)
     sapo_temperature_neg: float | None = Field(default=None, gt=0)
-    # Leaves out sequences with a negative advantage whose log-probs fell, on average per token, by
-    # more nats than this.
+    # Leaves out a sequence with a negative advantage if its log-probs fell by more than this many
+    # nats per token on average.
     off_policy_threshold: float | None = Field(default=None, gt=0)
-    # Weighted mean over items: weight 1 (token), 1/items of the trajectory, or 1/items of the
-    # group. `constant` divides the plain sum by `normalisation_constant` times the number of
-    # trajectories (Dr. GRPO), `sum` by nothing. None: the policy's own default (see `mean_over`).
+    # The weight of an item in the weighted mean: 1 (token), 1/items of the trajectory, or 1/items
+    # of the group. `constant` divides the plain sum by `normalisation_constant` times the number of
+    # trajectories (Dr. GRPO); `sum` does not divide. None: the policy's own default (see
+    # `mean_over`).
     normalisation: Literal["token", "trajectory", "group", "constant", "sum"] | None = None
     normalisation_constant: float | None = Field(default=None, gt=0)
-    # The log-probs in the ratio's denominator: the sampler's, or the trainer's own from a pass
-    # before the first optimizer step. Importance weights of trainer to sampler (`tis_*`) need the
-    # trainer's.
+    # The log-probs in the denominator of the ratio: the sampler's, or the trainer's from a pass
+    # before the first optimizer step. Importance weights between trainer and sampler (`tis_*`) need
+    # the trainer's log-probs.
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
-    # The weight of the token, or the product over its sequence. It is truncated at the cap, and 0
-    # outside the mask.
+    # The importance weight of the token, or the product over the token's sequence. The weight is
+    # truncated at the cap, and is 0 outside the mask's bounds.
     tis_level: Literal["token", "sequence"] = "token"
     tis_cap: float | None = Field(default=None, gt=0)
     tis_mask_low: float | None = Field(default=None, ge=0)
@@ -76,15 +80,16 @@ class RLLoss(Record):
     advantage_scale: Literal["none", "mean_abs"] = "none"
     kl_coef: float = Field(default=0.0, ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    # The KL is a penalty in the loss, or part of each token's advantage (there it is the log-ratio,
-    # whatever the estimator).
+    # The KL is a penalty in the loss, or a part of each token's advantage, where it is the
+    # log-ratio whatever the estimator is.
     kl_in: Literal["loss", "advantage"] = "loss"
-    # Multiply the penalty by the token's ratio, which makes its gradient unbiased for tokens of an
-    # older policy.
+    # Multiply the penalty by the token's ratio, which makes its gradient unbiased for tokens that
+    # an older policy sampled.
     kl_correction: bool = False
-    # The reference: the base model with the adapter off, or a checkpoint (step) of the same run.
+    # The reference policy: the base model with the adapter off, or a checkpoint (step) of the same
+    # run.
     kl_reference: Literal["base"] | Step = "base"
-    # Measures the KL even if kl_coef is 0: costs one more forward pass without gradients.
+    # Measures the KL even if kl_coef is 0, which costs one more forward pass without gradients.
     kl_metric: bool = False
     entropy_coef: float = Field(default=0.0, ge=0)
     # The trajectories' sampling temperature; logits are divided by it.
@@ -154,35 +159,35 @@ class RLLoss(Record):
 
     @property
     def reference_step(self) -> int | None:
-        """The checkpoint that the job needs besides its base step."""
+        """The step of the checkpoint that the job needs in addition to its base step."""
         return self.kl_reference if isinstance(self.kl_reference, int) else None
 
     @property
     def weighs_sampler(self) -> bool:
-        """Whether items have importance weights of trainer to sampler."""
+        """Whether items have importance weights between trainer and sampler."""
         return any(
             value is not None for value in (self.tis_cap, self.tis_mask_low, self.tis_mask_high)
         )
 
     @property
     def level(self) -> Literal["token", "sequence"]:
-        """`ratio_level` after the policy's own default."""
+        """`ratio_level`, or the policy's own default if it is None."""
         return self.ratio_level or _OWN[self.policy].level
 
     @property
     def mean_over(self) -> Literal["token", "trajectory", "group", "constant", "sum"]:
-        """`normalisation` after the policy's own default."""
+        """`normalisation`, or the policy's own default if it is None."""
         return self.normalisation or _OWN[self.policy].mean_over
 
     @property
     def sapo_temperatures(self) -> tuple[float, float]:
-        """`(sapo_temperature_pos, sapo_temperature_neg)` after defaults: the paper's."""
+        """`(sapo_temperature_pos, sapo_temperature_neg)`, with the paper's values as defaults."""
         return self.sapo_temperature_pos or 1.0, self.sapo_temperature_neg or 1.05
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
-        """(low, high) bounds of the ratio after the policy's own defaults: PPO [0.8, 1.28], CISPO
-        [0, 5]."""
+        """The (low, high) bounds of the ratio, with the policy's own defaults: PPO [0.8, 1.28],
+        CISPO [0, 5]."""
         own = _OWN[self.policy]
         low = own.clip_low if self.clip_low is None else self.clip_low
         high = own.clip_high if self.clip_high is None else self.clip_high
@@ -213,12 +218,12 @@ class PreferenceLoss(Record):
     reference_field: ClassVar[str] = "loss.reference"
     kind: Literal["dpo", "ipo", "simpo"] = "dpo"
     beta: float | None = Field(default=None, gt=0)  # None: 0.1 for DPO and IPO, 2 for SimPO
-    # DPO and SimPO: the share of pairs that are taken to be the wrong way round.
+    # DPO and SimPO: the assumed share of pairs whose preference is wrong.
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     # SimPO: the margin by which the chosen answer's reward should exceed the rejected one's. None:
     # 0.5.
     margin: float | None = Field(default=None, ge=0)
-    # DPO and IPO: the policy to compare with. "start" is the checkpoint that the job starts from.
+    # DPO and IPO: the reference policy. "start" is the checkpoint that the job starts from.
     reference: Literal["start", "base"] | Step = "start"
 
     @model_validator(mode="after")
@@ -235,7 +240,7 @@ class PreferenceLoss(Record):
 
     @property
     def strength(self) -> float:
-        """`beta` after defaults."""
+        """`beta`, or its default if it is None."""
         return self.beta or (2.0 if self.kind == "simpo" else 0.1)
 
     @property
@@ -251,19 +256,20 @@ Loss = RLLoss | SFTLoss | PreferenceLoss
 
 
 class Schedule(Record):
-    """How the learning rate changes from optimizer step to optimizer step, over all jobs of one
-    training.
+    """The change of the learning rate over optimizer steps, across all jobs of one training.
 
-    Step k (0, 1, ...) of `total` has the factor (k + 1) / (warmup + 1) while k < warmup. Then, with
-    x = (k - warmup) / (total - warmup), it is 1 (constant), floor + (1 - floor) (1 - x) (linear),
-    or floor + (1 - floor) (1 + cos(pi x)) / 2 (cosine; Loshchilov and Hutter, 2016,
-    arXiv:1608.03983, eq. 5).
+    Step k (0, 1, ...) Then, with x = (k - warmup) / (total - warmup), the factor is 1 (constant),
+    floor + (1 - floor) (1 - x) (linear), or floor + (1 - floor) (1 + cos(pi x)) / 2 (cosine;
+    Loshchilov and Hutter, 2016, arXiv:1608.03983, eq. Then, with x = (k - warmup) / (total -
+    warmup), it is 1 (constant), floor + (1 - floor) (1 - x) (linear), or floor + (1 - floor) (1 +
+    cos(pi x)) / 2 (cosine; Loshchilov and Hutter, 2016, arXiv:1608.03983, eq. 5).
     """
 
     shape: Literal["constant", "linear", "cosine"] = "constant"
     warmup: int = Field(default=0, ge=0)
     total: int | None = Field(default=None, ge=1)
-    start: int = Field(default=0, ge=0)  # the number of this job's first optimizer step
+    # number of this job's first optimizer step within the training
+    start: int = Field(default=0, ge=0)
     floor: float = Field(default=0.0, ge=0, le=1)
 
     @model_validator(mode="after")
@@ -277,7 +283,7 @@ class Schedule(Record):
         return self
 
     def factor(self, step: int) -> float:
-        """The factor of `learning_rate` in step `step` of the job, which counts from 0."""
+        """The factor on `learning_rate` in the job's optimizer step `step`, which counts from 0."""
         k = self.start + step
         if k < self.warmup:
             return (k + 1) / (self.warmup + 1)
@@ -301,10 +307,10 @@ class OptimizerSettings(Record):
     max_grad_norm: float = Field(default=1.0, gt=0)
     # Packed rows per optimizer step over all data-parallel ranks. None: the data-parallel size.
     grad_accumulation_sequences: int | None = Field(default=None, ge=1)
-    # Alternatively: examples, pairs or groups per optimizer step. The packer then fills each row
+    # Instead of rows: examples, pairs or groups per optimizer step. The packer then fills each row
     # with samples of one optimizer step only.
     batch_size: int | None = Field(default=None, ge=1)
-    epochs: int = Field(default=1, ge=1)  # passes over the job's rows, each in an order of its own
+    epochs: int = Field(default=1, ge=1)  # passes over the job's rows, each in a different order
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:
@@ -321,7 +327,7 @@ class PackedData(Record):
     """A job's directory `data`: a file of arrays in the format of `tandem.data.packed_format`."""
 
     path: str
-    sha256: str  # of its file
+    sha256: str  # SHA-256 of the file
     num_rows: int = Field(ge=1)
     sequence_length: int = Field(ge=2)
     num_items: int = Field(ge=1)  # trained tokens, counted once per trajectory that trains them
@@ -329,14 +335,14 @@ class PackedData(Record):
     num_unshared_tokens: int = Field(ge=1)  # slots that would be in use without prefix sharing
     num_trajectories: int = Field(ge=1)
     num_groups: int = Field(ge=1)
-    dropped_groups: int = Field(default=0, ge=0)  # no variance in their rewards
-    # Too long, or nothing trained left after truncation.
+    dropped_groups: int = Field(default=0, ge=0)  # groups dropped because their rewards are equal
+    # Trajectories that are too long, or have no trained token left after truncation.
     dropped_trajectories: int = Field(default=0, ge=0)
     truncated_trajectories: int = Field(default=0, ge=0)  # cut to the length of a row
-    # Examples or pairs that are only evaluated. Above, only rows, dropped and truncated
-    # trajectories count them.
+    # Examples or pairs that are only evaluated. Of the counts above, only rows, dropped and
+    # truncated trajectories include them.
     num_held_out: int = Field(default=0, ge=0)
-    # RL: the oldest checkpoint that sampled a turn; None: unknown.
+    # RL: the step of the oldest checkpoint that sampled a turn; None if unknown.
     policy_step_min: int | None = None
     policy_step_mean: float | None = None  # over turns
     reward_mean: float | None = None

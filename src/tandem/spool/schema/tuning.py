@@ -22,15 +22,15 @@ class Upload(Record):
     id: UploadId
     filename: str
     purpose: Literal["fine-tune", "fine-tune-results"]
-    method: TuningMethod | None = None  # what its lines are for; None: results
-    lines: int = Field(ge=0)  # that are not blank
+    method: TuningMethod | None = None  # the method that its lines are for; None for results
+    lines: int = Field(ge=0)  # lines that are not blank
     size: int = Field(ge=0)  # bytes
     created: float  # Unix seconds
 
 
 class Hyperparameters(Record):
-    """Hyperparameters as the client gave them; in a `TuningPlan` as they are used. `beta` belongs
-    to DPO only."""
+    """Hyperparameters as the client gave them or, in a `TuningPlan`, as they are used. `beta`
+    belongs to DPO only."""
 
     n_epochs: int | Auto = "auto"
     batch_size: int | Auto = "auto"
@@ -39,19 +39,21 @@ class Hyperparameters(Record):
 
 
 class TuningPlan(Record):
-    """The settings and counts that follow from the files, once all lines have been rendered."""
+    """The settings and counts that are derived from the files after all lines have been
+    rendered."""
 
     hyperparameters: Hyperparameters
     sequence_length: int = Field(ge=2)
-    checkpoint_every: int = Field(ge=1)  # optimizer steps of a job, at most
+    checkpoint_every: int = Field(ge=1)  # the most optimizer steps of a job
     steps: int = Field(ge=1)  # optimizer steps of all epochs
-    parts: int = Field(ge=1)  # jobs; each makes the run's next step
-    tokens: int = Field(ge=1)  # of all examples, in all epochs
+    parts: int = Field(ge=1)  # number of jobs; each makes the run's next step
+    tokens: int = Field(ge=1)  # tokens of all examples, in all epochs
     made: float  # Unix seconds
 
 
 class TuningEnd(Record):
-    """The end of a fine-tuning. `code`, `message` and `param` are OpenAI's error if it failed."""
+    """The end of a fine-tuning. If the fine-tuning failed, `code`, `message` and `param` are
+    OpenAI's error."""
 
     status: Literal["succeeded", "failed", "cancelled"]
     finished: float  # Unix seconds
@@ -62,7 +64,7 @@ class TuningEnd(Record):
 
 
 class Notice(Record):
-    """A message among the events about something that no job's events tell."""
+    """A message among the events, about a fact that no job's events report."""
 
     time: float  # Unix seconds
     level: Literal["info", "warn", "error"] = "info"
@@ -70,14 +72,14 @@ class Notice(Record):
 
 
 class Tuning(Record):
-    """`tunings/<id>.json`: the client's order, and its progress."""
+    """`tunings/<id>.json`: the client's request, and its progress."""
 
     schema_version: Literal[1] = 1
     id: TuningId
     created: float  # Unix seconds
-    model: str  # as the client named it
+    model: str  # the client's name of the model
     run: RunName
-    origin: Origin | None = None  # the checkpoint that it goes on from; None: the base model
+    origin: Origin | None = None  # the checkpoint that it continues from; None: the base model
     method: TuningMethod
     hyperparameters: Hyperparameters
     seed: int = Field(ge=0)
@@ -86,9 +88,10 @@ class Tuning(Record):
     validation_file: UploadId | None = None
     metadata: dict[str, str] | None = None
     submitted_by: str | None = None  # the name of the API key
-    plan: TuningPlan | None = None  # None: its files are not validated yet
+    plan: TuningPlan | None = None  # None while its files are not validated
     paused: bool = False
-    pauses: int = Field(default=0, ge=0)  # so far; each gives cancelled parts other ids
-    cancelled: float | None = None  # when the client asked for it, Unix seconds
+    # number of pauses so far; after each, cancelled parts get new ids
+    pauses: int = Field(default=0, ge=0)
+    cancelled: float | None = None  # time of the client's request to cancel, Unix seconds
     notices: list[Notice] = Field(default_factory=list)
     end: TuningEnd | None = None

@@ -1,31 +1,32 @@
-"""Ways to start the ranks of a job. All give the same results, bit for bit.
+"""The ways to start the ranks of a job. All ways give the same results, bit for bit.
 
 `fork`, the default: a fork server that has imported torch and Megatron and never touched CUDA forks
 a leader per job, and the leader forks the ranks (`forkserver.py`). Between jobs the fork server
-stays, with 0 bytes on the GPU. It does not use torch's elastic agent, because the agent has threads
-when it forks, and does not notice a rank that leaves by `exit(0)`.
+stays alive, with 0 bytes on the GPU. `fork` does not use torch's elastic agent, because the agent
+has threads when it forks, and does not notice a rank that leaves by `exit(0)`.
 
 `torchrun`: torch's own launcher, a new process tree per job, with a port that the kernel chooses
-(`torchrun.py`). Nothing stays.
+(`torchrun.py`). No process stays between jobs.
 
-`resident`: torchrun's ranks stay and get their jobs over a socket. CUDA's context, NCCL's buffers
-and the model without its memory stay. Between jobs a rank gives back parameters, gradients and
-optimizer state (`model/device/offload.py`). It drops the frozen base weights and reads them again
-from the page cache, which is as fast as a copy from pinned memory. It keeps the adapter and Adam's
-state in pinned buffers, and uses them if the next job starts from that checkpoint. It verifies the
-checkpoint's hashes even then. Memory that a living process can't give back is measured and reported
-in the job's `released` event. Resident ranks end after any job that does not succeed.
+`resident`: ranks under torchrun stay alive and receive their jobs over a socket. Resident ranks
+keep CUDA's context, NCCL's buffers, and the model without its device memory. Between jobs, a rank
+releases the memory of parameters, gradients and optimizer state (`model/device/offload.py`). A
+resident rank drops the frozen base weights and reads them again from the page cache, which is as
+fast as copying them from pinned memory. A resident rank keeps the adapter and Adam's state in
+pinned buffers, and uses them if the next job starts from the checkpoint that they equal. Even in
+that case the rank verifies the checkpoint's hashes. Memory that a living process can't release is
+measured and reported in the job's event `released`. Resident ranks end after every job that does
+not succeed.
 
-`launcher.py` chooses the way by TANDEM_LAUNCH. On one host the ranks' stores listen on loopback,
-and every process of the chain dies with its parent. `bootstrap.py`, the first code of a rank, and
-the fork server ensure this. Ranks get their settings in a `Launch`: the attempt, and the
+`launcher.py` chooses the way according to TANDEM_LAUNCH. On one host, the ranks' store listens on
+loopback, and every process of the chain dies with its parent. `bootstrap.py`, the first code of a
+rank, and the fork server ensure this. Ranks get their settings in a `Launch`: the attempt, and the
 deployment's settings for ranks (`RankSettings`), with the sizes that the runner has chosen. Ranks
-read no settings from the environment. A `Launch` has no secret, because it is on the ranks' command
-lines.
+read no settings from the environment. A `Launch` contains no secret, because it is on the ranks'
+command lines.
 
-Besides the files that `spool.attempt.Attempt` names, the attempt's work directory holds two files
-of the ranks' parent, for every launcher. With several hosts there are two for each host, in
-`hosts/`:
+Besides the files that `spool.attempt.Attempt` names, the attempt's work directory has two files of
+the ranks' parent, with every launcher. With several hosts there are two for each host, in `hosts/`:
 
     launcher.log    its output
     exits.json      exit statuses of failed ranks, see `read_exits`
@@ -48,25 +49,27 @@ from tandem.system.processes import die_with_parent
 from tandem.topology.sizes import Sizes
 
 DEFAULT_ENTRY = "tandem.trainer.rank.entry"
-"""The module whose `main(attempt: Attempt, settings: RankSettings)` is a rank. Its `preload(device:
-str)` imports everything that a rank needs; `device` is the setting."""
+"""The module whose `main(attempt: Attempt, settings: RankSettings)` runs a rank. The module's
+`preload(device: str)` imports all modules that a rank needs; `device` is the setting."""
 
 LAUNCHER_LOG, EXITS = "launcher.log", "exits.json"
 HOSTS = "hosts"
 """The directory of the hosts' agents in an attempt's work directory."""
 
 SHARED_IDLE_SECONDS = 1.0
-"""Seconds after which an idle session's ranks leave shared GPUs, because vLLM sleeps until then."""
+"""Seconds after which an idle session's ranks leave shared GPUs, because vLLM sleeps as long as
+they stay."""
 
 SHUTDOWN_SECONDS = {"torchrun": 30, "fork": 10}
-"""Seconds until SIGKILL for the other ranks after one failed. torchrun's 30 s are fixed in torch;
-TORCH_ELASTIC_SHUTDOWN_TIMEOUT does not change them."""
+"""Seconds between the first failure of a rank and SIGKILL for the other ranks. torchrun's 30 s are
+fixed in torch; TORCH_ELASTIC_SHUTDOWN_TIMEOUT does not change them."""
 
 
 class RankSettings(Record):
     """The deployment's settings that ranks use. Ranks read no other settings.
 
-    They are on ranks' command lines, which everybody on the host can read, so none is a secret.
+    The settings are on the ranks' command lines, which every user of the host can read, so none of
+    them is a secret.
     """
 
     sizes: Sizes = Sizes()
@@ -99,7 +102,8 @@ class HostPart(Record):
 
     number: int = 0
     hosts: int = 1
-    # Address and port of the ranks' store, which is on host 0; None: this host's loopback.
+    # Address and port of the ranks' store, which runs on host 0; None: the store is on this host's
+    # loopback.
     store: tuple[str, int] | None = None
 
 
@@ -130,18 +134,19 @@ class Launch(Record):
         return Paths(self.root).work_dir(self.job, self.attempt)
 
     def of_parent(self, name: str) -> Path:
-        """The path of LAUNCHER_LOG or EXITS of the parent of this host's ranks."""
+        """The path of LAUNCHER_LOG or EXITS, the files of the parent of this host's ranks."""
         return of_parent(self.work, name, None if self.host.store is None else self.host.number)
 
     def open(self) -> Attempt:
-        """The attempt whose ranks to start. Raises SpoolUnusable."""
+        """The attempt whose ranks are to be started. Raises SpoolUnusable if the spool can't be
+        opened."""
         return Attempt(Spool(self.root), self.job, self.attempt)
 
 
 def start_child(
     command: list[str], environment: dict[str, str], **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own. The kernel kills it when this process dies."""
+    """Start a process in its own session. The kernel kills the child when this process dies."""
     parent = os.getpid()
     return subprocess.Popen(
         command,
@@ -155,10 +160,10 @@ def start_child(
 
 
 def of_parent(work: Path, name: str, host: int | None) -> Path:
-    """The path of a file of the ranks' parent.
+    """The path of the file `name` that the ranks' parent writes.
 
     Args:
-        host: the number of one of several hosts, whose agents started the ranks.
+        host: the index of the host whose agent started the ranks, if there are several hosts.
     """
     return work / name if host is None else work / HOSTS / f"{host}.{name}"
 
@@ -168,8 +173,8 @@ def write_exits(path: Path, exits: dict[int, int]) -> None:
 
 
 def read_exits(work: Path) -> dict[int, int]:
-    """Exit status by rank of the ranks that failed by themselves, first failure first (negative: a
-    signal).
+    """Rank -> exit status, for ranks that failed by themselves, in the order of their failures
+    (negative: a signal).
 
     Ranks that their parent ended after the first failure are left out. Empty if no rank failed, or
     if the parent was killed.

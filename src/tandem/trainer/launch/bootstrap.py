@@ -1,4 +1,4 @@
-"""The first code of a rank, which runs before torch is imported: it ends with its parent and logs
+"""The first code that a rank runs, before torch is imported. The rank ends with its parent and logs
 to its own file.
 
     python -m tandem.trainer.launch.bootstrap <a Launch as JSON>
@@ -20,7 +20,7 @@ from tandem.trainer.launch import Launch, RankSettings
 
 
 def redirect(log: Path) -> None:
-    """Append stdout and stderr, Python's and C's, to `log`."""
+    """Append stdout and stderr, of Python and of C code, to `log`."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -29,9 +29,9 @@ def redirect(log: Path) -> None:
 
 def run(launch: Launch, main: Callable[[Attempt, RankSettings], int | None] | None = None) -> int:
     """Run this process's rank, with its output in the rank's log; returns its exit status. Raises
-    what the rank raises, and SpoolUnusable.
+    the rank's error, and SpoolUnusable.
 
-    `main`: by default the launch's entry module's.
+    `main`: by default the `main` of the launch's entry module.
     """
     attempt = launch.open()
     redirect(attempt.log(int(os.environ["RANK"])))
@@ -40,7 +40,8 @@ def run(launch: Launch, main: Callable[[Attempt, RankSettings], int | None] | No
 
 
 def stay(entry: str, device: str, control: str) -> int:
-    """Run job after job until one fails or the runner closes the socket. Returns the exit status.
+    """Run one job after another until a job fails or the runner closes the socket. Returns the exit
+    status.
 
     The runner sends a `Launch` as JSON, in one packet. The rank answers with one byte when the job
     is done; a rank that fails answers nothing and ends.
@@ -57,7 +58,7 @@ def stay(entry: str, device: str, control: str) -> int:
         sys.stderr.flush()
         if status:
             return status
-        # From here on the runner may remove the job's log.
+        # From now on the runner may remove the job's log.
         os.dup2(own_output, 1)
         os.dup2(own_output, 2)
         runner.send(b".")
@@ -65,7 +66,7 @@ def stay(entry: str, device: str, control: str) -> int:
 
 
 def main() -> int:
-    # If the agent died during the imports, this process's parent is now the one that adopts
+    # If the agent died during the imports, this process's parent is now the process that adopts
     # orphans.
     die_with_parent(int(os.environ.get("TANDEM_AGENT_PID") or os.getppid()))
     if len(sys.argv) > 2:

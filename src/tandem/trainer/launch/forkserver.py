@@ -1,25 +1,26 @@
-"""The process from which ranks are forked, and the runner's side of it (`ForkServer`). It imports
-everything that a rank needs, once, and runs no job itself.
+"""The process from which ranks are forked, and the runner's side of it (`ForkServer`). The fork
+server imports all modules that a rank needs, once, and runs no job itself.
 
     python -m tandem.trainer.launch.forkserver <socket's descriptor> <entry module> <setting of
     the device>
 
 Forking is safe because of three rules:
 
-- No CUDA, whose context does not survive a fork. With PYTORCH_NVML_BASED_CUDA_CHECK=1 the imports
-  look for devices without the CUDA runtime.
+- No CUDA, because a CUDA context does not survive a fork. With PYTORCH_NVML_BASED_CUDA_CHECK=1 the
+  imports look for devices without the CUDA runtime.
 - No OpenMP region and no second thread: a forked child has only the thread that forked, and libgomp
-  would wait for its other threads forever. The runner logs a warning with their names. (With GPUs
-  there is one of NVML's, which waits for the driver's events and which nvmlShutdown does not end.)
+  would wait for its other threads for ever. If there are other threads, the runner logs a warning
+  with their names. (With GPUs, NVML has one thread, which waits for the driver's events and which
+  nvmlShutdown does not end.)
 - All ranks are forked before the store's threads start. torch's elastic agent has threads when it
   forks. So the leader, the ranks' parent, is Tandem's process and not torch's agent. Like torch's
   agent, the leader ends the other ranks after the first failure and restarts none. The ranks'
   connections wait in the listening socket's backlog until the store runs.
 
-Protocol over the socket, one JSON object per packet. Runner: a `Launch`, with the store's listening
-socket where the launch names the store's address and this host has it. Server: {"ready": {...}}
-after the imports, and {"exited": status, "work": <the launch's work directory>}, which may come
-late about a launch that was killed.
+Protocol over the socket, one JSON object per packet. Runner: a `Launch`, together with the store's
+listening socket if the launch names the store's address and this host has the store. Server:
+{"ready": {...}} after the imports, and {"exited": status, "work": <the launch's work directory>}.
+The second may arrive late for a launch that was killed.
 """
 
 import importlib
@@ -55,11 +56,11 @@ log = Log("runner")
 
 
 class ForkServer:
-    """The fork server, and the handle of its latest launch. `Torchrun` documents a handle's
-    methods.
+    """The fork server, and the handle of its latest launch. `Torchrun` documents the methods of a
+    handle.
 
-    A launch never waits for the server's imports: the request stays in the socket until they are
-    done.
+    A launch never waits for the server's imports: the request stays in the socket until the imports
+    are done.
     """
 
     name = "fork server"
@@ -109,11 +110,11 @@ class ForkServer:
                 (log.warning if ready["threads"] else log.info)(
                     "fork server is ready", pid=self.pid, **ready
                 )
-            # Otherwise the packet is about an earlier launch, which was killed.
+            # Otherwise the packet belongs to an earlier launch, which was killed.
             elif message["work"] == self._work:
                 self._exit = message["exited"]
         if self._exit is None and not self.alive:
-            self._exit = -signal.SIGKILL  # leader and ranks die with the server
+            self._exit = -signal.SIGKILL  # leader and ranks die together with the server
         return self._exit
 
     def terminate(self) -> None:
@@ -148,7 +149,7 @@ def main() -> None:
     entry.preload(device)
     others = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
     names = [(task / "comm").read_text().strip() for task in others]
-    threads = [name for name in names if not name.startswith("cuda")]  # NVML's
+    threads = [name for name in names if not name.startswith("cuda")]  # threads of NVML
     ready = {"seconds": time.monotonic() - begin, "threads": ",".join(threads) or None}
     runner.send(json.dumps({"ready": ready}).encode())
     while (received := socket.recv_fds(runner, 1 << 16, 1))[0]:
@@ -159,17 +160,17 @@ def main() -> None:
             listener.close()
         pid = status = 0
         while pid != leader:
-            pid, status = os.wait()  # also returns orphans that this process adopted
+            pid, status = os.wait()  # this also returns orphans that this process has adopted
         report = {"exited": os.waitstatus_to_exitcode(status), "work": str(launch.work)}
         runner.send(json.dumps(report).encode())
 
 
 def lead(launch: Launch, runner: socket.socket, listener: socket.socket | None) -> int:
-    """Be the parent of this host's ranks: fork them, run their store if this host has it, and wait.
-    Returns 0 when all of them exited with 0.
+    """Act as the parent of this host's ranks: fork them, run their store if it is on this host, and
+    wait. Returns 0 if all ranks exited with 0.
 
     Args:
-        listener: the store's socket, if other hosts reach the store.
+        listener: the store's socket, if other hosts use the store.
     """
     runner.close()
     redirect(launch.of_parent(LAUNCHER_LOG))
@@ -185,7 +186,8 @@ def lead(launch: Launch, runner: socket.socket, listener: socket.socket | None) 
         for rank in launch.own_ranks
     }
     store = None if listener is None else _store(address, port, listener)
-    # The ranks that failed before the others were ended, in that order.
+    # Exit status of each rank that failed before the others were ended, in the order of the
+    # failures.
     failures: dict[int, int] = {}
     kill_time: float | None = None
     while ranks:
@@ -233,7 +235,8 @@ def _store(address: str, port: int, listener: socket.socket) -> object:
 def _run_rank(
     launch: Launch, rank: int, environment: dict[str, str], listener: socket.socket | None
 ) -> int:
-    """Be a rank. It handles signals like a new Python process, as under torchrun."""
+    """Run one rank in this process. Signals are handled as in a new Python process, as under
+    torchrun."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     local = str(rank - launch.own_ranks.start)
@@ -244,9 +247,9 @@ def _run_rank(
 
 
 def _fork(child: Callable[[], int]) -> int:
-    """Fork; returns the child's pid. The child leads a session, dies with its parent, runs `child`
-    and exits with its result. The child never returns into the server's stack, nor runs the
-    server's exit handlers."""
+    """Fork; returns the child's pid. The child leads a session, dies with its parent, runs `child`,
+    and exits with the result of `child`. The child neither returns into the server's stack nor runs
+    the server's exit handlers."""
     parent = os.getpid()
     if pid := os.fork():
         return pid
@@ -265,7 +268,8 @@ def _fork(child: Callable[[], int]) -> int:
 
 
 def _torchrun_environment(launch: Launch, address: str, port: int) -> dict[str, str]:
-    """The variables of torchrun's agent that a rank reads and that all ranks of this host share."""
+    """The environment variables of torchrun's agent that a rank reads and that are the same for all
+    ranks of this host."""
     return {
         "GROUP_RANK": str(launch.host.number),
         "WORLD_SIZE": str(launch.ranks),

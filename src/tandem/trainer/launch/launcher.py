@@ -1,4 +1,4 @@
-"""Starts ranks for the runner, in the way that TANDEM_LAUNCH names."""
+"""Starts ranks for the runner, in the way that TANDEM_LAUNCH selects."""
 
 import hashlib
 import os
@@ -27,15 +27,15 @@ log = Log("runner")
 SECRETS = {
     f"TANDEM_{name}{suffix}" for name in ("API_KEY", "ADMIN_TOKEN") for suffix in ("", "_FILE")
 }
-"""Variables that ranks don't inherit, because a rank talks to no server that asks for a key."""
+"""Variables that ranks don't inherit, because a rank contacts no server that requires a key."""
 
 Handle = Torchrun | ForkServer
 """The processes of one attempt."""
 
 
 class Launcher:
-    """Starts the ranks of jobs. The fork server and resident ranks start ahead of the first job and
-    stay between jobs, until they end or their code changes."""
+    """Starts the ranks of jobs. The fork server and resident ranks are started before the first
+    job. The processes stay between jobs, until they end or their code changes."""
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class Launcher:
         """Starts no process yet.
 
         Args:
-            entry: the module whose `main` is a rank.
+            entry: the module whose `main` runs a rank.
             marker: an environment variable and its value, for every process that this launcher
-                starts. By it a later runner finds processes that outlived this runner.
-            defaults: `own_defaults` of `rank_environment`.
+                starts. With the marker, a later runner finds processes that outlived this runner.
+            defaults: the argument `own_defaults` of `rank_environment`.
         """
         self._settings, self._entry = settings, entry
         self._environment = rank_environment(settings, defaults) | dict([marker])
-        # A killed process leaves its temporary files, and a rank is often killed.
+        # A killed process leaves its temporary files behind, and ranks are often killed.
         self.scratch = scratch_directory(
             f"ranks-{hashlib.sha256(marker[1].encode()).hexdigest()[:12]}"
         )
@@ -63,7 +63,7 @@ class Launcher:
         self._code_version: set[tuple[Path, int, int]] = set()
 
     def prepare(self) -> None:
-        """Start the processes that can start ahead of a job. Doesn't block."""
+        """Start the processes that can start before a job. Doesn't block."""
         if self._settings.launch == "torchrun":
             return
         current = code_version(self._entry)
@@ -83,12 +83,15 @@ class Launcher:
 
     def launch(self, launch: Launch, listener: socket.socket | None = None) -> Handle:
         """Start the ranks without waiting for them. Raises OSError if a process can't be started.
-        `listener`: as in `ForkServer.launch`, the only launcher that can start part of a launch."""
+        `listener`: see `ForkServer.launch`. Only that launcher can start the ranks of one of
+            several hosts."""
         if not self.holds_devices:
-            # Systems clean /tmp while the runner is idle.
+            # Systems remove old files from /tmp while the runner is idle.
             self.scratch.mkdir(mode=0o700, exist_ok=True)
-            empty_directory(self.scratch)  # of the attempt before
-        compiler_caches(os.environ)  # the same as at the start, but others may have made them since
+            empty_directory(self.scratch)  # files of the previous attempt
+        # the same directories as at the start, checked again because other users may have created
+        # them since
+        compiler_caches(os.environ)
         self.prepare()
         if isinstance(self._standby, ForkServer):
             return self._standby.launch(launch, listener)
@@ -98,7 +101,7 @@ class Launcher:
 
     @property
     def holds_devices(self) -> bool:
-        """Whether ranks stay on the devices between jobs."""
+        """Whether ranks keep memory on the devices between jobs."""
         return isinstance(self._standby, ResidentRanks) and self._standby.alive
 
     def close(self) -> None:
@@ -111,28 +114,29 @@ class Launcher:
 def rank_environment(
     settings: Settings, own_defaults: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, str]:
-    """The variables that every launcher starts ranks with. `own_defaults` replace the defaults for
-    ranks that are all on this host."""
+    """The environment variables with which every launcher starts ranks. `own_defaults` replace the
+    defaults that apply if all ranks are on this host."""
     defaults = {
         "OMP_NUM_THREADS": str(threads_per_rank(settings)),
-        # Otherwise importing numpy starts OpenBLAS's threads, and the fork server must have none.
+        # Otherwise the import of numpy starts OpenBLAS's threads, and the fork server must have no
+        # threads.
         "OPENBLAS_NUM_THREADS": "1",
-        # A rank compiles few kernels, once: starting a pool of compiler processes takes longer than
-        # it saves.
+        # A rank compiles only a few kernels, once, so starting a pool of compiler processes takes
+        # longer than it saves.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         # All ranks are on this host, whose name may not resolve inside a container.
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    if settings.way != "nccl":  # else ranks choose it, by where vLLM is
-        defaults["NCCL_SOCKET_IFNAME"] = "lo"  # its sockets don't listen beyond this host
+    if settings.way != "nccl":  # with "nccl", ranks choose the interface according to vLLM's place
+        defaults["NCCL_SOCKET_IFNAME"] = "lo"  # its sockets accept no connections from other hosts
     if settings.launch == "resident":
-        # One heap for all threads. Otherwise every job's threads leave fragments in their own
-        # heaps, which grow.
+        # All threads share one heap. Otherwise the threads of every job would leave fragments in
+        # their own heaps, which grow.
         defaults["MALLOC_ARENA_MAX"] = "1"
-    # With "nccl" vLLM's workers would need the same.
+    # With "nccl", vLLM's workers would need the same setting.
     if settings.trainer_ranks == 2 and settings.way != "nccl":
-        # Only NVLS needs this kind of memory for NCCL, and two GPUs gain nothing by NVLS. They
-        # connect 0.3 s sooner without it (H100, NCCL 2.28).
+        # NCCL needs this kind of memory only for NVLS, which brings nothing with two GPUs. Two GPUs
+        # connect 0.3 s faster without this memory (H100, NCCL 2.28).
         defaults["NCCL_CUMEM_ENABLE"] = "0"
     inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
     environment = (
@@ -142,9 +146,9 @@ def rank_environment(
         | omp_waiting(os.environ)
         | {"PYTHONUNBUFFERED": "1"}
     )
-    # torch's default is below TMPDIR, and a rank's TMPDIR is removed.
+    # torch's default directory is below TMPDIR, and a rank's TMPDIR is removed.
     environment |= compiler_caches(os.environ)
-    # NVML's order, by which the runner finds and measures the devices.
+    # The order of the GPUs is NVML's, by which the runner finds and measures the devices.
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if settings.trainer_devices:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.trainer_devices)
@@ -152,9 +156,9 @@ def rank_environment(
 
 
 def threads_per_rank(settings: Settings) -> int:
-    """OMP_NUM_THREADS if it is set, else this machine's cores divided by the number of its ranks.
+    """OMP_NUM_THREADS if set, else this machine's number of cores divided by its number of ranks.
 
-    The number of threads decides the order of floating-point sums, so it is fixed here and not by
+    The number of threads affects the order of floating-point sums, so it is set here instead of by
     each library.
     """
     with suppress(ValueError):

@@ -1,7 +1,7 @@
 """Starts ranks under torchrun: new processes for each job, or ranks that stay between jobs.
 
-With `--standalone` the agent's store listens on a port that the kernel chooses, and the ranks
-connect to that same store. No port is closed and opened again.
+With `--standalone`, the agent's store listens on a port that the kernel chooses, and the ranks
+connect to this store. No port has to be closed and opened again.
 """
 
 import os
@@ -21,10 +21,10 @@ from tandem.trainer.launch import EXITS, LAUNCHER_LOG, Launch, start_child
 
 
 class Torchrun:
-    """An agent and its ranks, which run `launch.bootstrap` with `arguments`. `directory` gets
-    LAUNCHER_LOG and EXITS.
+    """An agent and its ranks, which run `launch.bootstrap` with `arguments`. LAUNCHER_LOG and EXITS
+    are written to `directory`.
 
-    The agent restarts no ranks: attempts are counted only in the spool.
+    The agent never restarts ranks, because attempts are counted only in the spool.
     """
 
     def __init__(
@@ -49,43 +49,45 @@ class Torchrun:
             self._agent = start_child(command, environment, stdout=log, stderr=subprocess.STDOUT)
 
     def poll(self) -> int | None:
-        """None while the attempt runs, then its exit status (negative: a signal). Never blocks."""
+        """None while the attempt runs; afterwards its exit status (negative: a signal). Never
+        blocks."""
         return self._agent.poll()
 
     def terminate(self) -> None:
-        """Send SIGTERM to the ranks' parent, which forwards it."""
+        """Send SIGTERM to the ranks' parent, which forwards it to the ranks."""
         self._agent.terminate()
 
     def processes(self) -> list[Process]:
-        """All living descendants of the runner, which adopts orphans and keeps no other process
-        while it uses torchrun."""
+        """All living descendants of the runner. The runner adopts orphans, and has no other child
+        processes while it uses torchrun."""
         return [process for process in processes.descendants(os.getpid()) if not process.zombie]
 
     def kill_all(self, timeout: float) -> list[Process]:
-        """SIGKILL all of them. Returns the processes that are still alive after `timeout`
-        seconds."""
+        """Send SIGKILL to all of `processes`. Returns the processes that are still alive after
+        `timeout` seconds."""
         left = processes.kill_all(self.processes, timeout=timeout, known=[self._agent.pid])
         if not left:
             self._agent.wait(timeout)
-            # Ranks that died before the agent, which can no longer collect their status.
+            # Reaps ranks that ended before the agent, because the agent can no longer collect their
+            # status.
             processes.reap_orphans()
         return left
 
 
 class ResidentRanks(Torchrun):
-    """Ranks that start ahead of the first job and get their jobs over a Unix socket (their side:
-    `bootstrap.stay`).
+    """Ranks that start before the first job and receive their jobs over a Unix socket
+    (`bootstrap.stay` is their side).
 
-    After each job they free their device memory, except what a living process can't free (its CUDA
-    context, NCCL's buffers). If a job ends in any other way than success, they end too, and the
-    next job gets new ranks.
+    After each job the ranks release their device memory, except the memory that a living process
+    can't release (its CUDA context, NCCL's buffers). If a job does not succeed, the ranks end too,
+    and the next job gets new ranks.
     """
 
     name = "resident ranks"
 
     def __init__(self, count: int, entry: str, device: str, environment: dict[str, str]) -> None:
-        # On this host, because the volume's file system may not support sockets; short, because a
-        # socket's path is limited.
+        # The directory is on this host, because the volume's file system may not support sockets;
+        # and its name is short, because the length of a socket's path is limited.
         self._directory = Path(tempfile.mkdtemp(prefix="resident-", dir=environment["TMPDIR"]))
         path = self._directory / "socket"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -112,11 +114,11 @@ class ResidentRanks(Torchrun):
     def _send_job(self, rank: socket.socket) -> None:
         assert self._launch is not None
         self._busy.append(rank)
-        with suppress(OSError):  # the rank ended, and so will the agent
+        with suppress(OSError):  # the rank has ended, so the agent will end too
             rank.send(self._launch.model_dump_json().encode())
 
     def poll(self) -> int | None:
-        """0 once every rank has answered that the job is done. Any other exit status is the
+        """0 after every rank has answered that the job is done. Every other exit status is the
         agent's."""
         if self._exit is not None or self._launch is None:
             return self._exit
@@ -132,7 +134,7 @@ class ResidentRanks(Torchrun):
         if len(self._idle) == self._count:
             self._exit = 0
         elif (code := self._agent.poll()) is not None:
-            # The agent ends with 0 if all ranks left with 0 in the middle of the job.
+            # The agent exits with 0 even if all ranks left with 0 in the middle of the job.
             self._exit = code or 1
             for name in (LAUNCHER_LOG, EXITS):
                 with suppress(OSError):
@@ -142,7 +144,7 @@ class ResidentRanks(Torchrun):
     def kill_all(self, timeout: float) -> list[Process]:
         if self._exit != 0:
             return super().kill_all(timeout)
-        # The ranks stay. Processes that ranks started for the job do not stay.
+        # The ranks stay alive. Processes that ranks started for the job are ended.
         agent = self._agent.pid
         return processes.kill_all(
             lambda: [

@@ -1,4 +1,4 @@
-"""Applies a session's requests to the model and the optimizer. Each is a collective of all
+"""Applies a session's requests to the model and the optimizer. Each method is a collective of all
 ranks."""
 
 import sys
@@ -39,11 +39,12 @@ class ModelCalls:
     device: torch.device
     phases: Phases
     fit: Fit
-    # The requests of the passes whose gradients are in memory.
+    # The numbers of the requests whose passes' gradients are in memory.
     passes: list[int] = field(default_factory=list)
-    loss: float = 0.0  # the sum of their denominators
+    loss: float = 0.0  # sum of the passes' denominators
     items: float = 0.0
-    # The probe: from the first pass since the last checkpoint, with the log-probs of its weights.
+    # The probe: sequences from the first pass since the last checkpoint. `previous`: their
+    # log-probs under the weights of that checkpoint.
     probe: JobProbe | None = None
     previous: list[list[float]] = field(default_factory=list)
 
@@ -53,11 +54,11 @@ class ModelCalls:
         return self.model.optimizer
 
     def compute(self, seq: int, request: PassRequest) -> tuple[dict[str, float], bytes]:
-        """A pass. Returns the request's metrics, and on rank 0 the log-probs in the form that
-        `RequestLog.answer` takes.
+        """Computes a pass. Returns the request's metrics, and on rank 0 the log-probs in the form
+        of `RequestLog.answer`.
 
-        Raises InvalidInput if its arrays are gone. Raises NonFinite for a loss that is not finite.
-        After either error the gradients are unchanged.
+        Raises InvalidInput if the request's arrays have been removed. Raises NonFinite for a loss
+        that is not finite. After either error the gradients are unchanged.
         """
         with self._opened(seq) as batch:
             if self.probe is None:
@@ -82,8 +83,8 @@ class ModelCalls:
             return metrics, _by_datum(batch, {r: of for part in parts for r, of in part.items()})
 
     def step(self, request: StepRequest) -> dict[str, float]:
-        """Takes an optimizer step. Raises NonFinite if the gradient is not finite: then the weights
-        are unchanged. The gradients are zero in any case."""
+        """Takes an optimizer step. Raises NonFinite if the gradient is not finite; the weights are
+        then unchanged. The gradients are zero afterwards in either case."""
         optimizer = self.optimizer
         optimizer.settings = OptimizerSettings(
             beta1=request.beta1,
@@ -113,9 +114,9 @@ class ModelCalls:
         }
 
     def load(self, request: LoadRequest) -> None:
-        """Takes the weights of a checkpoint. The gradients are zero. Raises InvalidInput for
-        another base model or LoRA shape, NotFound, CheckpointDamaged: then everything is
-        unchanged."""
+        """Loads the weights of a checkpoint. The gradients are zero afterwards. Raises InvalidInput
+        for another base model or LoRA shape, NotFound, or CheckpointDamaged. After an error,
+        nothing has changed."""
         assert self.run.lora is not None
         source = self.spool.runs.get(request.run)
         for name in ("base_model", "lora"):
@@ -136,7 +137,7 @@ class ModelCalls:
         self.passes, self.loss, self.items = [], 0.0, 0.0
 
     def saved(self) -> None:
-        """Notes that a checkpoint has the weights and Adam's state."""
+        """Records that a checkpoint now contains the weights and Adam's state."""
         self.probe, self.previous = None, []
 
     def _opened(self, seq: int) -> PackedBatch:
@@ -144,8 +145,8 @@ class ModelCalls:
         return PackedBatch.open(self.spool.requests.data_dir(self.run.name, seq), logged.sha256)
 
     def _with_gradients(self, seq: int) -> "_Passed":
-        """Runs `_add`, and again with layers that keep less if this rank's memory runs out; to the
-        same bits."""
+        """Runs `_add`. If this rank runs out of memory, runs it again with layers that keep less,
+        to the same bits."""
         while True:
             try:
                 return self._add(seq, backward=True)
@@ -155,7 +156,7 @@ class ModelCalls:
             self._repeat()
 
     def _repeat(self) -> None:
-        """Makes the gradients of `passes` again, and no others."""
+        """Computes the gradients of the passes in `passes` again."""
         while True:
             memory.release_cached()
             self.optimizer.zero_grad()
@@ -168,8 +169,8 @@ class ModelCalls:
                     raise
 
     def _add(self, seq: int, *, backward: bool) -> "_Passed":
-        """Adds this rank's rows of a pass. It contains no collective if a rank may have to repeat
-        it alone."""
+        """Adds this rank's rows of a pass. If a rank may have to repeat this method alone, the
+        method contains no collective."""
         request = self.spool.requests.get(self.run.name, seq).request
         assert isinstance(request, PassRequest)
         kept: dict[int, np.ndarray] = {}
@@ -198,11 +199,11 @@ class ModelCalls:
 class _Passed:
     rows: RowLosses
     totals: Totals
-    logprobs: dict[int, np.ndarray]  # by row, float32 [items]
+    logprobs: dict[int, np.ndarray]  # row -> float32 [items]
 
 
 def _by_datum(batch: PackedBatch, logprobs: dict[int, np.ndarray]) -> bytes:
-    """The items' log-probs in the order of the client's data and of the positions in each datum."""
+    """The items' log-probs, ordered by the client's data and by position within each datum."""
     order = np.argsort(
         np.concatenate([batch.row(row).item_trajectory for row in range(len(batch))]),
         kind="stable",

@@ -1,8 +1,8 @@
-"""Reads and writes checkpoints of adapters, always with the optimizer's state.
+"""Reads and writes checkpoints of adapters, including the optimizer's state.
 
-`optimizer/adam.safetensors` holds fp32 `<PEFT key>.exp_avg` and `<PEFT key>.exp_avg_sq` in the full
-shapes of the adapter's tensors, and `step` (int64 scalar), so any topology can read it. Only a
-checkpoint that has never been trained (step 0) has no such file.
+`optimizer/adam.safetensors` has `<PEFT key>.exp_avg` and `<PEFT key>.exp_avg_sq`, fp32, in the full
+shapes of the adapter's tensors, and `step`, an int64 scalar. So ranks of any topology can read the
+file. Only a checkpoint that has never been trained (step 0) has no such file.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ _ORDER = [torch.float32, torch.int64]  # safetensors puts wider types first
 
 @dataclass(frozen=True)
 class Contents[T]:
-    """The uncut tensors of a checkpoint's two files, by name; with T = StoredTensor, their places
-    in the files."""
+    """The uncut tensors of a checkpoint's two files, by name. With T = StoredTensor, the tensors'
+    places in the files."""
 
     adapter: dict[str, T]
     optimizer: dict[str, T] | None  # None if the checkpoint was never trained
@@ -41,11 +41,12 @@ class Contents[T]:
 def check_checkpoint(
     spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape
 ) -> Contents[StoredTensor]:
-    """Hash the checkpoint's files and read their headers. Needs no device; hashing releases the
-    interpreter's lock.
+    """Compare the hashes of the checkpoint's files and read the files' headers. Needs no device;
+    hashing releases the GIL.
 
     Raises CheckpointDamaged if a file is missing, truncated or altered, if a tensor doesn't fit, or
-    if a trained checkpoint has no optimizer state. Raises NotFound if there is no such checkpoint.
+    if a trained checkpoint has no optimizer state. Raises NotFound if the checkpoint does not
+    exist.
     """
     manifest = spool.checkpoints.verify(run, step)
     directory = spool.checkpoints.path(run, step)
@@ -68,22 +69,22 @@ def check_checkpoint(
 
 
 def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOptimizer) -> None:
-    """Read this rank's part of a checkpoint into policy and optimizer, whose shapes fit the
-    checkpoint's run.
+    """Read this rank's part of a checkpoint into policy and optimizer, which must have the shapes
+    of the checkpoint's run.
 
-    Raises CheckpointDamaged if a tensor of it holds NaN or infinity.
+    Raises CheckpointDamaged if a tensor contains NaN or infinity.
     """
     policy.adapter.read(checked.adapter, policy.lora_parameters())
     if (adam := checked.optimizer) is None:
-        # Made now and not in the first step, because `recompute.fit` gives away the memory that is
-        # free before that.
+        # The state is allocated now and not in the first step, because `recompute.fit` distributes
+        # the memory that is free when it runs.
         for tensors in optimizer.new_state(0).values():
             for tensor in tensors.values():
                 tensor.zero_()
         return
     count = torch.zeros(1, dtype=torch.int64)
     read_tensors(adam["step"].path, {}, [Piece(adam["step"], 0, 1, count)])
-    # 0 after a session has loaded weights alone.
+    # 0 after a session has loaded weights without the optimizer's state.
     if (steps := int(count)) < 0:
         raise CheckpointDamaged(f"{adam['step'].path}: step is {steps}, not 0 or more")
     for moment, tensors in optimizer.new_state(steps).items():
@@ -92,7 +93,7 @@ def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOpti
 
 def config_file(spool: Spool, run: str, step: int) -> bytes:
     """A checkpoint's `adapter_config.json`, which the next checkpoint gets too. Raises
-    CheckpointDamaged if it is not the file of the manifest."""
+    CheckpointDamaged if its hash is not the manifest's."""
     manifest, path = (
         spool.checkpoints.manifest(run, step),
         spool.checkpoints.path(run, step) / CONFIG_FILE,
@@ -108,8 +109,8 @@ def config_file(spool: Spool, run: str, step: int) -> bytes:
 
 @torch.no_grad()
 def gather_contents(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
-    """Adapter and Adam's state, gathered from all ranks that hold one copy of the model, on the
-    CPU. A collective of all ranks."""
+    """Adapter and Adam's state, gathered on the CPU from all ranks that hold one copy of the model.
+    A collective operation of all ranks."""
     tensors = {"step": torch.tensor(optimizer.steps, dtype=torch.int64)}
     for moment, shards in optimizer.moments().items():
         tensors |= {f"{key}.{moment}": whole for key, whole in policy.adapter.whole(shards).items()}
@@ -119,27 +120,29 @@ def gather_contents(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Ten
 def write_adapter(saved: Contents[Tensor], config: bytes, directory: Path) -> dict[str, str]:
     """Write a checkpoint's files into the new `directory`; `config` is its `adapter_config.json`.
 
-    Returns the files' SHA-256, computed from memory, for the manifest. Nothing is read back,
+    Returns the files' SHA-256, computed from memory, for the manifest. The files are not read back,
     because that would only read the page cache. Raises SpoolUnusable if the volume refuses the
     files.
     """
     assert saved.optimizer is not None
     with fs.volume_errors(directory), ThreadPoolExecutor(4) as pool:
         fs.remove_tree(directory)
-        # The parents are not made: the directory of an attempt that was ended must not come back.
+        # Parent directories are not created, because the directory of an attempt that was ended
+        # must not be created again.
         for made in (directory, (directory / OPTIMIZER_FILE).parent):
             made.mkdir()
         fs.write_atomic(directory / CONFIG_FILE, config)
         files = {WEIGHTS_FILE: _parts(saved.adapter), OPTIMIZER_FILE: _parts(saved.optimizer)}
         hashes = {name: pool.submit(_sha256, parts) for name, parts in files.items()}
-        # Synced here, while the ranks still compute; `commit` then finds nothing left to sync.
+        # The files are synced here, while the ranks still compute, so `commit` has nothing left to
+        # sync.
         list(pool.map(_write_and_sync, (directory / name for name in files), files.values()))
         known = {name: digest.result() for name, digest in hashes.items()}
         return {CONFIG_FILE: hashlib.sha256(config).hexdigest(), **known}
 
 
 def _parts(tensors: dict[str, Tensor]) -> list[memoryview]:
-    """The bytes that `safetensors.torch.save` would give, without its copy, which would take as
+    """The bytes of `safetensors.torch.save`, without its copy of the tensors, which would take as
     long as writing.
 
     `tensors` are contiguous and on the CPU.

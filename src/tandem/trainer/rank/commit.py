@@ -15,8 +15,8 @@ from tandem.training.sharded_adam import ShardedAdam
 
 
 class NewCheckpoint:
-    """The checkpoint in the making. `write` and then `commit` are collectives. After each, rank 0
-    continues in `thread`."""
+    """A checkpoint that is being made. `write` and `commit`, called in this order, are collectives.
+    After each of these calls, rank 0 continues the work in `thread`."""
 
     def __init__(
         self,
@@ -30,10 +30,11 @@ class NewCheckpoint:
         self._versions, self._thread = versions, thread
         self._begin = time.perf_counter()
         self._written: Future[dict[str, str]] | None = None
-        """On rank 0: the hashes of files that were hashed as they were written."""
+        """On rank 0: the hashes of files that were hashed while they were written."""
 
     def write(self) -> None:
-        """Starts to write the files. An adapter's are still being written when this returns."""
+        """Starts to write the checkpoint's files. The files of an adapter are still being written
+        when this method returns."""
         session, assignment, model = self._session, self._assignment, self._model
         if isinstance(model.optimizer, ShardedAdam):
             model_checkpoint.write_model(
@@ -57,13 +58,14 @@ class NewCheckpoint:
     def commit(
         self, metrics: dict[str, float], probe: Probe, seq: int | None = None
     ) -> Manifest | None:
-        """Make the files the run's next checkpoint. Returns its manifest on rank 0, else None.
+        """Make the files the run's next checkpoint. Returns the checkpoint's manifest on rank 0,
+        else None.
 
         The ranks wait in short collectives and send heartbeats, because hundreds of gigabytes may
         have to be hashed.
 
         Args:
-            seq: the last request, for a session's run.
+            seq: for a session's run, the number of the last request.
         """
         committed: Future[Manifest] | None = None
         if self._written is not None:

@@ -1,5 +1,5 @@
-"""The entry of a rank's process: its imports, its exit status, and the error that it leaves
-behind."""
+"""The entry point of a rank's process: its imports, its exit status, and the record of its
+error."""
 
 import contextlib
 import faulthandler
@@ -24,39 +24,41 @@ from tandem.trainer.rank.way_to_vllm import choose_interface
 if TYPE_CHECKING:
     from tandem.trainer.rank.state import RankState
 
-# Seconds that a rank waits if it fails because another rank is gone, so that the other's own error
-# comes first.
+# Seconds that a rank waits before it reports that another rank is gone, so that the other rank's
+# own error is reported first.
 PEER_GRACE_SECONDS = 3.0
 _TRACEBACK_CHARACTERS = 4000
 
 
 @cache
 def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
-    """Import everything that a rank uses, before its job or in the process from which ranks are
-    forked. Uses no device."""
-    # Megatron warns about each optional package that is not installed; a job's log should not show
-    # that.
+    """Import all modules that a rank uses. Called before the rank's job, or in the process from
+    which ranks are forked. Uses no device."""
+    # Megatron warns about each optional package that is not installed, which would clutter a job's
+    # log.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=SyntaxWarning)
-    # The imported objects stay for the life of the process. If they were not frozen, the garbage
-    # collector would search them during the import and in each job, and each forked rank would copy
-    # their memory.
+    # The imported objects live as long as the process. Unless they are frozen, the garbage
+    # collector searches them during the import and in each job, and each forked rank copies their
+    # memory.
     gc.disable()
     import_module("tandem.trainer.rank.train")
-    # torch.use_deterministic_algorithms imports it at its first call.
+    # torch.use_deterministic_algorithms imports this module at its first call.
     import_module("torch._inductor.config")
     from tandem.model import device
 
     if device.choose(device_setting) == "cuda":
         for kernels in ("triton_kernels", "triton_softmax"):
             import_module(f"tandem.model.layer.{kernels}")
-        # Importing the compiler must not start its worker processes: a rank forks its own if it
-        # compiles anything.
+        # Importing the compiler must not start its worker processes, because a rank forks its own
+        # if it compiles anything.
         os.environ.setdefault("TORCH_WARM_POOL", "0")
-        # Importing it saves each forked rank a second. Calling it would make calls to CUDA.
+        # Importing this module here saves each forked rank a second. Calling the compiler would
+        # make calls to CUDA.
         import_module("torch._inductor.compile_fx")
-        # The keys of compiled code are hashes of all of torch's and Triton's sources, which takes
-        # half a second in each forked rank. Both functions cache their result.
+        # The keys of compiled code are hashes of all sources of torch and Triton. Computing the
+        # hashes takes half a second in each forked rank. Both functions cache the hash that they
+        # compute.
         for module, key in (
             ("torch._inductor.codecache", "torch_key"),
             ("triton.runtime.cache", "triton_key"),
@@ -68,22 +70,23 @@ def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
 
 
 def resident() -> Callable[[Attempt, RankSettings], int]:
-    """`main` for a process that stays: a call may reuse what the call before kept. After a status
-    other than 0 the process must end."""
+    """`main` for a process that stays: a call may reuse the state that the previous call kept.
+    After a status other than 0, the process must end."""
     from tandem.trainer.rank.state import RankState
 
     return partial(main, state=RankState())
 
 
 def main(attempt: Attempt, settings: RankSettings, state: "RankState | None" = None) -> int:
-    """Run this process's rank; returns 0, or after an error 1. Errors go to stderr, and as a
-    JobError to the attempt's `error` file."""
+    """Run this process's rank. Returns 0, or 1 after an error. Errors are written to stderr, and as
+    a JobError to the attempt's `error` file."""
     faulthandler.enable()
     try:
-        # cuBLAS is deterministic only with a workspace of fixed size, set before its first use.
+        # cuBLAS is deterministic only with a workspace of fixed size, which must be set before its
+        # first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # One queue to the GPU instead of eight, because creating queues takes half the time of a
-        # CUDA context.
+        # One queue to the GPU instead of eight, because creating queues takes half of the time that
+        # a CUDA context takes.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         choose_interface(attempt.spool, settings)
         preload(settings.device)
@@ -104,7 +107,7 @@ def main(attempt: Attempt, settings: RankSettings, state: "RankState | None" = N
 def _record(error: BaseException) -> JobError:
     if isinstance(error, TandemError):
         return JobError(type=error.code, message=str(error), retriable=error.retriable)
-    # Named by text, because torch may not be imported yet.
+    # The types are compared by name, because torch may not be imported yet.
     kind = "oom" if type(error).__name__ in ("OutOfMemoryError", "MemoryError") else "rank_error"
     tail = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
     return JobError(

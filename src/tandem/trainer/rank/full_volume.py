@@ -1,5 +1,5 @@
-"""Handles a full volume: a rank waits for space before the training, and does not give up during
-it."""
+"""Handles a full volume: a rank waits for space before the training, and does not fail during the
+training."""
 
 import os
 import time
@@ -11,13 +11,13 @@ from tandem.errors import VolumeFull
 from tandem.spool import Spool
 
 SPACE_SECONDS = 660.0
-"""Seconds to wait for space; longer than the interval between two removals of old checkpoints by
-the controller."""
+"""Seconds to wait for space: longer than the controller's interval between two removals of old
+checkpoints."""
 
 
 def wait_for_space(spool: Spool, run: str, step: int, *, beat: Callable[[], None]) -> None:
-    """Wait until the volume has space for the next checkpoint, which takes at least as much as
-    checkpoint `step`. VolumeFull after SPACE_SECONDS."""
+    """Wait until the volume has space for the next checkpoint, which is at least as large as
+    checkpoint `step`. Raises VolumeFull after SPACE_SECONDS."""
     files = spool.checkpoints.manifest(run, step).files
     needed = sum(entry.size for entry in files.values())
     end, told = time.monotonic() + SPACE_SECONDS, False
@@ -37,15 +37,15 @@ def wait_for_space(spool: Spool, run: str, step: int, *, beat: Callable[[], None
 
 
 def _free_bytes(spool: Spool) -> int | None:
-    """Bytes that are free on the volume; None if it does not tell."""
+    """Free bytes on the volume; None if the volume does not report them."""
     volume = os.statvfs(spool.root)
     return volume.f_bavail * volume.f_frsize if volume.f_blocks else None
 
 
 @contextmanager
 def event_left_out() -> Iterator[None]:
-    """Leaves out an event that a full volume refuses. The rank's log, on the same volume, says so
-    if it can."""
+    """Skips an event that a full volume refuses. The rank's log, which is on the same volume,
+    records this if possible."""
     try:
         yield
     except VolumeFull:

@@ -1,4 +1,4 @@
-"""A rank's heartbeat, by which the runner knows that it lives."""
+"""A rank's heartbeat, which shows the runner that the rank makes progress."""
 
 import time
 from contextlib import suppress
@@ -10,12 +10,12 @@ from tandem.spool.schema import Beat
 from tandem.training.phases import MemoryWatch
 
 BEAT_SECONDS = 0.5
-"""Within a phase the heartbeat is rewritten at most this often."""
+"""The minimum seconds between two writes of the heartbeat within a phase."""
 
 
 class Heartbeat:
-    """`beat.<rank>` (`tandem.spool.schema.Beat`) of one attempt, read by the runner and the
-    exporter."""
+    """`beat.<rank>` (`tandem.spool.schema.Beat`) of one attempt. The runner and the exporter read
+    it."""
 
     def __init__(self, path: Path, watch: MemoryWatch) -> None:
         self._path = path
@@ -26,12 +26,13 @@ class Heartbeat:
         self.steps = 0  # optimizer steps of the job; 0: not known yet
 
     def __call__(self, phase: str) -> None:
-        """Writes the heartbeat if the phase is new or the last one is old enough."""
+        """Writes the heartbeat if the phase is new, or if BEAT_SECONDS have passed since the last
+        write."""
         if phase != self._phase or time.monotonic() - self._written >= BEAT_SECONDS:
             self.write(phase)
 
     def write(self, phase: str) -> None:
-        """Write the file now. If the volume refuses it, the rank continues."""
+        """Write the file now. If the volume refuses the write, the rank continues."""
         self._phase, self._written = phase, time.monotonic()
         beat = Beat(
             time=time.time(), phase=phase, step=self.step, steps=self.steps, **self._watch.beat()

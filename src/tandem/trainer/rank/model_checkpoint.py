@@ -1,10 +1,10 @@
 """Reads and writes checkpoints of a run that trains all weights.
 
-The directory is a Hugging Face model that transformers and vLLM load as it is.
+The directory is a Hugging Face model that transformers and vLLM can load unchanged.
 `optimizer/<tensor>/` has the same names and shapes: Adam's moments in fp32 and, for bfloat16
 weights, the int16 remainders of their master values (`ShardedAdam.tensors`). `optimizer/adam.json`
-has the number of steps taken. Ranks of any topology read all of it. Step 0 has no files, because it
-is the base model.
+has the number of steps taken. Ranks of any topology can read these files. Step 0 has no files,
+because it is the base model.
 """
 
 import json
@@ -29,23 +29,24 @@ STEPS_FILE = "optimizer/adam.json"
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoint from which a job starts."""
+    """The checkpoint that a job starts from."""
 
     directory: Path
-    """The directory of a Hugging Face model: the checkpoint, or the base model."""
+    """The directory of a Hugging Face model: that of the checkpoint, or of the base model."""
     trained: bool
-    """Whether the directory has an optimizer state."""
+    """Whether the directory contains an optimizer state."""
 
 
 def check_model(spool: Spool, run: str, step: int) -> Path | None:
-    """The checkpoint's directory, after its files were hashed; None for the base model, step 0.
+    """The checkpoint's directory, after the hashes of its files were compared; None for step 0, the
+    base model.
 
     Raises CheckpointDamaged if a file is missing or altered, or if a trained checkpoint has no
-    optimizer state. Raises NotFound if there is no such checkpoint.
+    optimizer state. Raises NotFound if the checkpoint does not exist.
     """
     manifest, directory = spool.checkpoints.verify(run, step), spool.checkpoints.path(run, step)
-    # A fork's step 0 has the files of the checkpoint that it was forked from, which may be a fork's
-    # step 0, too.
+    # The files of a fork's step 0 are those of the checkpoint that it was forked from, which may
+    # itself be a fork's step 0.
     origin, files = manifest.origin, manifest.weights_files
     trained = step > 0 or bool(files) or (origin is not None and origin.step > 0)
     if trained and (STEPS_FILE not in manifest.files or not files):
@@ -57,8 +58,8 @@ def check_model(spool: Spool, run: str, step: int) -> Path | None:
 
 
 def find(spool: Spool, run: str, step: int, base_model: Path) -> Found:
-    """The checkpoint, after it was checked, or for step 0 the base model. Raises what `check_model`
-    raises."""
+    """The checkpoint after a check of its files; for step 0 the base model. Raises the errors of
+    `check_model`."""
     checkpoint = check_model(spool, run, step)
     return Found(checkpoint or base_model, trained=checkpoint is not None)
 
@@ -98,13 +99,13 @@ def write_model(
     *,
     beat: Callable[[], None],
 ) -> None:
-    """Write a checkpoint's files into the new `directory`, each rank its share. A collective of all
-    ranks. Raises SpoolUnusable if the volume refuses the files.
+    """Write a checkpoint's files into the new `directory`; each rank writes its share. A collective
+    operation of all ranks. Raises SpoolUnusable if the volume refuses the files.
 
-    `beat` is called now and then.
+    `beat` is called regularly while the files are written.
 
     Args:
-        base_model: the directory of the model's other files.
+        base_model: the directory from which the model's other files are copied.
     """
     topology, arch, weights = policy.topology, policy.arch, Weights(policy.base())
     model = ModelFiles(directory, arch, weights.dtype)

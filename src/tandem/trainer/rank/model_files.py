@@ -1,7 +1,7 @@
-"""Writes tensors of the model's shapes as a Hugging Face model on the volume: the weights, which
-transformers and vLLM load, or their optimizer state.
+"""Writes tensors with the model's shapes to the volume as a Hugging Face model: either the weights,
+which transformers and vLLM load, or their optimizer state.
 
-All ranks write into the same files, each its own parts, so no tensor is gathered. Ranks of any
+All ranks write into the same files, each rank its own parts, so no tensor is gathered. Ranks of any
 topology can read the files (`load_weights`).
 """
 
@@ -32,7 +32,7 @@ WRITERS = 8
 
 
 class Weights:
-    """This rank's tensors, by the names and in the shapes of its weights."""
+    """This rank's tensors, with the names and shapes of the model's weights."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -41,13 +41,13 @@ class Weights:
 
     @torch.no_grad()
     def fill(self, parts: Sequence[Part], buffer: torch.Tensor) -> None:
-        """Write the parts one after the other into `buffer`, flat and of `dtype`."""
+        """Write the parts one after another into `buffer`, which is flat and has dtype `dtype`."""
         for part, out in zip(parts, buffer.split([part.size for part in parts]), strict=True):
             source = part_view(part, self._tensors[part.parameter])
             self._fill(part, source, out.view(source.shape))
 
     def _fill(self, _part: Part, source: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes one part. `source`: the part as it is in this rank's tensor."""
+        """Writes one part into `out`. `source`: the part as a view of this rank's tensor."""
         out.copy_(source)
 
 
@@ -70,24 +70,27 @@ class ModelFiles:
                 size = nbytes
             shards[-1][name] = DTYPE_CODES[dtype], shape
         self._headers: dict[str, bytes] = {}
-        self._places: dict[str, tuple[str, Entry]] = {}  # each tensor's file, and its place there
+        # tensor name -> its file, and its place in the file
+        self._places: dict[str, tuple[str, Entry]] = {}
         for number, shard in enumerate(shards, 1):
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
             self._headers[file], entries = lay_out(shard)
             self._places |= {name: (file, entry) for name, entry in entries.items()}
 
     def create(self, base_model: Path | None = None) -> None:
-        """Make the files, with zeros for the tensors, and copy the model's other files:
+        """Create the files, with zeros for the tensors, and copy the model's other files:
         configuration and tokenizer."""
-        # The parents are not made: the directory of an attempt that was ended must not come back.
+        # Parent directories are not created, because the directory of an attempt that was ended
+        # must not be created again.
         self._directory.mkdir()
-        # Tensors are in the order of their bytes, so a file's last tensor gives its size.
+        # Entries are in the order of their bytes, so a file's last tensor determines the file's
+        # size.
         sizes = {file: entry.end for file, entry in self._places.values()}
         for file, header in self._headers.items():
             (self._directory / file).write_bytes(header)
-            # The files get their final size at once. An NFS client that writes beyond the end that
-            # it knows sends the whole page. So it overwrites with zeros what another host has
-            # written there.
+            # The files get their final size immediately. If an NFS client writes beyond the end of
+            # the file in its cache, the client sends the whole page. So the client would overwrite
+            # with zeros the bytes that another host has written to this page.
             os.truncate(self._directory / file, sizes[file])
         index = {
             "metadata": {"total_size": sum(entry.nbytes for _, entry in self._places.values())},
@@ -100,7 +103,7 @@ class ModelFiles:
     def write(
         self, weights: Weights, arch: Arch, sizes: Sizes, rank: int, *, beat: Callable[[], None]
     ) -> None:
-        """Write this rank's share of all tensors. `beat` is called now and then."""
+        """Write this rank's share of every tensor. `beat` is called regularly while it writes."""
         opened = {file: os.open(self._directory / file, os.O_WRONLY) for file in self._headers}
         most = BUFFER_BYTES // self._dtype.itemsize
         writes = deque[list[Future[None]]]()
@@ -120,7 +123,7 @@ class ModelFiles:
                 for buffer_writes in writes:
                     _finish(buffer_writes)
             for fd in opened.values():
-                beat()  # the host may hold all of it until now
+                beat()  # until here the data may only be in the host's memory
                 os.fsync(fd)
         finally:
             for fd in opened.values():
@@ -142,10 +145,10 @@ class ModelFiles:
         self, opened: dict[str, int], name: str, box: tuple[slice, ...], values: torch.Tensor
     ) -> None:
         file, entry = self._places[name]
-        width = torch.Size(entry.shape[1:]).numel() * self._dtype.itemsize  # of a row
+        width = torch.Size(entry.shape[1:]).numel() * self._dtype.itemsize  # bytes of a row
         left = box[1].start * self._dtype.itemsize if len(box) > 1 else 0
         rows = values.contiguous().view(len(values), -1).view(torch.uint8)
-        # One write if the rows are whole, because they are then consecutive.
+        # Whole rows are consecutive, so they need only one write.
         for first, end in pairwise(
             [0, len(rows)] if rows.shape[1] == width else range(len(rows) + 1)
         ):
@@ -157,7 +160,7 @@ class ModelFiles:
 
 
 def _in_host_memory(buffer: torch.Tensor) -> torch.Tensor:
-    """A tensor in pinned host memory, into which the GPU writes without another copy."""
+    """A tensor in pinned host memory, into which the GPU copies directly."""
     if not buffer.is_cuda:
         return buffer
     return torch.empty_like(buffer, device="cpu", pin_memory=True).copy_(buffer)

@@ -1,4 +1,5 @@
-"""Loads a job's model: base weights, adapter and optimizer state, with as much overlap as possible.
+"""Loads a job's model: base weights, adapter and optimizer state. The parts overlap as much as
+possible.
 
 For a new model on a GPU:
 
@@ -47,8 +48,8 @@ from tandem.training.phases import Phases
 from tandem.training.sharded_adam import ShardedAdam
 
 type Checked = checkpoint.Contents[StoredTensor] | model_checkpoint.Found
-"""The checkpoint to start from, after its files were checked: an adapter's checkpoint, or a
-checkpoint of all weights."""
+"""The checkpoint to start from, after a check of its files: a checkpoint of an adapter, or of all
+weights."""
 
 
 @dataclass(frozen=True)
@@ -67,27 +68,29 @@ class ModelLoader:
     assignment: Assignment
     topology: Topology
     checked: Future[Checked | None]
-    """The future of the check. None: the kept model has the checkpoint's state, so its files need
-    not be read."""
+    """The future result of the check. None if the kept model already has the checkpoint's state, so
+    that the files need not be read."""
     rehearse: Callable[[Policy], None] | None
-    """Runs a short pass, because a process's first pass is slow. None: nothing is warmed up."""
+    """Runs a short pass in advance, because a process's first pass is slow. None: no kernels are
+    loaded in advance."""
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(4)
-        # A single thread, because ranks that share layers must run its collectives in the same
-        # order. It ends with the loading, because each thread keeps a cuBLAS handle.
+        # The pool has a single thread, because ranks that share layers must run the rehearsal's
+        # collectives in the same order. The thread ends with the loading, because each thread keeps
+        # a cuBLAS handle.
         self._warm_up_thread = ThreadPoolExecutor(1)
         self._weights_tasks: list[Future[None]] = []
         self._warm_ups: list[Future[None]] = []
 
     def load(self, kept: LoadedModel | None, phases: Phases) -> LoadedModel:
         """The model on the device, in the state of the checkpoint that the job starts from. `kept`:
-        the model of an earlier job, to be used again. Raises InvalidInput for the base model,
-        CheckpointDamaged for the checkpoint.
+        the model of an earlier job, which is used again. Raises InvalidInput if the base model is
+        wrong, CheckpointDamaged if the checkpoint is damaged.
         """
         with self._pool, self._warm_up_thread, _short_switch_interval():
             with phases.phase("build"):
-                # The check decides which weights are read.
+                # The result of the check decides which weights are read.
                 if kept is not None and self.assignment.run.lora is None:
                     _wait([self.checked], lambda: phases.announce("build"))
                 model = self._build() if kept is None else self._restore(kept)
@@ -98,15 +101,17 @@ class ModelLoader:
                         task.result()
             with phases.phase("base_weights"):
                 _wait(self._weights_tasks, lambda: phases.announce("base_weights"))
-                # If nothing was read, the other ranks' memory has been closed since the job before.
+                # If nothing was read, the handles of the other ranks' memory have been closed since
+                # the previous job.
                 if self._weights_tasks and (unread := model.base.exchange()):
                     again = self._pool.submit(self._read_weights, lambda: unread)
                     _wait([again], lambda: phases.announce("base_weights"))
             with phases.phase("state"):
                 _wait([state_loaded], lambda: phases.announce("state"))
-                memory.release_cached()  # reading and rehearsing leave unused memory
-        # The first product has read it. torch 2.11 parses it in each product, which takes longer
-        # than launching that.
+                # reading and rehearsing leave unused memory in the allocators
+                memory.release_cached()
+        # The first matrix product has already read the variable. torch 2.11 parses the variable in
+        # each matrix product, which takes longer than launching the product.
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
         return model
 
@@ -120,7 +125,7 @@ class ModelLoader:
         dtype = (
             device.default_dtype() if settings.dtype == "auto" else getattr(torch, settings.dtype)
         )
-        # Reading of the base weights begins as soon as their memory is allocated.
+        # Reading the base weights starts as soon as their memory is allocated.
         allocated = self._pool.submit(
             on_device(lambda: BaseWeights(arch, dtype, sizes, groups=parallel.reading_groups()))
         )
@@ -133,7 +138,7 @@ class ModelLoader:
             )
             if sizes.layers_shared:
                 self._warm_ups.append(self._warm_up_thread.submit(on_device(_connect)))
-            # A rank that shares no layers loads cuBLAS in the rehearsing thread, which saves one
+            # A rank that shares no layers loads cuBLAS in the warm-up thread, which saves one
             # handle.
             thread = self._pool if sizes.layers_shared else self._warm_up_thread
             self._warm_ups.append(thread.submit(on_device(_load_cublas)))
@@ -153,7 +158,8 @@ class ModelLoader:
         return LoadedModel(policy, AdapterOptimizer(policy, self.assignment.optimizer), base)
 
     def _restore(self, kept: LoadedModel) -> LoadedModel:
-        """The inverse of `RankState.offload`; frozen weights, which it dropped, are read again."""
+        """The inverse of `RankState.offload`; it reads the frozen weights again, which `offload`
+        dropped."""
         kept.policy.restore()
         if self.assignment.run.lora is not None or self.checked.result() is not None:
             self._weights_tasks.append(self._pool.submit(self._read_weights, kept.base.own_share))
@@ -163,7 +169,8 @@ class ModelLoader:
         return kept
 
     def _read_weights(self, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Reads weights: frozen ones from the base model, trained ones from the checkpoint."""
+        """Reads weights into `parameters`: frozen weights from the base model, trained weights from
+        the checkpoint."""
         directory = Path(self.assignment.model)
         if self.assignment.run.lora is None and isinstance(
             found := self.checked.result(), model_checkpoint.Found
@@ -185,16 +192,16 @@ class ModelLoader:
 
 
 def _wait(tasks: Iterable[Future[Any]], beat: Callable[[], None]) -> None:
-    """Waits until the tasks have ended; raises their errors. From a slow volume they read for
-    longer than a rank may be silent."""
+    """Waits until the tasks have ended, and raises their errors. Calls `beat`, because on a slow
+    volume the tasks read for longer than a rank may be silent."""
     for task in tasks:
         liveness.result_of(task, beat, seconds=1.0)
 
 
 @contextlib.contextmanager
 def _short_switch_interval() -> Iterator[None]:
-    """Shortens Python's switch interval: readers need the interpreter's lock often and briefly. By
-    default each would wait 5 ms for a computing thread."""
+    """Shortens Python's switch interval, because reader threads need the GIL often and briefly. By
+    default, each reader would wait 5 ms for a thread that computes."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     try:
@@ -205,7 +212,7 @@ def _short_switch_interval() -> Iterator[None]:
 
 @torch.no_grad()
 def _load_cublas() -> None:
-    """Do the first matrix product. Leaves no device memory allocated."""
+    """Loads cuBLAS by a first matrix product. Leaves no device memory allocated."""
     square = torch.ones(16, 16, dtype=device.default_dtype(), device=device.device())
     torch.mm(square, square)
     device.synchronize()
@@ -214,8 +221,8 @@ def _load_cublas() -> None:
 
 @torch.no_grad()
 def _connect() -> None:
-    """Have NCCL connect the groups that compute a layer together: once for all-reduce, once more
-    for all-to-all."""
+    """Make NCCL connect the groups that compute a layer together: once for all-reduce, and once
+    more for all-to-all."""
     topology = parallel.current()
     for group, exchanges in (
         (topology.tensor, topology.sizes.sequence),
@@ -231,8 +238,8 @@ def _connect() -> None:
 
 @torch.no_grad()
 def _load_softmax_kernels(vocabulary: int) -> None:
-    """Load the kernels that compute log-probs from logits. It contains no collective, so it may run
-    beside any other work."""
+    """Load the kernels that compute log-probs from logits. The function contains no collective, so
+    it may run in parallel with any other work."""
     hidden = torch.zeros(16, 16, dtype=device.default_dtype(), device=device.device())
     item_logprobs(
         hidden,
@@ -254,17 +261,17 @@ def reference_policy(
     beat: Callable[[], None],
     reference: int | Literal["base"],
 ) -> Iterator[None]:
-    """Within the block the policy is the reference. Its trained tensors wait in host memory, and
-    are back afterwards, bit for bit.
+    """Within the block, the policy computes the reference policy. The policy's trained tensors are
+    kept in host memory and restored afterwards, bit for bit.
 
-    Raises InvalidInput (field: `field`) if there is no such checkpoint, and CheckpointDamaged if it
-    is not whole.
+    Raises InvalidInput (field: `field`) if the reference's checkpoint does not exist, and
+    CheckpointDamaged if it is damaged.
 
     Args:
-        base_model: its directory.
+        base_model: the base model's directory.
         field: the setting that names the reference, for errors.
-        beat: called while files are hashed and read.
-        reference: "base", or the step of a checkpoint of the run.
+        beat: called regularly while files are hashed and read.
+        reference: "base", or the step of one of the run's checkpoints.
     """
     full = policy.lora is None
     if reference == "base" and not full:

@@ -1,4 +1,4 @@
-"""The probe: fixed token sequences and their log-probs, by which the publisher verifies vLLM's
+"""The probe: fixed token sequences and their log-probs, with which the publisher verifies vLLM's
 weights."""
 
 from dataclasses import dataclass, replace
@@ -17,15 +17,16 @@ from tandem.training.optimizer import NonFinite
 
 MAX_SEQUENCES = 4
 MAX_TOKENS = 64
-CONTEXT = 24  # tokens before the first trained token, in a sequence longer than MAX_TOKENS
+CONTEXT = 24  # tokens before the first trained token, if the sequence is longer than MAX_TOKENS
 LONG_TOKENS = 8192
-LONG_LOGITS = 2**28  # vLLM makes logits of a whole prompt to score it: 1 GiB in fp32
-SLOTS = 64  # rows are padded to a multiple of this many slots, for efficient matmuls
+# to score a prompt, vLLM computes the logits of the whole prompt: 1 GiB in fp32
+LONG_LOGITS = 2**28
+SLOTS = 64  # rows are padded to a multiple of this number of slots, for efficient matrix products
 
 
 @dataclass(frozen=True)
 class JobProbe:
-    """The probe of one job, computed on the job's own device and rows."""
+    """The probe of one job, computed on the job's own device, in rows of the job's length."""
 
     sequences: list[list[int]]
     long: list[int]
@@ -46,7 +47,8 @@ class JobProbe:
         return logprobs(policy, self.sequences, self.row_length, self.device)
 
     def score(self, policy: Policy, previous: list[list[float]]) -> Probe:
-        """The probe of the trained policy. `previous`: the log-probs before the training."""
+        """The probe under the trained policy. `previous`: the log-probs from before the
+        training."""
         now, base = self.logprobs(policy), previous
         if policy.lora is not None:
             with policy.adapter_disabled():
@@ -56,11 +58,13 @@ class JobProbe:
 
 
 def choose_sequences(batch: PackedBatch) -> list[list[int]]:
-    """Up to 4 distinct token sequences of 2 to 64 tokens (at most a row) from the job's data.
+    """At most 4 distinct token sequences from the job's data, each of 2 to 64 tokens (and at most
+    the length of a row).
 
-    Each is part of a trained sequence. It is the beginning or, in a sequence longer than a probe, a
-    stretch that begins CONTEXT tokens before the first trained token, because trained tokens change
-    most. The same batch gives the same probes.
+    Each is part of a trained sequence. A sequence that is not longer than a probe is taken from its
+    beginning. From a longer one, a part is taken that begins CONTEXT tokens before the first
+    trained token, because trained tokens change most. The same batch always gives the same
+    sequences.
     """
     limit = min(MAX_TOKENS, batch.sequence_length)
     chosen: list[list[int]] = []
@@ -80,9 +84,9 @@ def choose_sequences(batch: PackedBatch) -> list[list[int]]:
 
 
 def choose_long(batch: PackedBatch, vocab_size: int) -> list[int]:
-    """One sequence as long as a row, with at most LONG_TOKENS tokens and LONG_LOGITS logits: the
-    rows' tokens one after another, repeated if the job has too few. Empty if it would hardly be
-    longer than the other sequences.
+    """One sequence as long as a row, but with at most LONG_TOKENS tokens and LONG_LOGITS logits.
+    The sequence consists of the rows' tokens one after another, repeated if the job has too few.
+    Empty if the sequence would be hardly longer than the other sequences.
     """
     length = min(batch.sequence_length, LONG_TOKENS, LONG_LOGITS // vocab_size)
     if length < 2 * MAX_TOKENS:
@@ -101,7 +105,7 @@ def score_long(
     policy: Policy, tokens: list[int], row_length: int, device: torch.device
 ) -> LongProbe | None:
     """The log-probs of 16 tokens before the end of each quarter of `tokens`, so that a server that
-    takes only shorter prompts can be compared too. None without tokens."""
+    accepts only shorter prompts can be compared too. Returns None if `tokens` is empty."""
     if not tokens:
         return None
     quarters = (len(tokens) * quarter // 4 for quarter in range(1, 5))
@@ -125,7 +129,7 @@ def logprobs(
     Args:
         sequences: token ids.
         row_length: slots of the job's rows; the sequences are packed into rows of this length.
-        device: the rank's.
+        device: the rank's device.
     """
     out: list[list[float]] = []
     for together in _rows(sequences, row_length):
@@ -135,8 +139,9 @@ def logprobs(
 
 
 def _scores(policy: Policy, row: RowTensors) -> torch.Tensor:
-    """The items' log-probs in fp32, on every rank, on the CPU. Raises NonFinite if one is NaN or
-    infinite: a manifest can't hold it, and vLLM would serve it."""
+    """The items' log-probs, fp32, on the CPU of every rank. Raises NonFinite if a log-prob is NaN
+    or
+    infinite, because a manifest can't contain it, and vLLM would serve such weights."""
     values = policy.stage.from_last(policy(row, temperature=1.0).logprobs.float().cpu())
     if wrong := int((~values.isfinite()).sum()):
         raise NonFinite(
@@ -161,7 +166,7 @@ def rehearse(
 
 
 def _rows(sequences: list[list[int]], length: int) -> list[list[list[int]]]:
-    """The sequences in order, in rows of at most `length` tokens."""
+    """The sequences, in their order, distributed to rows of at most `length` tokens."""
     rows: list[list[list[int]]] = []
     for tokens in sequences:
         if not rows or sum(map(len, rows[-1])) + len(tokens) > length:
@@ -173,17 +178,17 @@ def _rows(sequences: list[list[int]], length: int) -> list[list[list[int]]]:
 def probe_row(
     sequences: list[list[int]], row_length: int, device: torch.device, multiple: int = SLOTS
 ) -> RowTensors:
-    """One row of sequences that don't see one another; every token except each sequence's first is
-    an item.
+    """One row of sequences that don't attend to one another. Every token except the first of each
+    sequence is an item.
 
-    The attention's row is as long as the job's own rows, so that the kernels compiled for them are
-    used.
+    The attention's row has the length of the job's own rows, so that the kernels compiled for these
+    are used.
 
     Args:
         sequences: token ids.
         row_length: slots of the job's rows.
-        device: of the row's tensors.
-        multiple: only the slots in use are computed, padded to a multiple of this number.
+        device: the device of the row's tensors.
+        multiple: only the slots in use are computed; their number is padded to a multiple of this.
     """
     sizes = torch.tensor([len(tokens) for tokens in sequences])
     ends = sizes.cumsum(0)

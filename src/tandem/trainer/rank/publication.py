@@ -1,7 +1,7 @@
-"""Brings whole weights from the ranks to vLLM after the checkpoint is committed: sends them to
+"""Transfers whole weights from the ranks to vLLM after the checkpoint is committed: sends them to
 vLLM's workers, or writes them as a model's files.
 
-Nothing here fails the job: if the weights don't arrive, vLLM gets them another way.
+No error here fails the job: if the weights don't arrive, vLLM gets them in another way.
 """
 
 import json
@@ -40,8 +40,8 @@ from tandem.trainer.rank.way_to_vllm import address_for_vllm
 
 
 class TrainedWeights(Weights):
-    """The policy's base weights, each with its adapter, if it has one: summed in float64, rounded
-    once to float32 and then to `dtype`."""
+    """The policy's base weights, merged with their adapters if there are any: summed in float64,
+    rounded once to float32 and then to `dtype`."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy.base())
@@ -65,7 +65,7 @@ class TrainedWeights(Weights):
 
 @dataclass
 class Publication:
-    """One job's publication. `offer` and `send` are collectives of all ranks."""
+    """The publication of one job's weights. `offer` and `send` are collectives of all ranks."""
 
     settings: RankSettings
     model: Path  # the base model's directory
@@ -77,8 +77,9 @@ class Publication:
 
     def __post_init__(self) -> None:
         self._rank, self._sizes = self.policy.topology.rank, self.policy.topology.sizes
-        self._meets = self.settings.way == "nccl"  # ranks and workers do; else ranks write files
-        # The linear layers that are trained; None: everything.
+        # whether ranks meet vLLM's workers; if not, they write files
+        self._meets = self.settings.way == "nccl"
+        # The linear layers that are trained; None: all weights are.
         self._targets = list(self.policy.lora.targets) if self.policy.lora else None
 
     def offer(self) -> None:
@@ -101,12 +102,12 @@ class Publication:
             self.event("offered", transport=way, **self._offer)
 
     def _servers(self) -> list[str]:
-        """The inference servers that should come for the weights: all that are ready."""
+        """The inference servers that are expected to receive the weights: all that are ready."""
         living = self.attempt.spool.replicas.fresh()
         return sorted(name for name, r in living.items() if r.ready) if living else [ONLY]
 
     def send(self, checkpoint: Manifest | None) -> None:
-        """Sends the weights. `checkpoint`: the checkpoint that has them, on rank 0."""
+        """Sends the weights. `checkpoint`: on rank 0, the checkpoint that contains the weights."""
         begin, way = time.perf_counter(), self.settings.way
         try:
             outcome = self._send_to_vllm() if self._meets else self._write_files(checkpoint)
@@ -141,7 +142,8 @@ class Publication:
         return {"bytes": sum(sizes), "sending_seconds": max(seconds), "servers": max(servers)}
 
     def _together[T](self, action: Callable[[], T]) -> list[T]:
-        """The results of `action` on all ranks. If it fails on one rank, all raise."""
+        """The results of `action` on all ranks. If `action` fails on one rank, all ranks raise an
+        error."""
         own: Any
         try:
             own = action(), ""
@@ -154,9 +156,9 @@ class Publication:
         return [result for result, _ in outcomes]
 
     def _watched[T](self, action: Callable[[Callable[[], None]], T]) -> T:
-        """The result of `action`, run in a thread. Raises TimeoutError if `action` does not call
-        the function that it gets for a while, because connecting NCCL has no time limit of its
-        own."""
+        """The result of `action`, which runs in a thread. Raises TimeoutError if `action` does not
+        call the function that it is given for a while. The limit is needed because connecting NCCL
+        has no time limit of its own."""
         last = time.monotonic()
 
         def sign_of_life() -> None:
@@ -171,9 +173,9 @@ class Publication:
         return liveness.in_thread(lambda: device.on_device(action)(sign_of_life), look, seconds=0.1)
 
     def _send_own(self, beat: Callable[[], None]) -> tuple[int, float, list[str]]:
-        """Send this rank's parts to vLLM's workers, buffer by buffer. Returns their bytes, the
-        seconds without the time to connect, and the inference servers that received them. Raises
-        torch's error if a worker is gone or stands still, and TimeoutError if no worker comes.
+        """Send this rank's parts to vLLM's workers, buffer by buffer. Returns the number of bytes,
+        the seconds without the time to connect, and the inference servers that received the parts.
+        Raises torch's error if a worker has died or stopped, and TimeoutError if no worker joins.
 
         `beat` is called at each sign of life of the workers.
         """

@@ -1,4 +1,4 @@
-"""The meeting of an attempt's ranks, in which they get their job."""
+"""The meeting of an attempt's ranks, in which they receive their job."""
 
 import os
 import time
@@ -19,27 +19,28 @@ from tandem.spool.attempt import Attempt
 from tandem.spool.schema import JobSpec, OptimizerSettings, Record, RunSpec, SessionJob
 from tandem.system import liveness
 
-RENDEZVOUS_SECONDS = 300.0  # at most, until all ranks have imported their modules
+RENDEZVOUS_SECONDS = 300.0  # the longest time until all ranks have imported their modules
 Beat = Callable[[str], None]
-"""Writes a rank's heartbeat, in the given phase."""
+"""A function that writes a rank's heartbeat for the given phase."""
 
 
 class Assignment(Record):
-    """The data that rank 0 reads on the spool and sends to all ranks."""
+    """The data that rank 0 reads from the spool and sends to all ranks."""
 
     run: RunSpec
     job: JobSpec
     model: str  # directory of the base model
-    model_files: tuple[tuple[str, int, int], ...]  # name, bytes, and time of the last change in ns
+    # name, size in bytes, and time of the last change in ns
+    model_files: tuple[tuple[str, int, int], ...]
 
     @property
     def optimizer(self) -> OptimizerSettings:
-        """The job's optimizer settings; a session's requests bring their own."""
+        """The job's optimizer settings; in a session, each request has its own."""
         return OptimizerSettings() if isinstance(self.job, SessionJob) else self.job.optimizer
 
     def requirements(self) -> tuple[object, ...]:
-        """Everything that process groups and a loaded model depend on. Both can be reused for a job
-        with equal requirements."""
+        """All properties that process groups and a loaded model depend on. Groups and model can be
+        reused for a job with equal requirements."""
         return self.model, self.model_files, self.run.lora, self.job.stall_seconds
 
 
@@ -53,19 +54,20 @@ def meet(
     *,
     prepare: Callable[[Assignment], None] = lambda _: None,
 ) -> tuple[Assignment, Callable[[], None]]:
-    """Meet the other ranks in their parent's store, and get the job. Without torchrun's environment
-    this process is alone.
+    """Meet the other ranks in their parent's store, and get the job. Without torchrun's
+    environment, this process is the only rank.
 
-    Rank 0, and one rank of each other host, downloads the base model if the hub has it. That may
-    take longer than any limit on a wait, so all ranks send heartbeats during it; the job's
-    `deadline_seconds` bounds it.
+    Rank 0, and one rank on each other host, downloads the base model if it is on the hub. The
+    download may take longer than any limit on a wait, so all ranks send heartbeats during it; the
+    job's `deadline_seconds` limits it.
 
     Returns the assignment, and a function that joins torch's default process group with the job's
-    own limit on every wait. Raises Conflict (see `_read`) on rank 0, and RuntimeError with its
-    message on the others.
+    own limit on every wait. Raises Conflict (see `_read`) on rank 0, and RuntimeError with the same
+    message on the other ranks.
 
     Args:
-        prepare: work of rank 0 before it sends the assignment; it sends its own heartbeats.
+        prepare: work that rank 0 does before it sends the assignment; it must send its own
+            heartbeats.
     """
 
     def read() -> Assignment:
@@ -97,7 +99,7 @@ def meet(
         assignment = (
             message
             if os.environ.get("GROUP_RANK", "0") == "0"
-            # The host's agent has compared the files.
+            # The host's agent has already compared the files.
             else message.model_copy(update=_base_model(message.run, attempt.spool, beat))
         )
 
@@ -109,7 +111,8 @@ def meet(
 
 
 def _read(attempt: Attempt, beat: Beat) -> Assignment:
-    """Raises Conflict if the job is not running this attempt, or its checkpoint exists."""
+    """Raises Conflict if the job is not running this attempt, or if its checkpoint already
+    exists."""
     spool, job_id = attempt.spool, attempt.job
     state, job = spool.jobs.get(job_id)
     if state != "running" or job.attempt != attempt.number:
@@ -119,7 +122,8 @@ def _read(attempt: Attempt, beat: Beat) -> Assignment:
         )
     spec = job.spec
     newest = spool.checkpoints.newest(spec.run)
-    if isinstance(spec, SessionJob):  # it continues from the checkpoints of its earlier attempts
+    # a session's job continues from the checkpoints of its earlier attempts
+    if isinstance(spec, SessionJob):
         spec = spec.model_copy(update={"base_step": newest})
     elif newest > spec.base_step:
         made_by = spool.checkpoints.manifest(spec.run, spec.base_step + 1).job

@@ -1,5 +1,4 @@
-"""The objects that a rank has from its first moment on: its attempt, device, heartbeat and
-clock."""
+"""The objects that a rank has from its start: its attempt, device, heartbeat and clock."""
 
 import os
 from collections.abc import Callable
@@ -28,10 +27,10 @@ class Session:
         self.phases = Phases(self.heartbeat, watch)
 
     def beat(self, phase: str) -> Callable[[], None]:
-        """Returns a function that writes a heartbeat in this phase."""
+        """Returns a function that writes a heartbeat for this phase."""
         return partial(self.heartbeat, phase)
 
     def event(self, kind: EventType, **data: Any) -> None:
-        """Append an event to the job's events. Only rank 0 does so."""
+        """Append an event to the job's events. Does nothing on ranks other than rank 0."""
         if self.rank == 0:
             self.attempt.event(kind, **data)

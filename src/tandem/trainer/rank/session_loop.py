@@ -1,8 +1,9 @@
-"""Runs a session's job: computes the requests of its run as they come, and leaves when none comes.
+"""Runs a session's job: computes the requests of its run as they arrive, and ends when none
+arrives.
 
-Rank 0 looks for the next request and tells the others. After a death at any point, the effects of
+Rank 0 looks for the next request and sends it to the others. If a rank dies, the effects of all
 requests since the newest checkpoint are computed again from the log, to the same bits. Results that
-exist are not written again.
+already exist are not written again.
 """
 
 import time
@@ -39,23 +40,23 @@ from tandem.training.rows import Fit
 
 POLL_SECONDS = 0.01
 BEAT_SECONDS = 1.0
-"""The other ranks hear of rank 0 at least this often."""
+"""Rank 0 sends a message to the other ranks at least this often."""
 SOON_SECONDS = 2.0
-"""How long a session without requests keeps other jobs waiting."""
+"""Seconds for which a session without requests keeps other jobs waiting."""
 MOST_SECONDS = 43200.0
-"""The most seconds of a job. The next job continues, so that no job has an endless list of
-events."""
+"""The maximum duration of a job in seconds. The next job continues the session, so that no job has
+an endless list of events."""
 AUTOSAVE_SECONDS = 600.0
-"""Seconds between automatic checkpoints, which bound the work that is repeated after a death."""
+"""Seconds between automatic checkpoints, which limit the work that is repeated after a crash."""
 MOST_STARTS = 5
-"""A request that was begun this often without a result is given up: it may be what ends the
-ranks."""
+"""A request that has been started this often without a result is given up, because it may be the
+cause of the ranks' crashes."""
 
 
 @dataclass(frozen=True)
 class NextCall:
-    """The next action of all ranks. `answered`: the request has a result already. `refused`: the
-    request has, or gets, an error without being computed."""
+    """The next action of all ranks. `answered`: whether the request already has a result.
+    `refused`: whether the request has, or gets, an error without being computed."""
 
     kind: Literal["request", "save", "wait", "leave"]
     answered: bool = False
@@ -77,7 +78,8 @@ class SessionLoop:
         self._spool = spool = session.attempt.spool
         self._log = spool.requests
         self._newest = assignment.job.base_step
-        # The last request that was done, and the last one that changed weights or Adam's state.
+        # The last request that was computed; the last one that changed weights or Adam's state; the
+        # last one in a checkpoint.
         self._seq = self._changed_by = self._saved = (
             spool.checkpoints.manifest(self._run.name, self._newest).seq or 0
         )
@@ -90,8 +92,8 @@ class SessionLoop:
         self._next_look, self._others = 0.0, False
 
     def run(self) -> None:
-        """Runs until the session has no request for a while. The run's newest checkpoint then has
-        every effect except gradients that were not applied."""
+        """Runs until the session has no request for a while. The run's newest checkpoint then
+        contains every effect, except gradients that were not applied."""
         self._calls.forget()
         while (call := self._next()).kind != "leave":
             if call.kind == "save":
@@ -110,7 +112,7 @@ class SessionLoop:
         return self._changed_by > self._saved
 
     def _next(self) -> NextCall:
-        """The next call that is not "wait", on all ranks; rank 0 decides."""
+        """The next call other than "wait", on all ranks; rank 0 decides."""
         while True:
             mine = self._look() if self._session.rank == 0 else NextCall("wait")
             if (call := parallel.gather_objects(mine)[0]).kind != "wait":
@@ -118,7 +120,7 @@ class SessionLoop:
             self._session.heartbeat("wait")
 
     def _look(self) -> NextCall:
-        """The next call, on rank 0; "wait" after a while without any."""
+        """The next call, on rank 0; "wait" if no request arrives for BEAT_SECONDS."""
         end, run = time.monotonic() + BEAT_SECONDS, self._run.name
         while (now := time.monotonic()) < end:
             if self._unsaved and now - self._saved_at > AUTOSAVE_SECONDS:
@@ -139,8 +141,8 @@ class SessionLoop:
         return NextCall("request", refused=self._log.begin(self._run.name, seq) > MOST_STARTS)
 
     def _has_to_leave(self, now: float) -> bool:
-        """Whether the session has ended, or the job has run, or kept others waiting, for long
-        enough."""
+        """Whether the session has ended, the job has run for too long, or the session has kept
+        other jobs waiting for too long."""
         if now >= self._next_look:
             self._next_look = now + BEAT_SECONDS
             self._others = others_wait(self._spool)
@@ -174,7 +176,7 @@ class SessionLoop:
                 self._report(metrics)
 
     def _matters(self, request: PassRequest, call: NextCall) -> bool:
-        """Whether the pass has a result to write, or gradients to add."""
+        """Whether the pass has a result to be written, or gradients to be added."""
         return request.kind == "forward_backward" or not call.answered
 
     def _compute(self, seq: int, request: AnyRequest) -> tuple[dict[str, float], bytes | None]:
@@ -188,7 +190,7 @@ class SessionLoop:
         elif isinstance(request, VoidRequest):
             raise InvalidInput(request.reason)
         self._changed_by = seq
-        if isinstance(request, LoadRequest):  # the loaded checkpoint may be removed from now on
+        if isinstance(request, LoadRequest):  # from now on the loaded checkpoint may be removed
             self._checkpoint()
         return metrics, logprobs
 
@@ -225,9 +227,10 @@ class SessionLoop:
         return self._newest
 
     def _checkpoint(self) -> None:
-        """Makes the run's next checkpoint, and frees what it makes superfluous."""
+        """Makes the run's next checkpoint, and frees everything that is no longer needed after
+        it."""
         session, calls, policy = self._session, self._calls, self._model.policy
-        if calls.probe is None:  # nothing was computed since the last checkpoint
+        if calls.probe is None:  # nothing has been computed since the last checkpoint
             calls.probe = JobProbe(_any_tokens(policy.arch.vocab_size), [], 128, session.device)
             calls.previous = calls.probe.logprobs(policy)
         job = self._assignment.job.model_copy(update={"base_step": self._newest})

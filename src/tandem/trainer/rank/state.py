@@ -20,11 +20,11 @@ _libc = ctypes.CDLL(None)
 
 
 class RankState:
-    """The state that a rank that stays (`launch=resident`) keeps from one job to the next: process
+    """The state that a resident rank (`launch=resident`) keeps from one job to the next: process
     groups and the model.
 
-    Between jobs it gives the model's device memory back. A job that needs other groups or another
-    model starts without them.
+    Between jobs, the model's device memory is released. A job that needs other groups or another
+    model does not use the kept ones.
     """
 
     def __init__(self) -> None:
@@ -33,14 +33,14 @@ class RankState:
         self._topology: Topology | None = None
         self.model: LoadedModel | None = None
         self.checkpoint: tuple[str, int, str] | None = None
-        """Run, step and job of the checkpoint that equals the model's trained weights and Adam's
-        state."""
+        """Run, step and job of the checkpoint to which the model's trained weights and Adam's state
+        are equal."""
 
     def check_checkpoint(
         self, spool: Spool, assignment: Assignment, arch: Arch
     ) -> Future[Checked | None]:
-        """Start to check the files of the checkpoint that the job starts from, in a thread. Call it
-        before `join`."""
+        """Start to check, in a thread, the files of the checkpoint that the job starts from. Call
+        this method before `join`."""
         run, step = assignment.run, assignment.job.base_step
         kept, self.checkpoint = self.checkpoint, None
         in_memory = assignment.requirements() == self._requirements and (
@@ -63,14 +63,14 @@ class RankState:
     def join(
         self, assignment: Assignment, settings: RankSettings, connect: Callable[[], None]
     ) -> Topology:
-        """The process groups for the job: the kept ones, or new ones. If they are new, the kept
-        model is discarded."""
+        """The process groups for the job: either the kept groups or new ones. If the groups are
+        new, the kept model is discarded."""
         if assignment.requirements() != self._requirements or self._topology is None:
             if self.model is not None:
                 self.model = None
                 gc.collect()
                 memory.release_cached()
-            parallel.destroy()  # a collective of all ranks
+            parallel.destroy()  # destroying the groups is a collective of all ranks
             connect()
             timeout = assignment.job.stall_seconds
             self._topology = parallel.init_parallel(settings.sizes, timeout_seconds=timeout)
@@ -78,10 +78,10 @@ class RankState:
         return self._topology
 
     def offload(self) -> None:
-        """Give back the model's device memory, and all memory that allocators keep unused."""
+        """Release the model's device memory, and all memory that allocators keep unused."""
         if self.model is not None and not self.model.policy.offloaded:
             self.model.policy.offload()
             self.model.optimizer.offload()
         gc.collect()  # frees graphs and buffers in reference cycles
         memory.release_cached()
-        _libc.malloc_trim(0)  # each job's threads fragment the heap further
+        _libc.malloc_trim(0)  # otherwise each job's threads fragment the heap further

@@ -1,7 +1,7 @@
-"""A rank's work in one attempt: meet the others, load the model, train, write the checkpoint,
+"""A rank's work in one attempt: meet the other ranks, load the model, train, write the checkpoint,
 leave.
 
-Rank 0 reads the job and sends it to the others. Only rank 0 writes events and the checkpoint.
+Rank 0 reads the job and sends it to the other ranks. Only rank 0 writes events and the checkpoint.
 """
 
 import os
@@ -40,12 +40,12 @@ from tandem.training.steps import Training
 
 def run_rank(attempt: Attempt, settings: RankSettings, state: RankState | None = None) -> None:
     """Run this rank's part of one attempt. Afterwards checkpoint base_step + 1 exists, and the rank
-    has left the process groups. With the `state` of a rank that stays, it has given back its device
-    memory instead.
+    has left the process groups. With the `state` of a resident rank, the rank keeps the groups and
+    has released its device memory instead.
 
-    Raises Conflict if that checkpoint exists, CheckpointDamaged if the checkpoint to start from
-    isn't whole, NonFinite, InvalidInput, SpoolUnusable, and torch's errors. `state` can't be used
-    after an error.
+    Raises Conflict if checkpoint base_step + 1 exists, CheckpointDamaged if the checkpoint to start
+    from is damaged, NonFinite, InvalidInput, SpoolUnusable, and torch's errors. After an error,
+    `state` can't be used any more.
     """
     session = Session(attempt, settings)
     try:
@@ -54,7 +54,7 @@ def run_rank(attempt: Attempt, settings: RankSettings, state: RankState | None =
             with session.phases.phase("offload"):
                 state.offload()
     except torch.OutOfMemoryError:
-        session.heartbeat.write("out of memory")  # it records the memory in use
+        session.heartbeat.write("out of memory")  # the heartbeat records the memory in use
         raise
     session.heartbeat.write("leave")
     if state is None:
@@ -72,7 +72,7 @@ def _train(session: Session, state: RankState) -> None:
     run, job = assignment.run, assignment.job
     arch = read_arch(assignment.model)
 
-    # Connect to the other ranks. A thread hashes the checkpoint's files until they are needed.
+    # Connect to the other ranks. Meanwhile a thread hashes the files of the checkpoint.
     checked = state.check_checkpoint(attempt.spool, assignment, arch)
     with session.phases.phase("rendezvous"):
         topology = state.join(assignment, settings, connect)
@@ -92,7 +92,7 @@ def _train(session: Session, state: RankState) -> None:
 
 @dataclass(frozen=True)
 class _Start:
-    """The facts that a rank has once it has met the others."""
+    """The objects that a rank has after it has met the other ranks."""
 
     assignment: Assignment
     arch: Arch
@@ -119,7 +119,8 @@ def _session(session: Session, state: RankState, start: _Start) -> None:
 def _first_pass(
     session: Session, assignment: Assignment, arch: Arch
 ) -> Callable[[Policy], None] | None:
-    """Rehearses the first pass that waits; None if none does. A collective."""
+    """A function that rehearses the first waiting pass; None if no pass waits. A collective
+    operation of all ranks."""
     spool, run = session.attempt.spool, assignment.run.name
     seq = None
     if session.rank == 0:
@@ -130,7 +131,7 @@ def _first_pass(
     try:
         with PackedBatch.open(spool.requests.data_dir(run, seq)) as batch:
             return JobProbe.choose(batch, arch.vocab_size, session.device).rehearse
-    except InvalidInput:  # the request's arrays are gone, which its result will say
+    except InvalidInput:  # the request's arrays have been removed, which its result will report
         return None
 
 
@@ -201,7 +202,7 @@ def _batch(session: Session, state: RankState, start: _Start) -> None:
 
 
 def _wait_for_space(session: Session, assignment: Assignment) -> None:
-    """Waits for space on the volume, on rank 0, while the other ranks wait for the assignment."""
+    """Waits for space on the volume, on rank 0; the other ranks wait for the assignment."""
     run, step = assignment.run.name, assignment.job.base_step
     spool = session.attempt.spool
     full_volume.wait_for_space(spool, run, step, beat=session.beat("rendezvous"))
@@ -221,8 +222,8 @@ def _versions() -> dict[str, str]:
 def _first_logprobs(
     settings: RankSettings, policy: Policy, probe: JobProbe
 ) -> tuple[list[list[float]], dict[str, float]]:
-    """The probe's log-probs before the training; for fp8 also a metric of how far fp8 moves
-    them."""
+    """The probe's log-probs before the training; with fp8 also a metric of the distance by which
+    fp8 moves them."""
     exact = probe.logprobs(policy)
     if settings.base_precision == "same":
         return exact, {}
@@ -239,7 +240,7 @@ def _report(session: Session, step: int, metrics: dict[str, float]) -> None:
 
 
 def _evaluate(session: Session, training: Training) -> dict[str, float]:
-    """The metrics of held-out rows; empty without such rows."""
+    """The metrics of held-out rows; empty if there are no held-out rows."""
     evaluated = training.evaluate()
     if evaluated:
         seconds, _ = session.phases.take()
@@ -250,8 +251,8 @@ def _evaluate(session: Session, training: Training) -> dict[str, float]:
 def _publication(
     session: Session, run: RunSpec, base_model: Path, policy: Policy
 ) -> Publication | None:
-    """The object that sends whole weights to vLLM. None if vLLM reads the checkpoint itself: the
-    adapter with `merge`, or with `volume` the model of a run that trains all weights."""
+    """The object that sends whole weights to vLLM. None if vLLM reads the checkpoint itself: with
+    `merge` its adapter; with `volume` the model of a run that trains all weights."""
     way = session.settings.way
     if run.weights != "merged" or way == ("volume" if run.lora is None else "merge"):
         return None

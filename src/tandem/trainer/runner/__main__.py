@@ -1,5 +1,5 @@
-"""`python -m tandem.trainer.runner [ENTRY]`: the runner as a program. ENTRY: the module that a rank
-runs."""
+"""`python -m tandem.trainer.runner [ENTRY]`: the runner as a program. ENTRY: the module that ranks
+run."""
 
 import signal
 import sys

@@ -23,7 +23,7 @@ GENERIC = "rank_error"
 class RankProgress:
     rank: int
     silent: float  # seconds since the heartbeat last changed, or since the start
-    phase: str  # with the optimizer step; "start" before the first heartbeat
+    phase: str  # the phase and the optimizer step; "start" before the first heartbeat
 
     @property
     def starts(self) -> bool:
@@ -34,19 +34,21 @@ class RankProgress:
 
 
 class Heartbeats:
-    """Follows `beat.<rank>` files. A rank makes progress when its file changes, by this process's
-    clock."""
+    """Follows `beat.<rank>` files. A rank makes progress when its file changes; the time is
+    measured by this process's clock."""
 
     def __init__(self, attempt: Attempt, ranks: int) -> None:
         self._attempt = attempt
         self._last = dict.fromkeys(range(ranks), (b"", time.monotonic()))
 
     def read(self) -> list[RankProgress]:
-        """Every rank's progress, the longest silent first."""
+        """The progress of every rank; the rank that has been silent for the longest time comes
+        first."""
         now = time.monotonic()
         ranks = []
         for rank, (content, changed) in self._last.items():
-            with suppress(OSError):  # not written yet, or the volume is gone: both count as silence
+            # the file is not written yet, or the volume is gone: both count as silence
+            with suppress(OSError):
                 found = read_plain(self._attempt.beat(rank), most=fs.RECORD_BYTES)
                 if found != content:
                     content, changed = self._last[rank] = found, now
@@ -59,10 +61,12 @@ class Heartbeats:
 
 
 def failure(status: int, attempt: Attempt) -> JobError:
-    """Why an attempt without a checkpoint failed. `status`: exit status of the ranks' parent.
+    """The reason why an attempt without a checkpoint failed. `status`: exit status of the ranks'
+    parent.
 
-    The first of these that applies is the cause: an error of Tandem's own; a rank that a signal
-    ended, because its peers then report broken connections; any other exception; an exit status.
+    The cause is the first of these that exists: an error of Tandem's own; a rank that was ended by
+    a signal, because the other ranks then report broken connections; any other exception; an exit
+    status.
     """
     errors, exits = _rank_errors(attempt), read_exits(attempt.work)
     crashes = [(rank, code) for rank, code in exits.items() if code < 0]
@@ -79,7 +83,7 @@ def failure(status: int, attempt: Attempt) -> JobError:
             f"rank {rank} ended with {describe_exit(code)} and wrote no error file; see the log"
         )
     elif status == 0:
-        # A clean exit proves nothing.
+        # Exit status 0 alone does not prove success.
         message = "all ranks exited with 0, but the checkpoint that they had to make does not exist"
         return JobError(type="no_checkpoint", message=message, retriable=True)
     else:
@@ -88,10 +92,10 @@ def failure(status: int, attempt: Attempt) -> JobError:
 
 
 def _rank_errors(attempt: Attempt) -> list[tuple[int, JobError]]:
-    """(rank, error) of each error file, the likeliest cause first: Tandem's own errors before
-    others, then by age.
+    """(rank, error) for each error file, the most likely cause first: Tandem's own errors before
+    others, then older errors before newer ones.
 
-    A rank whose peer failed reports a broken connection, and does so later.
+    A rank whose peer failed reports a broken connection, and reports it later than the peer.
     """
     errors: list[tuple[bool, float, int, JobError]] = []
     files: dict[int, Path] = {}

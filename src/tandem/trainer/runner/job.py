@@ -1,4 +1,4 @@
-"""A claimed job: check it, make one attempt through the executor, record its end."""
+"""One claimed job: checks it, runs one attempt through the executor, and records its end."""
 
 import math
 import time
@@ -23,39 +23,42 @@ from tandem.trainer.stop import LONGEST_PAUSE_SECONDS, Stop
 log = Log("runner")
 
 TERMINATE_SECONDS = 10.0
-"""Between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 START_SECONDS = 300.0
-"""Seconds that a rank may take to its first heartbeat even if `stall_seconds` is less. A shorter
-bound would end a new fork server in its imports, which the next attempt would begin again."""
+"""Seconds that a rank may take until its first heartbeat, even if `stall_seconds` is less. A
+shorter limit would end a new fork server during its imports, which the next attempt would start
+again."""
 
 UNCOUNTED = {"runner_stopped", "preempted"}
-"""Types of errors that don't count against `max_attempts`: the attempt's hosts or its runner were
-needed elsewhere."""
+"""Types of errors that don't count against `max_attempts`, because the attempt's hosts or its
+runner were needed elsewhere."""
 
 UNCOUNTED_ONCE = {"job_deleted"}
-"""Types of errors that don't count unless the attempt before ended with the same error: somebody
-who ends two attempts in a row would end the next one too."""
+"""Types of errors that count only if the previous attempt ended with the same error, because
+whoever ended two attempts in a row would end the next one too."""
 
 STOPPED = JobError(type="runner_stopped", message="the runner was asked to stop", retriable=True)
 
 
 class LeftError(Exception):
-    """The runner stops, and its attempt goes on."""
+    """The runner stops, and its attempt continues without it."""
 
 
 @dataclass
 class JobRun:
-    """One attempt at a claimed job. Its terminal event comes after those of its executor."""
+    """One attempt at a claimed job. The attempt's terminal event is written after the events of its
+    executor."""
 
     settings: Settings
     spool: Spool
     executor: Executor
     stop: Stop
-    runner: str  # its name, in leases
+    runner: str  # the runner's name, for leases
     job: Job
     adopted: bool = False
-    """An earlier runner started the attempt, which went on without it."""
+    """Whether an earlier runner started the attempt, and the attempt continued without that
+    runner."""
 
     def __post_init__(self) -> None:
         self._files = Attempt(self.spool, self.job.spec.id, self.job.attempt)
@@ -65,8 +68,8 @@ class JobRun:
         self._next_beat = 0.0
 
     def run(self) -> float:
-        """Run the job until its end is recorded, or until the runner is asked to stop; returns how
-        many seconds the job should wait before its next attempt."""
+        """Run the job until its end is recorded, or until the runner is asked to stop. Returns the
+        seconds that the job should wait before its next attempt."""
         job, spec = self.job, self.job.spec
         begin = time.monotonic()
         log.info(
@@ -103,11 +106,11 @@ class JobRun:
 
     @property
     def _counted(self) -> int:
-        """This attempt's number among those that count against `max_attempts`."""
+        """This attempt's number among the attempts that count against `max_attempts`."""
         return self.job.attempt - self.job.stopped
 
     def _result(self) -> JobResult | JobError:
-        """The job's end, or the error of this attempt."""
+        """The result of the job, or the error of this attempt."""
         try:
             known = None
             if not self.adopted:
@@ -116,11 +119,11 @@ class JobRun:
                 return known or STOPPED
             error = self._attempt()
             if self.stop.retry("look for the checkpoint", self._is_done):
-                # What went wrong after the commit doesn't matter: the checkpoint is in the chain.
+                # Errors after the commit don't matter, because the checkpoint is in the chain.
                 done = self._success()
                 self._log.say(f"checkpoint {done.step} exists: succeeded")
                 return done
-        # Not retriable: the run was removed, a manifest is damaged, ...
+        # The error is not retriable: for example, the run was removed, or a manifest is damaged.
         except TandemError as refusal:
             return JobError(type=refusal.code, message=str(refusal))
         self._log.say(f"no checkpoint: {error.type}: {error.message}")
@@ -129,10 +132,10 @@ class JobRun:
         return error.model_copy(update={"log_tail": self._log.last_lines()})
 
     def _known_result(self) -> JobResult | JobError | None:
-        """The result of a job that needs no attempt: its checkpoint exists, or the checkpoint to
-        start from does not."""
+        """The result of a job that needs no attempt, because its checkpoint exists or the
+        checkpoint to start from does not."""
         spec = self.job.spec
-        if isinstance(spec, SessionJob):  # it starts from the newest
+        if isinstance(spec, SessionJob):  # a session's job starts from the newest checkpoint
             return None
         if self.spool.checkpoints.made_by(self.job):
             return self._success()
@@ -170,8 +173,8 @@ class JobRun:
         if isinstance(result, JobError):
             return self.spool.queue.requeue(self.job, result, counts=self._counts(result))
         if result.state == "succeeded":
-            # With the checkpoint committed nobody needs the packed data. It is gone before the job
-            # shows its end.
+            # After the commit of the checkpoint, nobody needs the packed data. The data is removed
+            # before the job's end becomes visible.
             fs.remove_tree(self.spool.paths.data_dir(self.job.spec.id))
         return self.spool.queue.finish(self.job, result)
 
@@ -183,7 +186,7 @@ class JobRun:
         return error.type not in UNCOUNTED
 
     def _attempt(self) -> JobError:
-        """Returns why the attempt failed, if it made no checkpoint."""
+        """Makes the attempt. Returns the reason why it failed, in case it made no checkpoint."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         counted = f"{self._counted} of {self.job.spec.max_attempts} that count"
         if self.adopted:
@@ -200,11 +203,11 @@ class JobRun:
         return error
 
     def _watch(self, execution: Execution) -> JobError:
-        """Watch an attempt until its processes ended, or at the latest `deadline_seconds` after
-        the start of its ranks or `stall_seconds` after their last progress, plus TERMINATE_SECONDS
-        and the executor's bound.
+        """Watch an attempt until its processes have ended. The latest end is `deadline_seconds`
+        after the start of its ranks or `stall_seconds` after their last progress, plus
+        TERMINATE_SECONDS and the executor's limit.
 
-        Returns why the attempt failed, if it made no checkpoint.
+        Returns the reason why the attempt failed, in case it made no checkpoint.
         """
         heartbeats: Heartbeats | None = None
         begin = kill_time = math.inf
@@ -242,15 +245,15 @@ class JobRun:
         self._log.collect(final=True)
         if reason is None:
             assert isinstance(state, Ended)
-            # A signal to all processes ends the ranks before the loop above looks.
+            # A signal to all processes ends the ranks before the loop above notices the signal.
             stopped = STOPPED if self.stop.requested else None
             reason = state.error or stopped or failure(state.status, self._files)
         _or_none(self._files.remove_staged)
         return reason
 
     def _interrupted(self) -> JobError | None:
-        """Why the attempt has to end early: the runner is asked to stop, or the job was
-        cancelled."""
+        """The reason to end the attempt early: the runner is asked to stop, or the job was
+        cancelled; else None."""
         if self.stop.requested and not self.executor.stays:
             return STOPPED
         if _or_none(lambda: self.spool.jobs.cancel_requested(self.job.spec.id)):
@@ -258,7 +261,8 @@ class JobRun:
         return None
 
     def _overdue(self, seconds: float, ranks: list[RankProgress]) -> JobError | None:
-        """Why ranks have run too long, or too long without progress. `ranks`: the longest silent
+        """The error of ranks that have run for too long, or for too long without progress; else
+        None. `ranks`: the ranks' progress; the rank that has been silent for the longest time comes
         first."""
         spec = self.job.spec
         if seconds > spec.deadline_seconds:
@@ -286,8 +290,8 @@ class JobRun:
         _or_none(lambda: write(self.job, self.runner, phase, self._wait.since))
 
     def _memory(self) -> dict[str, object]:
-        """The ranks' memory as fields of the event `released`: from heartbeats, which also exist
-        for a rank that died or ran out of memory."""
+        """The ranks' memory as fields of the event `released`. Memory is read from heartbeats,
+        which also exist for a rank that died or ran out of memory."""
         beats = _or_none(self._files.beats) or {}
         before: dict[str, int] = {}
         for beat in beats.values():

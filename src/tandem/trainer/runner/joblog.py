@@ -1,5 +1,5 @@
-"""A job's log: `log` in its directory, and the same lines on the runner's stdout for the log of the
-container."""
+"""A job's log: the file `log` in its directory, and the same lines on the runner's stdout, for the
+container's log."""
 
 import os
 import select
@@ -16,12 +16,13 @@ from tandem.trainer.launch import LAUNCHER_LOG, of_parent
 _LINE_CHARACTERS = 3000
 """Longer lines are cut on stdout."""
 _PIECE_BYTES = 4096
-"""What a pipe that is writable takes at once and in one piece."""
+"""A pipe that is writable accepts this many bytes at once and in one piece."""
 
 
 class JobStdout:
-    """Writes a job's lines to `descriptor` without waiting for a slow reader: lines that it does
-    not take are left out and counted. It uses no thread, because the runner forks."""
+    """Writes a job's lines to `descriptor` without waiting for a slow reader: lines that the
+    descriptor does not accept are dropped and counted. The class uses no thread, because the runner
+    forks."""
 
     def __init__(self, job: str, descriptor: int = 1) -> None:
         self._job = job
@@ -31,7 +32,8 @@ class JobStdout:
         self._poll.register(descriptor, select.POLLOUT)
 
     def write(self, lines: list[str], *, timeout: float = 0.05) -> None:
-        """Write `lines`, up to the first that the reader does not take in time. Never raises."""
+        """Write `lines`, up to the first line that the reader does not accept in time. Never
+        raises."""
         end = time.monotonic() + timeout
         left_out = f"[runner] {self._left_out} more lines are only in the job's log"
         if self._left_out and self._write_line(left_out, end):
@@ -41,7 +43,7 @@ class JobStdout:
                 self._left_out += 1
 
     def _write_line(self, line: str, end: float) -> bool:
-        with suppress(OSError):  # the reader is gone
+        with suppress(OSError):  # the reader has closed the pipe
             if self._poll.poll(max(0.0, end - time.monotonic()) * 1000):
                 return os.write(self._descriptor, self._piece(line)) > 0
         return False
@@ -60,11 +62,12 @@ class JobStdout:
 
 
 class JobLog:
-    """Collects the lines of all logs in an attempt's work directory, with the printing process in
-    front: `[rank 0] ...`."""
+    """Collects the lines of all logs in an attempt's work directory, with the printing process as
+    a prefix: `[rank 0] ...`."""
 
     def __init__(self, attempt: Attempt, ranks: int, hosts: int | None = None) -> None:
-        """`hosts`: those whose agents start the ranks."""
+        """`hosts`: the number of hosts whose agents start the ranks; None: the runner's host starts
+        them."""
         self._path = attempt.spool.paths.log_file(attempt.job)
         self._stdout = JobStdout(attempt.job)
         work = attempt.work
@@ -75,10 +78,10 @@ class JobLog:
             }
         self._tails |= {f"rank {rank}": Tail(attempt.log(rank)) for rank in range(ranks)}
 
-        self._copied = Counter[str]()  # lines by source that an earlier runner has copied
+        self._copied = Counter[str]()  # source -> number of lines that an earlier runner has copied
 
     def go_on(self, attempt: int) -> None:
-        """Leave out the attempt's lines that an earlier runner has copied."""
+        """Skip the lines of the attempt that an earlier runner has already copied."""
         with suppress(OSError), open_plain(self._path) as file:
             for line in file:
                 source, bracket, _ = line.decode(errors="replace").partition("] ")
@@ -88,14 +91,15 @@ class JobLog:
                     self._copied[source[1:]] += 1
 
     def collect(self, *, final: bool = False) -> None:
-        """Copy what was printed since the last call. `final`: the processes are gone."""
+        """Copy the lines that were printed since the last call. `final`: whether all processes have
+        ended."""
         for name, tail in self._tails.items():
-            with suppress(OSError):  # the volume is gone: the job goes on without its log
+            with suppress(OSError):  # the volume is gone: the job continues without its log
                 while lines := tail.lines(final=final):
                     seen = min(self._copied[name], len(lines))
                     self._copied[name] -= seen
                     self._write([f"[{name}] {line}" for line in lines[seen:]])
-                    if not final:  # the runner has other things to do
+                    if not final:  # the runner has other work to do
                         break
             if final:
                 tail.close()
@@ -103,7 +107,7 @@ class JobLog:
             self._stdout.write([], timeout=1.0)
 
     def say(self, text: str) -> None:
-        """Add a line of the runner's own."""
+        """Add a line of the runner itself."""
         self._write([f"[runner] {text}"])
 
     def last_lines(self) -> str:
@@ -111,7 +115,7 @@ class JobLog:
 
     def _write(self, lines: list[str]) -> None:
         self._stdout.write(lines)
-        with suppress(OSError):  # the job goes on without its log
+        with suppress(OSError):  # the job continues without its log
             fd = descriptor(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             with os.fdopen(fd, "a", errors="replace") as file:
                 file.write("".join(f"{line}\n" for line in lines))

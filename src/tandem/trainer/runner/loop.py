@@ -1,8 +1,8 @@
-"""The runner: claims jobs, starts their ranks, watches them and records how they end. One per
-spool; without torch.
+"""The runner: claims jobs, starts their ranks, watches them and records how they end. A spool has
+one runner. The runner imports no torch.
 
 Every claimed job ends in a state with a reason: at the latest `deadline_seconds` after an attempt
-began, or `stall_seconds` after its last progress, plus the bounds in `job` and the executor. On
+began, or `stall_seconds` after its last progress, plus the limits in `job` and in the executor. On
 SIGTERM or SIGINT the runner stops the ranks, puts the job back into the queue without counting the
 attempt, and exits with 0 within STOP_SECONDS.
 """
@@ -35,26 +35,26 @@ from tandem.trainer.stop import Stop
 log = Log("runner")
 
 STOP_SECONDS = job.TERMINATE_SECONDS + local.STOP_SECONDS + 5.0
-"""The longest time between SIGTERM and the runner's exit."""
+"""The longest time in seconds between SIGTERM and the runner's exit."""
 
 
 class Runner:
-    """`entry`: module whose `main(attempt)` is a rank."""
+    """`entry`: the module whose `main(attempt, settings)` runs a rank."""
 
     def __init__(self, settings: Settings, entry: str) -> None:
         self._settings, self._entry = settings, entry
-        # Job -> when it may be claimed again, by the monotonic clock.
+        # Job -> the monotonic time from which it may be claimed again.
         self._waiting: dict[str, float] = {}
-        # Each life has another name: a container that starts again has the same host and pid.
+        # The name contains a random part, because a container that starts again has the same host
+        # name and pid.
         self._name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self.stop = Stop()
 
     def run(self) -> None:
-        """Run jobs until SIGTERM. Waits while the volume is full.
+        """Run jobs until SIGTERM. Waits for space if the volume is full.
 
-        Raises SpoolUnusable when the spool can't be opened or has a runner already, InvalidInput
-        when the settings name devices that don't exist, and Conflict when another volume is
-        mounted.
+        Raises SpoolUnusable if the spool can't be opened or already has a runner, InvalidInput if
+        the settings name devices that don't exist, and Conflict if another volume is mounted.
         """
         with ExitStack() as held:
 
@@ -69,9 +69,10 @@ class Runner:
                 self._run_jobs()
 
     def _run_jobs(self) -> None:
-        """Settle what an earlier runner left, then run jobs."""
+        """Settle the jobs that an earlier runner left, then run jobs."""
         settings = self._settings = with_topology(self._settings)
-        # Not the path: the same volume may be mounted elsewhere after this container's restart.
+        # The volume's identity, not its path, because after a restart of this container the volume
+        # may be mounted elsewhere.
         self._volume = self._mounted_volume()
         self._executor = self._make_executor()
         log.info(
@@ -128,12 +129,12 @@ class Runner:
         )
 
     def _adopts(self, running: Job) -> bool:
-        """Whether the attempt goes on although its runner is gone."""
+        """Whether the attempt continues although its runner has died."""
         files = Attempt(self._spool, running.spec.id, running.attempt)
         return self._executor.adopts(files)
 
     def _go_on(self, running: RunningJobs, job_run: Callable[[Job], job.JobRun]) -> None:
-        """Watch the attempts that went on without a runner."""
+        """Watch the attempts that continued without a runner."""
         for key in self._spool.jobs.index.running():
             if self.stop.requested:
                 return
@@ -144,7 +145,7 @@ class Runner:
         return None if running.full else self.stop.retry("look for a job", self._next_job)
 
     def _note(self, ended: dict[str, float]) -> None:
-        """Remember how long the ended attempts' jobs should wait."""
+        """Remember for how many seconds the jobs of the ended attempts should wait."""
         now = time.monotonic()
         self._waiting = {job_id: end for job_id, end in self._waiting.items() if end > now}
         self._waiting |= {job_id: now + pause for job_id, pause in ended.items()}
@@ -155,10 +156,10 @@ class Runner:
         return f"{status.st_dev}:{status.st_ino}"
 
     def _next_job(self) -> Job | None:
-        """Claim the next job once the devices are free; None if there is no job or the runner has
-        to stop."""
+        """Claim the next job once the devices are free. Returns None if there is no job or the
+        runner must stop."""
         if self._mounted_volume() != self._volume:
-            # A mount point without its volume is an empty directory and would pass for a spool
+            # A mount point without its volume is an empty directory, which would look like a spool
             # without jobs.
             if not fs.exists(self._spool.paths.version_file):
                 raise SpoolUnusable(f"the volume is gone from {self._spool.root}; mount it again")
@@ -181,7 +182,7 @@ class Runner:
 
 
 def _kubernetes(settings: Settings, entry: str, stop: Stop, spool: Spool) -> Executor:
-    """Raises InvalidInput if its client is not installed."""
+    """Raises InvalidInput if the client for Kubernetes is not installed."""
     try:
         from tandem.trainer.executor.kubernetes import KubernetesExecutor
     except ModuleNotFoundError as error:
@@ -192,8 +193,8 @@ def _kubernetes(settings: Settings, entry: str, stop: Stop, spool: Spool) -> Exe
 
 
 def with_topology(settings: Settings) -> Settings:
-    """The settings with the sizes that `TANDEM_TOPOLOGY=auto` chooses. Raises InvalidInput as
-    `automatic`."""
+    """The settings, with the sizes that `TANDEM_TOPOLOGY=auto` chooses. Raises InvalidInput as
+    `automatic` does."""
     if settings.topology != "auto":
         return settings
     made = automatic(settings, Devices(settings, "trainer", most=settings.trainer_ranks).smallest())

@@ -1,4 +1,5 @@
-"""The jobs that a runner has going: one in its own thread, or several in a thread each."""
+"""The jobs that a runner is running: one job in the runner's own thread, or several jobs in one
+thread each."""
 
 from concurrent.futures import Future, wait
 from functools import partial
@@ -13,10 +14,11 @@ from tandem.trainer.stop import Stop
 
 
 class RunningJobs:
-    """Ends with its block, when all attempts have ended or are left to the next runner.
+    """A context manager: its block ends when all attempts have ended or are left to the next
+    runner.
 
-    Attempts that outlive their runner have a thread each. Others are the runner's own children, and
-    the kernel ends those with the thread that started them (PR_SET_PDEATHSIG).
+    Attempts that can outlive their runner have one thread each. Other attempts are child processes
+    of the runner, which the kernel ends when the thread that started them ends (PR_SET_PDEATHSIG).
     """
 
     def __init__(self, most: int, executor: Executor, stop: Stop) -> None:
@@ -39,7 +41,7 @@ class RunningJobs:
         return len(self._running) >= self._most
 
     def start(self, run: JobRun) -> None:
-        """Starts the job's attempt. More than `most` run if an earlier runner left more."""
+        """Starts the job's attempt. More than `most` jobs run if an earlier runner left more."""
         future = Future[float]()
         attempt = partial(liveness.settle, future, run.run)
         self._running[future] = run
@@ -49,7 +51,7 @@ class RunningJobs:
             attempt()
 
     def ended(self) -> dict[str, float]:
-        """The jobs whose attempts have ended since the last call, and how many seconds each should
-        wait before its next one. Raises what ended an attempt's thread."""
+        """The jobs whose attempts have ended since the last call, each with the seconds that it
+        should wait before its next attempt. Raises the error that ended an attempt's thread."""
         ended = [future for future in self._running if future.done()]
         return {self._running.pop(one).job.spec.id: one.result() for one in ended}

@@ -1,4 +1,4 @@
-"""An attempt's wait for its ranks' start: how long, and for what."""
+"""The time that an attempt waits for its ranks to start: how long, and for what."""
 
 import time
 from collections.abc import Callable
@@ -8,25 +8,25 @@ from tandem.errors import TandemError
 from tandem.spool.attempt import Attempt
 
 FIRST_SECONDS = 10.0
-"""Attempts that start sooner tell no reason."""
+"""An attempt that starts within this time reports no reason."""
 MOST_SECONDS = 600.0
-"""The pause before the next event doubles up to here: reasons with counts in them change all the
-time."""
+"""The pause before the next event doubles up to this limit, because reasons that contain counts
+change all the time."""
 
 
 class Wait:
-    """Reports each reason that lasts as an event `waiting`. The phase in the lease is the current
-    reason."""
+    """Reports each lasting reason as an event `waiting`. The phase in the lease always shows the
+    current reason."""
 
     def __init__(self, attempt: Attempt, clock: Callable[[], float]) -> None:
         self._attempt, self._clock = attempt, clock
-        self.since: float | None = None  # Unix seconds; None: it does not wait
+        self.since: float | None = None  # Unix seconds; None: the attempt does not wait
         self._told = ""
         self._pause = FIRST_SECONDS
         self._next = clock() + FIRST_SECONDS
 
     def adopt(self) -> None:
-        """Goes on with the wait that an earlier runner has begun."""
+        """Continues the wait that an earlier runner has begun."""
         lease = self._attempt.spool.leases.get(self._attempt.job)
         if lease is not None and lease.attempt == self._attempt.number:
             self.since = lease.waits_since
@@ -35,7 +35,7 @@ class Wait:
                 self._told = str(event.data.get("reason"))
 
     def goes_on(self, reason: str) -> None:
-        """Never raises: what the volume doesn't take is tried again."""
+        """Never raises: a write that the volume refuses is tried again."""
         self.since = self.since or time.time()
         if reason == self._told or self._clock() < self._next:
             return

@@ -1,4 +1,4 @@
-"""Extends vLLM's workers and engine for merged weights. `patches.py` installs it."""
+"""Extends vLLM's workers and engine for merged weights. `patches.py` installs this code."""
 
 import json
 import logging
@@ -17,12 +17,12 @@ from tandem.inference.server.worker.landing import LandingWeights
 from tandem.inference.server.worker.model_weights import BASE, MergedWeights
 from tandem.vllm_client.names import MERGED_VARIABLE
 
-log = logging.getLogger("vllm.tandem")  # vLLM's log shows only its own loggers
+log = logging.getLogger("vllm.tandem")  # vLLM's log shows only messages of its own loggers
 
 SWITCH_SECONDS = 1e-4
-"""Seconds after which a thread that waits for Python's GIL gets it. vLLM's own thread rarely gives
-it up, and the thread that writes arriving weights needs it after each operation. Python's default
-is 5 ms each time."""
+"""Seconds after which a thread that waits for Python's GIL gets it. vLLM's own thread rarely
+releases the GIL, and the thread that writes arriving weights needs the GIL after each operation.
+With Python's default, each wait takes 5 ms."""
 
 
 class MergedWorker:
@@ -31,9 +31,9 @@ class MergedWorker:
     tandem_weights: MergedWeights | LandingWeights
 
     def tandem_call(self, method: str, *args: Any) -> dict[str, Any]:
-        """Calls a method of the weights. An error is returned as an answer: vLLM's executor stops
-        at the first worker that raises and takes the answers of the other workers for answers to
-        the next call."""
+        """Calls the method `method` of the weights object. An error is returned as an answer:
+        vLLM's executor stops at the first worker that raises and takes the answers of the other
+        workers for answers to the next call."""
         try:
             return {"result": getattr(self.tandem_weights, method)(*args)}
         except Exception as error:
@@ -41,9 +41,9 @@ class MergedWorker:
 
 
 def attach(worker: Any) -> None:
-    """Give a worker that has just loaded its model its second copy of the weights. vLLM keeps the
-    memory of the copy, and the memory that a swap needs, out of the KV cache. Tensors on the GPU
-    come from the allocator's current memory pool.
+    """Give a worker that has just loaded its model the second copy of the weights. vLLM reserves
+    the memory of the copy, and the memory that a swap needs, when it sizes the KV cache. Tensors on
+    the GPU come from the allocator's current memory pool.
     """
     options = json.loads(os.environ[MERGED_VARIABLE])
     runner = worker.model_runner
@@ -69,14 +69,15 @@ def attach(worker: Any) -> None:
         "Merged weights: the second copy is on the %s (%s)", weights.place, options["second_copy"]
     )
     if on_gpu:
-        # vLLM 0.26 adds up the memory that it knows of, so it must be told of the copy. 0.32
-        # measures the memory in use. Neither knows the memory that a swap will need.
+        # vLLM 0.26 adds up the memory that it has registered, so the copy's memory must be added
+        # here. vLLM 0.32 measures the memory in use. Neither version accounts for the memory that a
+        # swap needs.
         runner.model_memory_usage += weights.device_bytes
         worker.requested_memory -= weights.spare_bytes
 
 
 def keep_plain(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001 - vLLM's signature
-    """Computes products by torch, for weights in the plain layout
+    """Computes matrix products with torch, for weights in the unpacked layout
     (`patches.install_plain_cpu_kernels`)."""
     layer.cpu_linear = linear
 
@@ -92,8 +93,8 @@ def apply_experts(
     *_args: Any,
     **_kwargs: Any,
 ) -> None:
-    """SwiGLU experts, one after another. `w1` [experts, gate above up, in], `w2` [experts, out,
-    ffn]."""
+    """SwiGLU experts, computed one after another. `w1` [experts, 2 * ffn, in] has gate above up;
+    `w2` is [experts, out, ffn]."""
     output.zero_()
     for expert in topk_ids.unique().tolist():
         token, choice = (topk_ids == expert).nonzero(as_tuple=True)
@@ -109,13 +110,13 @@ def swap(
     name: str,
     deadline: float,
 ) -> dict[str, Any]:
-    """Runs in the engine, between two steps: either all workers get the weights of `version`, or
-    all keep the old ones.
+    """Runs in the engine, between two steps. Afterwards either all workers have the weights of
+    `version`, or all keep the old ones.
 
-    Returns `seconds`, and the `tokens` that each sequence has got from the old weights. Otherwise
-    returns `late`; or `error`; or `torn` if the old weights can't be restored: then all requests
-    are ended. Also returns `late` if vLLM sleeps: the program that ordered the swap has died, and a
-    trainer has the GPU.
+    Returns `seconds`, and `tokens`: the number of tokens that each sequence got from the old
+    weights. Otherwise returns `late`, `error`, or `torn` if the old weights can't be restored.
+    After `torn` all requests are ended. `late` is also returned if vLLM sleeps: then the program
+    that ordered the swap has died, and a trainer has the GPU.
 
     Args:
         call: the engine's `collective_rpc`.
@@ -139,14 +140,14 @@ def swap(
 
 def _tend(core: Any, name: str) -> dict[str, int]:
     """Updates requests and cached prefixes after a swap. Returns the number of tokens that each
-    request had before."""
+    request had before the swap."""
     scheduler = core.scheduler
     tokens = {
         r.request_id: r.num_output_tokens + r.num_output_placeholders
         for r in scheduler.requests.values()
     }
     patches.replace_hash_root()
-    # It is not known yet how many of the drafts in flight will be accepted.
+    # How many of the drafted tokens in flight will be accepted is not known yet.
     drafted = getattr(scheduler, "num_spec_tokens", 0) and any(
         r.num_output_placeholders for r in scheduler.running
     )
@@ -159,13 +160,13 @@ def _tend(core: Any, name: str) -> dict[str, int]:
         for request in queue:
             patches.hash_again(request)
             # vLLM 0.32 sets `num_output_placeholders` to 0 when it evicts a request, but still
-            # delivers tokens in flight, whose number is not known. So they are discarded and
-            # sampled again, from the new weights. This is not done with routed experts: their
-            # connector can't take a request back before it has seen these tokens.
+            # delivers tokens in flight, whose number is not known. So these tokens are discarded
+            # and sampled again from the new weights. Requests with routed experts are excluded,
+            # because their connector can't take a request back before it has seen these tokens.
             stale = getattr(request, "num_stale_output_tokens", 0)
             if stale and getattr(scheduler, "aux_output_connector", None) is None:
                 request.drop_stale_output = True
-    # vLLM 0.32 reports it in each answer of /inference/v1/generate.
+    # vLLM 0.32 reports the version in each answer of /inference/v1/generate.
     if hasattr(core, "set_weight_version"):
         core.set_weight_version(name)
     return tokens

@@ -1,7 +1,7 @@
 """Compares a worker's adapter, bit for bit, with the adapter's file.
 
-Log-probs can't prove this: bfloat16's rounding moves them further than a missing layer does. vLLM
-silently ignores tensors of an adapter whose names it does not know.
+Log-probs can't prove equality: rounding to bfloat16 moves them further than a missing layer does.
+vLLM silently ignores tensors of an adapter if it does not expect their names.
 """
 
 import json
@@ -18,18 +18,19 @@ from tandem.vllm_client.names import NOT_HELD
 
 EXPERT_BUFFERS = {"gate_proj": ("w13", 0), "up_proj": ("w13", 1), "down_proj": ("w2", 0)}
 CONFIG_BYTES = 2**20
-NAMED = 3  # the most differences that a message names
+NAMED = 3  # the maximum number of differences that a message lists
 
 
 class Held(NamedTuple):
-    """One matrix of an adapter in a layer of vLLM, or the matrices of all experts of a layer.
+    """One matrix of an adapter in a layer of vLLM, or the stacked matrices of all experts of a
+    layer.
 
     Attributes:
-        name: the file's module and matrix.
-        buffer: [..., rows, columns] in the slot, larger than the matrix if the adapter's rank is
-            below vLLM's largest.
-        matrix: the file's, as vLLM casts, scales and cuts it. None: the file has none, and the
-            buffer must be zero.
+        name: the names of module and matrix in the file.
+        buffer: [..., rows, columns] in vLLM's slot; larger than the matrix if the adapter's rank is
+            below vLLM's maximum.
+        matrix: the file's matrix after vLLM's cast, scale and cut. None if the file lacks it; then
+            the buffer must be zero.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Held(NamedTuple):
     matrix: torch.Tensor | None
 
     def wrong(self) -> str:
-        """How the buffer differs; empty if it does not."""
+        """The difference between buffer and matrix; empty if they are equal."""
         if self.matrix is None:
             return f"{self.name} is not in the file" if self.buffer.any() else ""
         rows, columns = self.matrix.shape[-2:]
@@ -51,7 +52,7 @@ def check(worker: Any, request: Any) -> int:
     """Compare the slot of an adapter that the worker has just activated with the adapter's file.
 
     Args:
-        worker: vLLM's `Worker`, of any tensor parallel rank.
+        worker: vLLM's `Worker`, of any tensor-parallel rank.
         request: vLLM's `LoRARequest`, whose path is the adapter's directory.
 
     Returns the number of modules in the file. Raises ValueError with the first differences: a
@@ -70,11 +71,11 @@ def check(worker: Any, request: Any) -> int:
         parts = manager.packed_modules.get(layer_name, [layer_name])
         experts = hasattr(layer, "w13_lora_a_stacked")
         if experts and not modules.keys() & set(parts):
-            continue  # vLLM leaves its buffers as they are, and does not use them
+            continue  # vLLM does not write this layer's buffers, and does not use them
         taken |= {part for part in parts if part in modules}
         of = _experts if experts else _linear
         wrong += filter(None, (held.wrong() for held in of(layer, slot, parts, modules, scale)))
-    # A module whose B is zero, as at step 0, changes nothing.
+    # A module whose B is zero, as at step 0, has no effect.
     ignored = [name for name in modules if name not in taken and modules[name][1].any()]
     wrong = [f"no layer took {name}" for name in ignored] + wrong
     if wrong:
@@ -88,11 +89,11 @@ def check(worker: Any, request: Any) -> int:
 
 
 def _modules(file: Path, model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """vLLM's name of a module → A [rank, in] and B [out, rank], as in the file."""
+    """vLLM's name of a module → A [rank, in] and B [out, rank] from the file."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
-    for renames in ("get_rename_mapper", "get_unstacked_mapper"):  # the second: vLLM 0.26
+    for renames in ("get_rename_mapper", "get_unstacked_mapper"):  # the second name is vLLM 0.26's
         if hasattr(mapper, renames):
             mapper = getattr(mapper, renames)()
             break
@@ -132,8 +133,8 @@ def _linear(
 def _slices(
     layer: Any, parts: list[str], modules: dict[str, tuple[torch.Tensor, torch.Tensor]]
 ) -> list[tuple[str, slice]]:
-    """The module in each buffer of the layer, and the rows of the module's B in that buffer. A
-    delta net's `in_proj_qkv` is in three buffers, before `in_proj_z`."""
+    """For each buffer of the layer: its module, and the rows of that module's B in the buffer. A
+    delta net's `in_proj_qkv` takes three buffers, which come before `in_proj_z`."""
     buffers = layer.lora_b_stacked
     if len(buffers) == len(parts):
         return [(part, slice(None)) for part in parts]
@@ -154,7 +155,7 @@ def _experts(
     scale: float,
 ) -> Iterator[Held]:
     """The matrices of a mixture's experts, all experts of one projection together. `parts`: the
-    modules of all experts, in order; vLLM demands that an adapter has all of them."""
+    modules of all experts, in order; vLLM requires that an adapter has all of them."""
     for projection, (weight, index) in EXPERT_BUFFERS.items():
         names = [part for part in parts if part.endswith(f".{projection}")]
         for matrix, letter in enumerate("ab"):
@@ -167,7 +168,8 @@ def _experts(
 
 
 def _served(matrix: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """The matrix as vLLM keeps it: cast, then B multiplied by the scale in place."""
+    """The matrix in the form that vLLM keeps: first cast; B is then multiplied by the scale in
+    place."""
     served = matrix.to(dtype, copy=True)
     if scale != 1.0:
         served *= scale

@@ -1,8 +1,8 @@
-"""Receives whole weights in the second copy while the live ones are in use; between two engine
-steps the two are exchanged.
+"""Receives whole weights in the second copy while the live weights are in use. Between two engine
+steps, copy and live weights are exchanged.
 
-After a swap the copy has the old weights. So a return to them is the same exchange, until the next
-version arrives.
+After a swap the copy has the old weights. So until the next version arrives, a return to the old
+weights is the same exchange.
 """
 
 import contextlib
@@ -43,32 +43,34 @@ from tandem.topology.sizes import Sizes
 log = logging.getLogger("vllm.tandem")
 
 SPARE_BYTES = 64 * 2**20
-"""Bytes that are exchanged at once: the memory on the GPU that an exchange needs."""
+"""Bytes that are exchanged at a time; an exchange needs this much memory on the GPU."""
 
 Source = dict[str, Any]
-"""How a version comes: `way`, and what that way needs. Ranks that send need a `meeting`, a model's
-files a `directory`."""
+"""The source of a version: `way`, and the data that this way needs. Ranks that send weights need a
+`meeting`, a model's files a `directory`."""
 
 
 @dataclass(frozen=True)
 class Content:
     """The content of a parameter, or of its second copy."""
 
-    version: str = BASE  # empty: nothing whole
-    changed: frozenset[Rectangle] = frozenset()  # what may differ from the base model's weights
+    version: str = BASE  # empty: no complete version
+    # rectangles that may differ from the base model's weights
+    changed: frozenset[Rectangle] = frozenset()
 
 
 @dataclass
 class Arrival:
-    """A version on its way into the second copy. `way` is empty until the whole version is
-    there."""
+    """A version that is being written into the second copy. `way` is empty until the whole version
+    has arrived."""
 
     version: str
     source: Source | None = None
     way: str = ""
     error: str = ""
-    stopped: bool = False  # it must not write any more
-    # Of what other processes send: when there was a sign of life, by the monotonic clock.
+    stopped: bool = False  # the thread must not write any more
+    # The monotonic time of the last sign of life from the processes that send; infinite if no other
+    # process sends.
     last: float = math.inf
 
     def beat(self) -> None:
@@ -85,7 +87,7 @@ class LandingWeights(ModelWeights):
         place: CopyPlace | float,
         worker: tuple[int, int],
     ) -> None:
-        """`worker`: this worker's number, and the number of workers."""
+        """`worker`: this worker's index, and the number of workers."""
         super().__init__(model, base_model, place)
         self._base_model, self._worker = base_model, worker
         self._live = dict.fromkeys(self._copy, Content())
@@ -101,16 +103,17 @@ class LandingWeights(ModelWeights):
 
     @property
     def spare_bytes(self) -> int:
-        """Memory on the GPU beside the copy, for an exchange and for arriving parts."""
+        """Bytes of GPU memory needed besides the copy, for an exchange and for arriving parts."""
         return SPARE_BYTES + BUFFERS * BUFFER_BYTES
 
     def stage(self, version: str, scale: float, source: Source | None = None) -> None:
         """Begin to bring a version into the second copy, in a thread, unless the version has
-        arrived or is on its way from this source. The version that was in the copy is lost.
+        arrived or is already on its way from this source. The version that was in the second copy
+        is lost.
 
         Args:
-            source: where whole weights come from; None: they are merged from the base model's files
-                and the adapter in the directory `version` (for BASE: without an adapter).
+            source: the source of whole weights. None: the weights are merged from the base model's
+                files and the adapter in the directory `version` (for BASE: without an adapter).
         """
         before = self._arrival
         coming = (
@@ -130,12 +133,13 @@ class LandingWeights(ModelWeights):
         threading.Thread(target=self._land, args=(now, scale, changed), daemon=True).start()
 
     def staged(self, version: str) -> str:
-        """The way by which the weights of this version came, if `swap` to it is possible now, else
-        nothing. Raises RuntimeError if they did not arrive, or nothing has come for a while."""
+        """The way by which the weights of this version came, if they can be swapped in now; else
+        "". Raises RuntimeError if the weights did not arrive, or if nothing has arrived for a
+        while."""
         arrival = self._arrival
         if self._has(version):
             return arrival.way if arrival.version == version else "merge"
-        # Connecting NCCL has no time limit of its own.
+        # Connecting with NCCL has no time limit of its own.
         if time.monotonic() > arrival.last + STALL_SECONDS + 1:
             arrival.error = f"nothing has come for {STALL_SECONDS:.0f} s"
         if arrival.version != version or arrival.error:
@@ -150,12 +154,12 @@ class LandingWeights(ModelWeights):
         )
 
     def _land(self, arrival: Arrival, scale: float, changed: frozenset[Rectangle]) -> None:
-        """Fill the second copy. `changed` are the places where it may differ from the base
-        model."""
+        """Fill the second copy. `changed`: the rectangles in which the copy may differ from the
+        base model."""
         try:
             with torch.inference_mode(), self._in_stream(self._stream):
                 if self._stream is not None:
-                    # The writes of the version before come first.
+                    # Wait for the writes of the previous version.
                     self._stream.synchronize()
                 arrived = self._bring(arrival, scale)
                 for rectangle in changed - arrived:
@@ -168,7 +172,8 @@ class LandingWeights(ModelWeights):
                 log.warning("The weights of %s did not arrive", arrival.version, exc_info=True)
 
     def _bring(self, arrival: Arrival, scale: float) -> frozenset[Rectangle]:
-        """Write the tensors that differ from the base model. Returns those rectangles."""
+        """Write the tensors that differ from the base model. Returns the rectangles of these
+        tensors."""
         source = arrival.source
         if source is None:
             factors = {} if arrival.version == BASE else self._factors(arrival.version, scale)
@@ -204,7 +209,8 @@ class LandingWeights(ModelWeights):
     def _scatter(
         self, arrival: Arrival, rectangle: Rectangle, part: Part, values: torch.Tensor
     ) -> int:
-        """Write the elements of `part` that lie in a rectangle. Returns their number."""
+        """Write the elements of `part` that lie in a rectangle. Returns the number of these
+        elements."""
         box = (slice(None), *rectangle.in_tensor) if rectangle.stacked else rectangle.in_tensor
         source, target = [], []
         for has, wants in zip(part.in_tensor, box, strict=True):
@@ -220,7 +226,7 @@ class LandingWeights(ModelWeights):
         return place.numel()
 
     def _record(self, arrival: Arrival, version: str, changed: frozenset[Rectangle]) -> None:
-        """Record the second copy's content from now on."""
+        """Record which version the second copy contains from now on."""
         by_parameter = {
             name: frozenset(rectangle for rectangle in changed if rectangle.parameter == name)
             for name in self._copy
@@ -230,8 +236,8 @@ class LandingWeights(ModelWeights):
                 self._landed = {name: Content(version, by_parameter[name]) for name in self._copy}
 
     def _read(self, tensors: Mapping[str, Any], rectangle: Rectangle) -> torch.Tensor:
-        """A rectangle's values [names, ...], in the parameter's dtype. `tensors`: `stored_tensors`
-        of a model."""
+        """A rectangle's values [names, ...], in the parameter's dtype. `tensors`: the result of
+        `stored_tensors` for a model."""
         dtype = self._copy[rectangle.parameter].dtype
         return torch.stack([tensors[name][rectangle.in_tensor] for name in rectangle.names]).to(
             dtype
@@ -254,7 +260,8 @@ class LandingWeights(ModelWeights):
 
     @torch.inference_mode()
     def swap(self, version: str) -> None:
-        """Exchange the weights with the weights of a staged version, like `MergedWeights.swap`."""
+        """Exchange the weights with the weights of a staged version, like `MergedWeights.swap`.
+        Raises RuntimeError if the version has not arrived."""
         if not self._has(version):
             raise RuntimeError(f"{version} is not staged")
         for name in self._copy:
@@ -286,10 +293,11 @@ def receive(
     workers: int,
     beat: Callable[[], None],
 ) -> Iterator[tuple[Part, torch.Tensor]]:
-    """Each part that the ranks send, with its values. The next part may overwrite the values.
+    """Yields each part that the ranks send, with its values. The values are valid until the next
+    part.
 
-    Raises torch's error if a rank or another worker is gone or stands still, and RuntimeError if
-    the ranks send without this server.
+    Raises torch's error if a rank or another worker has died or stopped, and RuntimeError if the
+    ranks send without this server.
 
     Args:
         source: an offer (`trainer/rank/publication.py`), with the name of this worker's server.
@@ -327,7 +335,8 @@ def receive(
         if where.type == "cuda":
             torch.cuda.current_stream().synchronize()
         for sender in range(count):
-            # NCCL may take a sender's death for the end of a buffer.
+            # NCCL may treat a sender's death as the end of a buffer, so the senders confirm
+            # completion here.
             store.get(f"complete/{sender}")
         store.add("done", 1)
 

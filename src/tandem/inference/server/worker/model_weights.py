@@ -1,5 +1,5 @@
 """Holds the weights of vLLM's model on one worker, a second copy of the weights that may change,
-and adapters to them."""
+and adapters for them."""
 
 import threading
 from collections import defaultdict, deque
@@ -26,16 +26,16 @@ from tandem.system.safetensors_header import DTYPES, Entry, read_header
 BASE = "base"
 """The version of the weights that vLLM loaded."""
 
-_ALIGNMENT = 512  # bytes of each pinned copy
+_ALIGNMENT = 512  # bytes; alignment of each pinned copy
 _DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, (name, _) in DTYPES.items()}
 
 Factors = dict[Rectangle, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""A, B and the scale of each rectangle that an adapter changes; see
+"""For each rectangle that an adapter changes: A, B and the scale; see
 `tandem.model.transfer.merge.merge`."""
 
 
 def stored_tensors(model: str) -> dict[str, torch.Tensor]:
-    """A model's tensors by name, memory-mapped, so that a block is read only when it is used.
+    """A model's tensors by name, memory-mapped, so that a part is read only when it is used.
     `model`: a directory, or a hub name in the cache."""
     stored: dict[str, torch.Tensor] = {}
     for path in weight_files(model_directory(model, cached=True)):
@@ -44,10 +44,11 @@ def stored_tensors(model: str) -> dict[str, torch.Tensor]:
 
 
 def file_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file by name, memory-mapped. InvalidInput as `read_header`."""
+    """The tensors of a safetensors file by name, memory-mapped. Raises InvalidInput as
+    `read_header` does."""
     entries = read_header(path)
     with open_plain(path, links="any") as file:
-        # Writable pages of this process alone: torch warns of memory that it must not write.
+        # The pages are private and writable, because torch warns about memory that is read-only.
         data = np.memmap(file, np.uint8, "c")
     stored = {}
     for name, entry in entries.items():
@@ -64,13 +65,13 @@ class ModelWeights:
         place: CopyPlace | float,
         targets: frozenset[str] | None = None,
     ) -> None:
-        """Proves the layout: the base model's files, put through it, must equal the loaded weights,
-        byte for byte. Raises CannotWrite if they differ.
+        """Verifies the layout: the base model's files, written through it, must equal the loaded
+        weights byte for byte. Raises CannotWrite if the bytes differ.
 
         Args:
-            place: where the copy goes, or the bytes that are left beside the model, by which
-                `automatic_copy` decides.
-            targets: names of the linear layers that may change; None: every tensor may.
+            place: the memory for the copy, or the number of bytes that are free besides the model,
+                from which `automatic_copy` chooses the place.
+            targets: names of the linear layers that may change; None: every tensor may change.
         """
         self._parameters = dict(model.named_parameters())
         self._base = stored_tensors(base_model)
@@ -94,18 +95,18 @@ class ModelWeights:
         )
         self._pinned: torch.Tensor | None = None  # an adapter's file on its way to the device
         self._reading = threading.Lock()
-        # One stream for all adapters: torch's allocator reserves memory that was freed on a stream
-        # for that stream.
+        # One stream serves all adapters, because torch's allocator reserves memory that was freed
+        # on a stream for that stream.
         self._reader = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     @property
     def device_bytes(self) -> int:
-        """Memory on the GPU that the copy takes."""
+        """Bytes of GPU memory that the copy takes."""
         return sum(copy.nbytes for copy in self._copy.values() if copy.is_cuda)
 
     @property
     def spare_bytes(self) -> int:
-        """Memory on the GPU that a swap needs beside the copy: space for parameters on their way
+        """Bytes of GPU memory that a swap needs besides the copy, for parameters that are copied
         from the host."""
         return 0 if self.device_bytes else 2 * max(copy.nbytes for copy in self._copy.values())
 
@@ -127,8 +128,8 @@ class ModelWeights:
 
     @torch.inference_mode()
     def rows(self, row_numbers: dict[str, int]) -> list[dict[str, Any]]:
-        """One row of each named tensor on this worker: its columns here and the SHA-256 of its
-        bytes."""
+        """One row of each named tensor on this worker: its range of columns here, and the SHA-256
+        of its bytes."""
         found, parts = [], []
         for rectangle in self._adapted:
             live = rectangle.view(self._parameters[rectangle.parameter].data)
@@ -145,9 +146,9 @@ class ModelWeights:
 
     @contextmanager
     def _in_stream(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """A stream for a thread: all work that the block gives to the device is done at its end.
-        The device is named, because `torch.cuda.stream` would otherwise return to the thread's own
-        device, GPU 0, and make a CUDA context there."""
+        """Runs the block on a stream. When the block ends, all work that it gave to the device is
+        finished. The device is set explicitly, because `torch.cuda.stream` would otherwise return
+        to the thread's default device, GPU 0, and create a CUDA context there."""
         if stream is None:
             yield
             return
@@ -157,8 +158,8 @@ class ModelWeights:
 
     @torch.inference_mode()
     def _factors(self, directory: str, scale: float) -> Factors:
-        """The factors of an adapter in PEFT's format. On return they are on the device. Raises
-        CannotWrite if the adapter does not fit."""
+        """The factors of an adapter in PEFT's format. The factors are on the device when the
+        function returns. Raises CannotWrite if the adapter does not fit."""
         factors: Factors = {}
         path = Path(directory, WEIGHTS_FILE)
         entries = read_header(path)
@@ -184,8 +185,8 @@ class ModelWeights:
         return factors
 
     def _on_device(self, path: Path, entries: dict[str, Entry]) -> dict[str, torch.Tensor]:
-        """The tensors of an adapter's file. Pinned memory is kept for the next file, because it
-        takes long to make."""
+        """The tensors of an adapter's file. Pinned memory is kept for the next file, because
+        allocating it takes long."""
         for name, entry in entries.items():
             if entry.dtype != "F32":
                 raise CannotWrite(f"{name} is {entry.dtype}, not F32")
@@ -226,21 +227,21 @@ class MergedWeights(ModelWeights):
         self._threads = ThreadPoolExecutor(1)
         self._staged = {BASE: Future[Factors]()}
         self._staged[BASE].set_result({})
-        self._used = deque([BASE], maxlen=2)  # the last versions that were in use
+        self._used = deque([BASE], maxlen=2)  # the last two versions that were in use
         self._changed: set[Rectangle] = set()
 
     def stage(self, version: str, scale: float, _source: dict[str, Any] | None = None) -> None:
         """Begin to read the adapter in the directory `version` onto the device, in a thread.
-        `staged` says when it is there. Other adapters are forgotten, except the adapters of the two
-        versions that were in use last."""
+        `staged` reports when the adapter has arrived. Other adapters are forgotten, except the
+        adapters of the two versions that were in use last."""
         before = self._staged.get(version)
         if before is None or (before.done() and before.exception()):
             self._staged = {name: self._staged[name] for name in {BASE, *self._used}}
             self._staged[version] = self._threads.submit(self._factors, version, scale)
 
     def staged(self, version: str) -> str:
-        """The way by which the weights of this version came, if `swap` to it is possible now, else
-        nothing. Raises RuntimeError if its adapter can't be read."""
+        """The way by which the weights of this version came, if they can be swapped in now; else
+        "". Raises RuntimeError if the version's adapter can't be read."""
         staged = self._staged[version]
         if not staged.done():
             return ""
@@ -252,9 +253,9 @@ class MergedWeights(ModelWeights):
 
     @torch.inference_mode()
     def swap(self, version: str) -> None:
-        """Make a staged version the current weights. Call it between two steps, on the thread that
-        runs them. If it raises, the weights are torn, until a swap to the old version or to another
-        one."""
+        """Make a staged version the current weights. Call it between two engine steps, on the
+        thread that runs the steps. If it raises, the weights are torn until a later swap, to the
+        old version or another one, succeeds. Raises RuntimeError if the version is not staged."""
         if not self.staged(version):
             raise RuntimeError(f"the adapter of {version} is not staged")
         self._write(self._staged[version].result())
@@ -281,7 +282,7 @@ class MergedWeights(ModelWeights):
 
 
 def pinned_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in one block of pinned memory, which stays as long as the process."""
+    """Copies in one block of pinned memory, which is never freed."""
     begins = [
         0,
         *accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()),
@@ -299,4 +300,5 @@ def pinned_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes as uint8: the last dimension is multiplied by the element size."""
     return tensor.contiguous().view(torch.uint8)

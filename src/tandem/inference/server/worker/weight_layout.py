@@ -1,6 +1,6 @@
 """Finds the place of each Hugging Face tensor in the parameters of vLLM's model on this worker.
 
-vLLM fuses q, k and v, gate and up, and all experts of a layer into one parameter each, and cuts
+vLLM fuses q, k and v, gate and up, and all experts of a layer into one parameter each. vLLM cuts
 parameters over its tensor-parallel workers.
 """
 
@@ -23,16 +23,16 @@ class CannotWrite(Exception):
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A rectangle of one Hugging Face tensor in a parameter, or the same rectangle of every
-    expert's tensor.
+    """A rectangle of one Hugging Face tensor and its place in a parameter; or the same rectangle of
+    every expert's tensor.
 
-    `names`: the tensor's name; for experts one name for each index of the parameter's first
+    `names`: the tensor's name; for experts, one name for each index of the parameter's first
     dimension.
     """
 
     parameter: str
     names: tuple[str, ...]
-    in_parameter: tuple[slice, ...]  # within the parameter, of experts within each matrix
+    in_parameter: tuple[slice, ...]  # within the parameter; for experts, within each matrix
     in_tensor: tuple[slice, ...]  # within the Hugging Face tensor
     stacked: bool = False
 
@@ -51,7 +51,7 @@ def weight_layout(model: torch.nn.Module) -> list[Rectangle]:
     Raises CannotWrite for quantised weights, for experts that are not cut in Tandem's way, and for
     a parameter that vLLM has removed or whose place in the checkpoint is unknown.
     """
-    # Once for each parameter: a tied lm_head is the embedding.
+    # Each parameter is visited once, because a tied lm_head is the embedding.
     parameters = dict(model.named_parameters())
     rectangles = [
         rectangle
@@ -89,8 +89,8 @@ def _rectangles(path: str, module: Any) -> Iterator[Rectangle]:
 
 
 def _rows(path: str, module: Any, length: int) -> Iterator[tuple[str, slice, slice]]:
-    """For each source of a parameter: its path, its rows in the parameter, and its own rows that
-    are there."""
+    """For each source tensor of a parameter: its path, its rows in the parameter, and the rows of
+    the source that are there."""
     parent, _, name = path.rpartition(".")
     match type(module).__name__:
         case "QKVParallelLinear":
@@ -111,7 +111,8 @@ def _rows(path: str, module: Any, length: int) -> Iterator[tuple[str, slice, sli
         case "VocabParallelEmbedding" | "ParallelLMHead":
             shard = module.shard_indices
             begin, end = shard.org_vocab_start_index, shard.org_vocab_end_index
-            yield path, slice(0, end - begin), slice(begin, end)  # vLLM pads the vocabulary
+            # the range ends before vLLM's padding of the vocabulary
+            yield path, slice(0, end - begin), slice(begin, end)
             return
         case _:
             yield path, slice(None), slice(None)  # a row-parallel layer, a router, a norm
