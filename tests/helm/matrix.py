@@ -121,6 +121,7 @@ NEEDS: dict[str, dict[str, Any]] = {
             "runner.resources.limits.memory",
         )
     },
+    "trainer.kernels.existingClaim": {"trainer": {"executor": "kubernetes"}},
     **{
         f"trainer.warmup.{name}": {"trainer": {"executor": "kubernetes"}}
         for name in (

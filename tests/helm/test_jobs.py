@@ -197,6 +197,20 @@ def test_nodes_are_kept_warm_by_restricted_pods_without_a_gpu():
     assert not of(SETS["jobs"]).all("DaemonSet")
 
 
+def test_only_the_jobs_pods_mount_the_claim_of_their_kernels():
+    rendered = of(merged(SETS["jobs"], {"trainer": {"kernels": {"existingClaim": "kernels"}}}))
+    of_job = job(rendered)["spec"]["template"]["spec"]["volumes"]
+    claims = {
+        volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+        for volume in of_job
+        if "persistentVolumeClaim" in volume
+    }
+    assert claims["private-cache"] == "kernels"
+    volumes = [template["spec"].get("volumes") for _, template in rendered.pods()]
+    assert volumes
+    assert "kernels" not in str(volumes)
+
+
 @pytest.mark.parametrize("name", ["jobs", "everything"])
 def test_whom_jobs_and_runner_reach(name):
     rendered = of(SETS[name])

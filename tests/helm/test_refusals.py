@@ -86,6 +86,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
         ),
         r"warmup\.enabled and accessMode ReadWriteOnce",
     ),
+    (at("trainer.kernels.existingClaim", "k"), r"kernels\.existingClaim needs trainer\.executor"),
+    (
+        {
+            "data": {"existingClaim": "d"},
+            "trainer": {"executor": "kubernetes", "kernels": {"existingClaim": "d"}},
+        },
+        r"kernels\.existingClaim=d is mounted elsewhere",
+    ),
     (at("trainer.settings.lingerSeconds", 9), r"lingerSeconds needs trainer\.executor=kubernetes"),
     (at("trainer.hosts", 2), r"trainer\.hosts=2 needs trainer\.executor=kubernetes"),
     (

@@ -133,6 +133,9 @@ this one added; then refuses what can't be. */}}
 {{- if $t.warmup.enabled -}}
 {{- fail "trainer.warmup.enabled needs trainer.executor=kubernetes: with executor=local the trainer's pod stays on its node" -}}
 {{- end -}}
+{{- if $t.kernels.existingClaim -}}
+{{- fail "trainer.kernels.existingClaim needs trainer.executor=kubernetes: with executor=local the trainer's pod stays, and so do its kernels" -}}
+{{- end -}}
 {{- if $t.settings.lingerSeconds -}}
 {{- fail "trainer.settings.lingerSeconds needs trainer.executor=kubernetes: with executor=local the trainer's pod stays anyway" -}}
 {{- end -}}
@@ -142,6 +145,9 @@ this one added; then refuses what can't be. */}}
 {{- end -}}
 {{- if and (gt (int $t.hosts) 1) (include "tandem.oneNode" .) -}}
 {{- fail (printf "trainer.hosts=%d and accessMode ReadWriteOnce: that volume holds all pods on one node; use ReadWriteMany for data and cache, or trainer.hosts=1 with more trainer.gpus" (int $t.hosts)) -}}
+{{- end -}}
+{{- if and $t.kernels.existingClaim (has $t.kernels.existingClaim (list $v.data.existingClaim $v.cache.existingClaim $v.models.existingClaim)) -}}
+{{- fail (printf "trainer.kernels.existingClaim=%s is mounted elsewhere too: ranks run what is in it, so it needs a claim of its own" $t.kernels.existingClaim) -}}
 {{- end -}}
 {{- if and $t.warmup.enabled (include "tandem.oneNode" .) -}}
 {{- fail "trainer.warmup.enabled and accessMode ReadWriteOnce: the DaemonSet's pods mount that volume on every node; use ReadWriteMany for data and cache" -}}

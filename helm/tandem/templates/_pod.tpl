@@ -182,9 +182,13 @@ number of inference servers behind a proxy; tests compare. */}}
 {{- if ne .role "controller" }}
 - name: {{ include "tandem.own" (merge (dict "name" "shm") .) }}
   emptyDir: {medium: Memory, sizeLimit: {{ $role.shmSize }}}
-{{- /* What its programs compile, and load as code: no other pod can write it. */}}
+{{- /* What its programs compile, and load as code: no other pod can write it, but for the next Job's pods. */}}
 - name: {{ include "tandem.own" (merge (dict "name" "private-cache") .) }}
+{{- with dig "kernels" "existingClaim" "" $role }}
+  persistentVolumeClaim: {claimName: {{ . | quote }}}
+{{- else }}
   emptyDir: {sizeLimit: {{ .root.Values.cache.size }}}
+{{- end }}
 {{- end }}
 - name: {{ include "tandem.own" (merge (dict "name" "secrets") .) }}
   {{- include "tandem.secretVolume" (dict "root" .root "admin" (eq .role "inference")) | nindent 2 }}
