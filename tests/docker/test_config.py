@@ -423,6 +423,7 @@ NOT_PASSED = {
         "JOB_TEMPLATE",
         # Of executors that compose has not.
         "PARALLEL_JOBS",
+        "LINGER_SECONDS",
         # In docker-compose.hosts.yml.
         "EXECUTOR",
         "TRAINER_HOSTS",

@@ -185,7 +185,12 @@ def variables(rendered: Rendered) -> dict[str, dict[str, str]]:
 def with_value(path: str) -> dict[str, dict[str, str]]:
     """Role → variables, with another value at this path."""
     values = at(path, settings()[path][0]) if path in settings() else OTHER_VALUES[path][0]
-    return variables(of(merged(matrix.BASE, values)))
+    return variables(of(merged(without_value(path), values)))
+
+
+def without_value(path: str) -> dict[str, Any]:
+    """The values without which the chart refuses the value at this path."""
+    return merged(matrix.BASE, matrix.NEEDS.get(path, {}))
 
 
 @cache
@@ -215,6 +220,7 @@ def test_compose_and_chart_set_the_same_variables(role):
 
 NEEDED = {
     "TANDEM_KEEP_EVERY": {"TANDEM_KEEP_CHECKPOINTS": "1"},
+    "TANDEM_LINGER_SECONDS": {"TANDEM_EXECUTOR": "kubernetes"},
     "TANDEM_ORPHAN_SECONDS": {"TANDEM_HEARTBEAT_SECONDS": "0.1"},
     "TANDEM_SEQUENCE_PARALLEL": {"TANDEM_TRAINER_RANKS": "2", "TANDEM_TENSOR_PARALLEL": "2"},
     "TANDEM_TRANSPORT": {"TANDEM_WEIGHTS": "merged"},
@@ -230,7 +236,7 @@ def test_a_setting_reaches_its_roles_and_no_other(path, monkeypatch):
     # The controller refuses what the trainer's topology can't compute.
     if name.endswith(("_PARALLEL", "_TOPOLOGY")):
         roles.add("controller")
-    before, after = variables(of(matrix.BASE)), with_value(path)
+    before, after = variables(of(without_value(path))), with_value(path)
     for role in ROLES:
         assert before[role].get(name) == default, "null sets no variable"
         assert after[role] == (
