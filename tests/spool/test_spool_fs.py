@@ -6,9 +6,11 @@ import gc
 import os
 import re
 import shutil
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -334,6 +336,29 @@ def test_records_leave_nothing(tmp_path: Path, kind: str) -> None:
         else (event.model_dump_json(), Event.model_validate_json)
     )
     assert growth(lambda number: parse(text.replace(NAME, f"{kind}-{number:026d}"))) < 20_000
+
+
+def test_threads_list_directories_while_others_come_and_go(tmp_path: Path) -> None:
+    def comes_and_goes(name: str) -> None:
+        parent = tmp_path / name
+        parent.mkdir()
+        for number in range(150):
+            (child := parent / str(number)).mkdir()
+            assert listing(parent) == (str(number),)
+            assert listing(child) == ()
+            child.rmdir()
+            assert listing(parent) == ()
+
+    for number in range(500):  # it takes a while to look through all that are known
+        (known := tmp_path / "known" / str(number)).mkdir(parents=True)
+        listing(known)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(comes_and_goes, "abcd"))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.slow

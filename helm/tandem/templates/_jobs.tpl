@@ -214,7 +214,8 @@ subjects: [{kind: ServiceAccount, name: {{ $name }}, namespace: {{ .Release.Name
 {{/* Who may create Jobs may run anything as any account of the namespace. So the runner's Jobs are held to the template's
 image, account and volumes. */}}
 {{- define "tandem.jobPolicy" -}}
-{{- $name := printf "%s-%s-jobs" .root.Release.Namespace (include "tandem.fullname" .root) -}}
+{{- /* `helm lint` has no namespace. */ -}}
+{{- $name := trimPrefix "-" (printf "%s-%s-jobs" .root.Release.Namespace (include "tandem.fullname" .root)) -}}
 {{- $spec := .template.spec.template.spec -}}
 {{- $images := list -}}
 {{- range concat (default list $spec.initContainers) $spec.containers -}}{{- $images = append $images .image -}}{{- end -}}

@@ -275,8 +275,9 @@ def listing(directory: Path) -> Names:
     if known.names == names:
         names = known.names
     if gone := tuple(f"{directory}/{name}/" for name in set(known.names).difference(names)):
-        for path in [path for path in _listings if f"{path}/".startswith(gone)]:
-            del _listings[path]
+        # Other threads add and remove listings meanwhile.
+        for path in [path for path in list(_listings) if f"{path}/".startswith(gone)]:
+            _listings.pop(path, None)
     since = known.since if known.directory == identity else now
     _listings[str(directory)] = _Listing(identity, since, now, names)
     return names
