@@ -78,7 +78,7 @@ def tandem_side(vllm: Vllm, model: str, tokens: int, turns: int) -> Conversation
     environment.rollout = rollout
 
     class Named(Sampler):
-        """Of the model of this name, which need not be a run's step."""
+        """Samples from `model`, by its name. The name need not be a run's step."""
 
         @property
         def model(self) -> str:

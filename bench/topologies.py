@@ -389,14 +389,9 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
             stdout=errors,
             stderr=errors,
         )
+        each = case.ranks // hosts
         agents = [
-            _agent(
-                host,
-                gpus[host * case.ranks // hosts : (host + 1) * case.ranks // hosts],
-                environment,
-                options,
-                errors,
-            )
+            _agent(host, gpus[host * each :][:each], environment, options, errors)
             for host in range(hosts if hosts > 1 else 0)
         ]
         try:
@@ -435,8 +430,8 @@ def _agent(
     options: argparse.Namespace,
     log: BinaryIO,
 ) -> subprocess.Popen[bytes]:
-    """The agent of one of the machine's hosts. NCCL takes hosts of different ids for different
-    machines, and uses the socket between them."""
+    """Starts the agent of one host. With `--network socket` each host has an NCCL id of its own, so
+    NCCL takes the hosts for different machines and sends through the socket."""
     own = {"TANDEM_HOST_INDEX": str(host)}
     if options.device == "cuda":
         own["TANDEM_TRAINER_DEVICES"] = ",".join(map(str, gpus))

@@ -114,22 +114,17 @@ NEEDS: dict[str, dict[str, Any]] = {
             "hosts",
             "parallelJobs",
             "settings.lingerSeconds",
+            "kernels.existingClaim",
+            "warmup.enabled",
+            "warmup.nodeSelector",
+            "warmup.resources.requests.cpu",
+            "warmup.resources.requests.memory",
+            "warmup.resources.limits.memory",
             "runner.serviceAccountName",
             "runner.admissionPolicy",
             "runner.resources.requests.cpu",
             "runner.resources.requests.memory",
             "runner.resources.limits.memory",
-        )
-    },
-    "trainer.kernels.existingClaim": {"trainer": {"executor": "kubernetes"}},
-    **{
-        f"trainer.warmup.{name}": {"trainer": {"executor": "kubernetes"}}
-        for name in (
-            "enabled",
-            "nodeSelector",
-            "resources.requests.cpu",
-            "resources.requests.memory",
-            "resources.limits.memory",
         )
     },
     "monitoring.rules.kubernetes": {"monitoring": {"rules": {"enabled": True}}},

@@ -152,8 +152,8 @@ class TandemBackend:
         return (await self._tandem.get_run(_run(model))).newest_step
 
     async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
-        """Delete the checkpoints in ART's list, except `steps_to_keep` and those that Tandem still
-        needs."""
+        """Delete the checkpoints in ART's list, except `steps_to_keep` and checkpoints that
+        Tandem still needs."""
         for info in await self._tandem.checkpoints(_run(model)):
             # ART's list covers checkpoints with a directory; others may belong to another program
             # or machine.

@@ -21,8 +21,8 @@ class WeightRule:
     parameter: str
     sources: Mapping[str, tuple[int, ...]]  # Hugging Face name -> shape before the cut
     cut: Cut = "whole"
-    # Number of blocks of rows, each of which has an equal share of every source; for Megatron's
-    # `linear_qkv`.
+    # Number of blocks of rows. Every block has an equal share of each source, as Megatron's
+    # `linear_qkv` needs.
     groups: int = 1
     # If not None, the parameter is [experts, rows, columns] or [experts, rows], and the sources are
     # listed expert by expert.

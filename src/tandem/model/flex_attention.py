@@ -77,8 +77,8 @@ def depths(subtree_end: NDArray[np.int64]) -> NDArray[np.int64]:
 def seen_blocks(
     ends: NDArray[np.int64], length: int, window: int | None = None
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """For each block of queries, the blocks of keys that it sees partly, and those that it sees
-    wholly: two arrays, bool [query blocks, key blocks].
+    """Two arrays, bool [query blocks, key blocks]. The first marks the blocks of keys that a block
+    of queries sees in part, the second the blocks of keys that it sees as a whole.
 
     Args:
         ends: `subtree_end` of whole blocks; slots from `length` on are padding.

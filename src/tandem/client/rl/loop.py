@@ -41,7 +41,7 @@ _SAMPLE_EVERY = 10  # every tenth step's line in the record has a sample
 
 
 class Loop:
-    """`environments`: first those of [[rl.environment]], then those that sections [eval] name."""
+    """`environments`: the entries of [[rl.environment]], then the environments of [eval]."""
 
     def __init__(
         self,

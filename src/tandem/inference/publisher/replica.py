@@ -70,7 +70,7 @@ class Member:
         self._asked = self._joined = ""
         # Run -> step that others serve and this replica does not -> the time since when, monotonic.
         self._behind: dict[str, dict[int, float]] = {}
-        # Run -> the verified steps of which their jobs were informed.
+        # Run -> the verified steps that their jobs were told about.
         self._told: dict[str, set[tuple[int, str]]] = {}
         self._trouble = ""
         with self._replicas.lock():

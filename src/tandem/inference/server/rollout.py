@@ -266,7 +266,7 @@ def _complete(answer: Options) -> Options:
 
 
 def _problem(path: str, options: Options, session: str | None) -> tuple[str, str] | None:
-    """The field because of which the rollout door refuses a request, and the reason."""
+    """The field that makes the rollout door refuse a request, and the reason."""
     if session is not None and not NAME.fullmatch(session):
         return HEADER, f"{session!r} is not a name of a session: 1 to 128 of A-Z a-z 0-9 . _ : -"
     if session is None and path in (RESPONSES, MESSAGES):
@@ -281,8 +281,7 @@ def _problem(path: str, options: Options, session: str | None) -> tuple[str, str
 
 
 def _forks(options: Options) -> tuple[str, str] | None:
-    """The field because of which vLLM would render other tokens than were sampled, and the
-    reason."""
+    """The field that would make vLLM render other tokens than the sampled ones, and the reason."""
     messages = options.get("messages")
     answers = [
         (i, message)

@@ -160,9 +160,9 @@ class MoeSublayer(Sublayer):
         routing: Routing,
         saved: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two gradients, from the gradient of `_add_experts`' output: that of each assignment's
-        input, and that of `routing.probs`, fp32 [S, k]. Adds the parameters' gradients to their
-        buffers. Consumes `saved`."""
+        """Returns the gradient of each assignment's input and the gradient of `routing.probs`,
+        fp32 [S, k], computed from the gradient of `_add_experts`' output. Adds the parameters'
+        gradients to their buffers. Consumes `saved`."""
         ends, inputs = routing.ends, parallel.gather(normalised, self._group)[routing.token]
         if "gate_up" in saved:
             gate_up, inner = saved.pop("gate_up"), saved.pop("inner", None)
