@@ -55,7 +55,7 @@ def _recover_job(
 
 def sweep(spool: Spool) -> None:
     """Removes stale temporary files of dead processes. Temporary files in a job's directory are
-    removed when the job ends. Temporary files in a job's directory go when the job ends."""
+    removed when the job ends."""
     paths = spool.paths
     directories = [spool.root, paths.runs, paths.jobs, paths.replicas, *paths.jobs.glob("[!.]*")]
     directories += [spool.uploads.directory, spool.tunings.directory, paths.sessions]

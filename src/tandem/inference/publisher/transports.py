@@ -1,8 +1,8 @@
 """Brings a checkpoint's weights into vLLM, as an adapter (`LoraTransport`) or as vLLM's own weights
 (`MergedTransport`).
 
-A further transport is another class with the public methods of these two; their methods may raise
-the errors of `VllmClient`.
+`TANDEM_WEIGHTS` chooses between the two. Their methods may raise the errors of `VllmClient`.
+docs/architecture.md, "How to add something", lists what a further way for whole weights needs.
 
 vLLM (0.32) reads an adapter's files again after it has evicted the adapter from its cache, and its
 engine ends if the files are gone. So vLLM loads copies on this machine, which a rollback or an
