@@ -337,6 +337,7 @@ ACTIONS = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.sampled_from(ACTIONS), max_size=25), st.booleans(), st.booleans(), st.booleans())
 # The commit of an attempt that hung comes between its end and its fence.
