@@ -308,8 +308,9 @@ def submit(spool: Spool, job_id: str, vocabulary: int, case: Case) -> None:
 
 
 def gpu_memory() -> int:
-    """Bytes of GPU 0, by nvidia-smi: the runner waits while another process holds memory on a GPU
-    of the trainer. On a machine without GPUs those of an H100."""
+    """Memory of GPU 0 in bytes; 80 GiB, as on an H100, on a machine without GPUs. nvidia-smi
+    measures it, because this process must not hold memory on the trainer's GPUs: the runner would
+    wait."""
     if not torch.cuda.is_available():
         return 80 * 2**30
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]

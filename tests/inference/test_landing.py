@@ -115,7 +115,7 @@ class BrokenCopy:
 def test_torn_weights_are_whole_after_the_next_swap(
     dense: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy fails within a parameter, so nobody knows what it has."""
+    """A copy fails within a parameter, so the parameter's content is unknown."""
     monkeypatch.setattr(extension, "_tend", lambda *_: {})
     monkeypatch.setattr(landing, "SPARE_BYTES", 1000)
     old, new = (dense.adapter(tmp_path, seed) for seed in (1, 2))

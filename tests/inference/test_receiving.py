@@ -109,7 +109,7 @@ def adapters(dense: Model, tmp_path: Path) -> list[Path]:
 
 
 def arriving(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], object]) -> None:
-    """Do something when so many buffers have arrived at a worker."""
+    """Calls `action` when the buffer with this number arrives at a worker."""
     arrived, count = landing._arrived, 0
 
     def arrive(*args: Any) -> Iterator[Any]:
@@ -356,7 +356,7 @@ def test_ranks_do_not_wait_where_no_server_is_ready(
 
 
 def until_failed(servers: list[Workers], version: Path) -> None:
-    """Raises what a worker says of weights that did not arrive."""
+    """Polls the workers until one raises its error about weights that did not arrive."""
     end = time.monotonic() + BOUND
     while time.monotonic() < end:
         for weights in [weights for workers in servers for weights in workers.weights]:

@@ -102,7 +102,7 @@ class Oracle:
         return self._made[seed]
 
     def problems(self, seed: int, broken: str | None = None) -> list[str]:
-        """What differs from the reference, or nothing."""
+        """The differences from the reference, in words."""
         ours, theirs = self.ours(seed, broken), self.theirs(seed)
         found = []
         if abs(ours["loss"] - theirs.loss) > GRADIENTS * theirs.scale:

@@ -87,7 +87,8 @@ def _check_origin(path: Path, manifest: dict[str, Any], job: Any, found: list[st
         found.append(f"{name}: its job {job.id} goes from {job.run}@{job.base_step}")
     made = next(reversed(job.made_by_attempt.items()), None)
     steps = [] if made is None else job.steps_by_attempt.get(made[0], [])
-    told = steps and steps[-1]["step"] == made[1][-1]  # else a full volume refused its event
+    # a full volume may have refused the step's event
+    told = steps and steps[-1]["step"] == made[1][-1]
     if told and any(
         manifest["metrics"][key] != steps[-1]["metrics"][key] for key in ("loss", "grad_norm")
     ):

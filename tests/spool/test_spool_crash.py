@@ -150,8 +150,8 @@ def recover_then_cancel(spool: Spool) -> None:
 
 
 def recover_then_claim(spool: Spool) -> None:
-    """What a new runner does after one that died in `claim`: the attempt it may have begun
-    counts."""
+    """Recover and claim as a new runner does after an earlier runner died in `claim`. If the dead
+    runner had begun an attempt, this attempt counts."""
     recover(spool, "new")
     claimed = spool.queue.claim("new")
     assert claimed.attempt in (1, 2)
