@@ -1,4 +1,4 @@
-"""The rollout door in front of an app that answers as vLLM does."""
+"""The rollout proxy (`/rollout`) in front of an app that answers as vLLM does."""
 
 import json
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def events(model: str) -> Iterator[str]:
 
 @pytest.fixture
 def seen() -> list[dict[str, Any]]:
-    """The bodies that arrive behind the door."""
+    """The bodies of the requests that the app receives."""
     return []
 
 
