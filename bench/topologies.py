@@ -260,8 +260,8 @@ CASES = {
 
 
 def submit(spool: Spool, job_id: str, vocabulary: int, case: Case) -> None:
-    """Queue one job of the case's optimizer steps, and one more where it is cancelled behind
-    them."""
+    """Queue one job with the case's optimizer steps. A job that is cancelled after these steps gets
+    one more step."""
     rng = np.random.default_rng(0)
 
     def tokens(count: int) -> list[int]:
@@ -330,7 +330,7 @@ def lora_of(case: Case, arch: Arch) -> LoraShape | None:
 
 
 def cancel_after(steps: int, spool: Spool, job: str, log: Path) -> None:
-    """Wait for so many of a job's steps, and cancel the rest."""
+    """Wait for this number of a job's steps, then cancel the job."""
     end = time.monotonic() + 300
     while sum(event.type == "step" for event in spool.events.read(job)) < steps:
         assert time.monotonic() < end, log.read_text()[-3000:]

@@ -328,7 +328,7 @@ def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(
             # if it is left out, it is 256, and 256 is refused
             values["hidden_size_per_layer_input"] = 0
             del values["num_experts"]
-        # if it is left out, transformers and vLLM disagree about its value
+        # if it is left out, its meaning is ambiguous
         if family == "qwen3_vl_moe":
             values = {"tie_word_embeddings": False, **values}
         return {

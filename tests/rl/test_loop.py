@@ -147,8 +147,7 @@ def test_the_loop_ends_where_everything_fails(tmp_path: Path) -> None:
 
 
 class Outage(Environment):
-    """A service that the rollouts need fails after the first step, until this number of rollouts
-    has failed."""
+    """A service that the rollouts need is away after the first step, for `failures` rollouts."""
 
     failures = 40
 

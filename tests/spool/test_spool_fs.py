@@ -202,7 +202,7 @@ def test_a_lock_that_can_not_be_asked_is_no_dead_runner(tmp_path, monkeypatch):
 def test_a_hold_is_its_runners_also_after_the_clock_was_set_back(tmp_path, writer, live):
     spool = spool_with_run(tmp_path)
     ends, told = os.pipe(), os.pipe()
-    if (pid := os.fork()) == 0:  # the runner itself must not take the lock
+    if (pid := os.fork()) == 0:  # the process that checks must not hold the lock itself
         with spool.runner_lock("r"):
             os.write(told[1], b"x")
             os.read(ends[0], 1)

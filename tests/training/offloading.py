@@ -16,7 +16,8 @@ class Training:
     """Policy and optimizer, and one optimizer step after another on made-up tokens."""
 
     def __init__(self, model: Path, adapter: Path) -> None:
-        """`adapter`: the adapter's directory. If it is empty, a random adapter is written first."""
+        """`adapter`: the adapter's directory. If it does not exist, a random adapter is written
+        first."""
         self.model = model
         if not adapter.exists():
             write_random_adapter(adapter, model)

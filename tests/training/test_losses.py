@@ -339,7 +339,7 @@ def test_the_gradient_of_a_token_that_is_far_off_does_not_vanish(nats, dtype) ->
 
 
 def test_gspo_bounds_a_sequences_mean_and_not_each_token() -> None:
-    """30 nats up and 30 nats down give a ratio of 1. With 45 in place of one of them the mean is
+    """30 nats up and 30 nats down give a ratio of 1. With 45 nats up in place of 30 the mean is
     5."""
     case = Case(0, 0.0)
     case.n, case.sequence, case.sequences = 3, np.zeros(3, int), [np.arange(3)]

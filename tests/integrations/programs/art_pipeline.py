@@ -1,4 +1,4 @@
-"""ART's PipelineTrainer with its retention of checkpoints, and what the backend refuses."""
+"""ART's PipelineTrainer with its retention of checkpoints, and options that the backend refuses."""
 
 import asyncio
 import sys
@@ -18,7 +18,7 @@ run, base_model = sys.argv[1:]
 
 
 def options() -> None:
-    """ART's defaults are ART's; other values become Tandem's."""
+    """ART's default values are ignored; other values become Tandem's settings."""
     default = _job_settings(1e-5, 3, 256, {"loss_fn": "ppo"})
     assert default["loss"] == {
         "policy": "ppo",
