@@ -7,7 +7,7 @@ server.
 
 URL is a vLLM's, its key is in TANDEM_API_KEY or TANDEM_API_KEY_FILE. The model is the first step
 that vLLM lists. One side is `Environment.play` with the `Sampler` of `tandem rl`, without training:
-each conversation is a session of the rollout proxy. The other is the function with which `vllm
+each conversation is a session of the rollout door. The other is the function with which `vllm
 bench serve` sends chat completions, which asks for no log-probs and reads a stream. Both play the
 same conversations at temperature 1: the first message is a task of its own, each later one asks for
 more, and an answer has at most `--tokens` tokens; the model may end it sooner. `--in-flight`

@@ -179,10 +179,11 @@ class Case:
     settings: dict[str, int] = field(default_factory=dict)
     ranks: int = 2
     row: int = 8192
-    tree: bool = False  # each row is one group of answers to a prompt, else one sequence
+    # whether each row is one group of answers to a prompt; otherwise each row is one sequence
+    tree: bool = False
     full: bool = False
     steps: int = STEPS
-    rows: int = ROWS  # of a step, over all ranks
+    rows: int = ROWS  # rows of a step, over all ranks
     cancelled: bool = False  # behind its steps
 
 

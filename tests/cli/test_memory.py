@@ -22,8 +22,8 @@ def sizes(allocated: int, pinned: int = 0) -> dict[str, int]:
 
 
 def rank(number: int, uuid: str) -> dict[str, Any]:
-    """The memory that rank `number` reports at its end. It is 100 + number MiB after `build`, and
-    further values for later phases."""
+    """The memory that rank `number` reports at its end. After `build` it is 100 + number MiB; each
+    later phase has another value."""
     phases = {"build": sizes(100 + number), "optimizer": sizes(300 + number, pinned=32)}
     return {"uuid": uuid, "phases": phases, "highest": {"optimizer": sizes(350 + number)}}
 

@@ -270,7 +270,7 @@ def test_a_tools_text_is_that_of_vllm(function: dict[str, Any]) -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 
     sent = {"function": function, "type": "function", "of_the_client": 1}
-    # as the rollout proxy does
+    # as the rollout door does
     left = {key: one for key, one in function.items() if key != "strict"}
     theirs = ChatCompletionToolsParam.model_validate({**sent, "function": left}).model_dump()
     ours = SFTExample.model_validate(CONVERSATIONS["tools"] | {"tools": [sent]}).tools

@@ -79,7 +79,7 @@ def changed(path: str, value: object, of: dict[str, Any]) -> Any:
     return copy
 
 
-# The first choice of a chat completion that was streamed through the rollout proxy and then joined.
+# The first choice of a chat completion that was streamed through the rollout door and then joined.
 CHOICE: dict[str, Any] = {
     **CHAT["choices"][0],
     "token_ids": None,

@@ -152,7 +152,7 @@ def write_model(directory: Path, family: str) -> Path:
 
 @contextlib.contextmanager
 def serve(directory: Path, family: str) -> Iterator[Scripted]:
-    """vLLM's server with the rollout proxy (`/rollout`) on a port of its own."""
+    """vLLM's server with the rollout door on a port of its own."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     try:

@@ -528,7 +528,7 @@ async def test_several_swaps_in_one_request(world: World) -> None:
     answer = await world.end(running, world.engine.tokens, 1)
     assert answer.headers["x-tandem-weights"] == "run@1,run@2,run@3,run@2,run@1"
     assert {entry["prompt"]: entry["spans"] for entry in answer.json()["weight_versions"]} == {
-        0: [["run@2", 0], ["run@1", 3]],  # it waited in the queue at the first swap
+        0: [["run@2", 0], ["run@1", 3]],  # the request waited in the queue at the first swap
         # and the last swap returned to the weights that the request had at first
         1: [["run@1", 0]],
         2: [["run@1", 0], ["run@2", 6]],  # it ended before the second swap

@@ -1,4 +1,4 @@
-"""The rollout proxy (`/rollout`) in front of an app that answers as vLLM does."""
+"""The rollout door in front of an app that answers as vLLM does."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Sessions of the rollout proxy (`/rollout`) in front of vLLM's own server. Each turn continues the
+"""Sessions of the rollout door in front of vLLM's own server. Each turn continues the
 sampled tokens, even if the template renders the client's copy of an answer differently."""
 
 import asyncio

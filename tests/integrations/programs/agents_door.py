@@ -1,4 +1,4 @@
-"""OpenAI's Agents SDK, whose agents use the Responses API, through the rollout proxy: a tool, then
+"""OpenAI's Agents SDK, whose agents use the Responses API, through the rollout door: a tool, then
 an answer, whole and as a stream."""
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Anthropic's SDK and its tool runner, which use the Messages API, through the rollout proxy: a
+"""Anthropic's SDK and its tool runner, which use the Messages API, through the rollout door: a
 tool, then an answer, whole and as a stream."""
 
 import sys

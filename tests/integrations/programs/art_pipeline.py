@@ -90,7 +90,7 @@ async def refusals(
         with pytest.raises(InvalidInput) as refused:
             await backend.train(model, [group], **options)
         assert refused.value.field == field
-    # This choice was sampled without the rollout proxy (`/rollout`), so it has no token ids.
+    # This choice was sampled without the rollout door, so it has no token ids.
     model.openai_client()._client.base_url = str(model.inference_base_url).replace("/rollout", "")
     plain = await rollout(model, QUESTIONS[0])
     model.openai_client()._client.base_url = model.inference_base_url

@@ -1,4 +1,4 @@
-"""An OpenAI client (openai 2.x and 3.x) through the rollout proxy: each choice alone is a turn, and
+"""An OpenAI client (openai 2.x and 3.x) through the rollout door: each choice alone is a turn, and
 the turns train."""
 
 import json
@@ -48,7 +48,7 @@ assert all(
 )
 assert turn_from_openai(json.loads(plain.model_dump_json(warnings=False))) == expected
 
-# Without the rollout proxy a choice has no data for training.
+# Without the rollout door a choice has no data for training.
 around = openai.OpenAI(base_url=f"{vllm}/v1").chat.completions.create(**ask).choices[0]
 with pytest.raises(InvalidInput, match="rollout"):
     turn_from_openai(around)

@@ -7,13 +7,13 @@ executor writes nothing about the job's state.
 `local.py` runs an attempt on the runner's host. `gpus.py` waits for its GPUs and measures what a
 job left. `shared_gpus.py` asks the publisher for vLLM's GPUs and gives them back. No torch.
 
-`agents.py` is what executors of several hosts share. On each host an agent (`trainer/agent`) starts
-that host's ranks. Runner and agents meet by records in the attempt's `hosts/`. The ranks outlive
-their runner, and the next runner adopts the attempt. `hosts.py` has no engine. `kubernetes.py`
-makes a Kubernetes Job per attempt: `manifest.py` fills the chart's template, `cluster.py` calls the
-API server, `job_state.py` reads its answers. `lingering.py` knows the Jobs whose pods stay for
-another attempt. `slurm.py` makes a Slurm job per attempt: `batch.py` writes its submission,
-`slurm_state.py` reads its states.
+`agents.py` has the code that all executors of several hosts share. On each host an agent
+(`trainer/agent`) starts that host's ranks. Runner and agents meet by records in the attempt's
+`hosts/`. The ranks outlive their runner, and the next runner adopts the attempt. `hosts.py` has no
+engine. `kubernetes.py` makes a Kubernetes Job per attempt: `manifest.py` fills the chart's
+template, `cluster.py` calls the API server, `job_state.py` reads its answers. `lingering.py` knows
+the Jobs whose pods stay for another attempt. `slurm.py` makes a Slurm job per attempt: `batch.py`
+writes its submission, `slurm_state.py` reads its states.
 """
 
 from collections.abc import Callable
@@ -50,8 +50,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Order:
-    """One claimed attempt to run, and the calls by which its executor asks and tells the runner
-    things while it runs."""
+    """One claimed attempt to run, and the executor's calls to the runner while the attempt runs."""
 
     job: Job
     files: Attempt
@@ -89,7 +88,7 @@ class Executor(Protocol):
     """Whether a runner that stops leaves its attempts to the next one."""
 
     def prepare(self) -> None:
-        """Starts what can be started ahead of a job. Doesn't block."""
+        """Starts processes that can be started ahead of a job. Doesn't block."""
 
     def wait_until_free(self) -> None:
         """Waits until an attempt can start, or the runner has to stop."""

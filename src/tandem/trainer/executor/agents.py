@@ -2,8 +2,8 @@
 of several hosts share. Runner and agents meet by files in the attempt's directory; the runner
 reaches no host.
 
-A subclass says how agents get onto hosts: it starts, stops and asks its engine. An engine is what
-places agents, such as Kubernetes or Slurm.
+A subclass says how agents get onto hosts: it starts, stops and asks its engine. An engine is a
+system that places agents, such as Kubernetes or Slurm.
 """
 
 import time
@@ -237,7 +237,7 @@ class AgentsExecution:
     # ---- the engine's
 
     def _start_engine(self) -> None:
-        """Has an agent started on each host; finds those that an earlier runner has started."""
+        """Has an agent started on each host. Finds agents that an earlier runner has started."""
 
     def _ask_engine(self) -> Waiting | Running | Ended:
         """Returns Waiting while the agents wait for hosts (this time does not count for

@@ -89,7 +89,7 @@ class JobStates:
         )
 
     def why_failed(self, seen: Seen) -> Ended | None:
-        """Why the pods failed; None if neither a pod nor the Job tells."""
+        """Why the pods failed; None if neither a pod nor the Job reports a reason."""
         found = _why_failed(seen.pods)
         stopped = found is None or (found.error is not None and found.error.type == "job_deleted")
         return (self._disruption(seen.job) or found) if stopped else found
@@ -127,8 +127,9 @@ class JobStates:
 
 
 def _why_failed(pods: Sequence[Object]) -> Ended | None:
-    """Why the pods of a failed Job failed; None if the pods don't tell. The cause that ended the
-    other pods comes first: a disruption, then a failure of ranks, then a pod that was stopped."""
+    """Why the pods of a failed Job failed; None if the pods don't report a reason. The cause that
+    ended the other pods comes first: a disruption, then a failure of ranks, then a pod that was
+    stopped."""
     if (disrupted := _why_disrupted(pods)) is not None:
         return disrupted
     ends = [(pod, end) for pod in pods if (end := _terminated(pod)) is not None]

@@ -122,7 +122,8 @@ class JobTemplate:
             metadata.pop("ownerReferences", None)
         else:
             metadata["ownerReferences"][0]["uid"] = owner_uid
-        # The kubelet itself ends the pod after this time, even if nobody reaches its node any more.
+        # The kubelet itself ends the pod after this time, even if the node can't be reached any
+        # more.
         seconds = self._start_seconds + job.spec.deadline_seconds + self.grace_seconds
         if self.linger_seconds:  # the last attempt may begin so late
             seconds += self._start_seconds + self.linger_seconds + TAKE_SECONDS

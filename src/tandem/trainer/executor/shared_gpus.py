@@ -5,7 +5,7 @@ and answers in a record, and the runner measures the memory. The cycle of a job:
 
 1. The publisher says in `jobs/vllm.json` how vLLM is, twice a second. The runner claims nothing
    until this record says that vLLM is awake. Then the runner claims a job and writes the hold.
-2. The publisher finishes what it loads and sees the hold. It asks vLLM once more, calls `POST
+2. The publisher finishes its load and then sees the hold. It asks vLLM once more, calls `POST
    /sleep?level=1&mode=keep` and answers the hold. Level 2 would lose the base model under LoRA.
    With `keep`, running requests return to vLLM's queue and continue after the wake.
 3. The runner does not trust the answer (vLLM #47654). It reads the bytes in use by UUID until they
