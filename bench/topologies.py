@@ -184,7 +184,7 @@ class Case:
     full: bool = False
     steps: int = STEPS
     rows: int = ROWS  # rows of a step, over all ranks
-    cancelled: bool = False  # behind its steps
+    cancelled: bool = False  # the job is cancelled after its steps
 
 
 CASES = {

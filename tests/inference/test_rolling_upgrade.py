@@ -77,7 +77,7 @@ class Pod:
             )
 
     def ready(self) -> bool:
-        """As the chart's readiness probe asks."""
+        """The same request as the chart's readiness probe."""
         return answers(f"{self.url}{READY_ROUTE}")
 
     def stop(self, *, drained: bool) -> None:
