@@ -161,7 +161,7 @@ class Cluster:
             if status in _PASSING or status >= 500:
                 raise ClusterAway(f"the API server answers {status}: {error}") from error
             raise ClusterRefused(str(error), status) from error
-        # this answer comes from a proxy, so it has no Status object
+        # The answer of a proxy has no Status object.
         except httpx2.HTTPStatusError as error:
             raise ClusterAway(f"the API server answers {error.response.status_code}") from error
         except (httpx2.HTTPError, ConfigError, OSError) as error:
