@@ -2,8 +2,8 @@
 
 The library has no `template`. A render is an installation into an API server in memory
 (`helm.kubernetes_api`), which ends when Helm records the release; that record contains the objects.
-Errors are the library's, with Helm's own message. Helm accepts a key or an object's name that is
-given twice; here both are errors.
+Errors come from the library, with Helm's own message. Helm accepts duplicate keys and duplicate
+names of objects; here both are errors.
 """
 
 import asyncio
@@ -114,7 +114,7 @@ def render(
 ) -> Rendered:
     """The chart with these values on a Kubernetes of this version.
 
-    `existing`: objects for the templates' `lookup`; `options`: those of `install`.
+    `existing`: objects for the templates' `lookup`; `options`: options of `install`.
     """
     server = _shared_server(version)
     server.recorded = {}

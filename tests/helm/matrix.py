@@ -174,7 +174,7 @@ def at(path: str, value: Any) -> dict[str, Any]:
 
 
 def keys(node: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every key in a mapping of mappings, sections too."""
+    """Every key in a mapping of mappings, including the keys of sections."""
     if isinstance(node, dict):
         for key, value in node.items():
             yield (*prefix, key)
@@ -191,8 +191,8 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def choices() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Every boolean of values.yaml negated, and every other member of each enumeration: the values
-    without and with."""
+    """Every boolean of values.yaml negated, and every other member of each enumeration. Yields the
+    values without and with the change."""
     found = {}
     for path, value in leaves(defaults()):
         others: list[Any] = [not value]

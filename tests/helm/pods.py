@@ -83,7 +83,8 @@ CONTAINER_CONTEXT = {
 
 
 def breaches(template: Object, *, assigned_user: bool = False) -> list[str]:
-    """What in a pod is not allowed; `assigned_user`: the cluster chooses the user and the group."""
+    """The fields of a pod that the profile forbids. `assigned_user`: the cluster chooses the user
+    and the group."""
     spec, found = template["spec"], []
 
     def check(kind: str, node: Object) -> None:
@@ -123,8 +124,8 @@ def breaches(template: Object, *, assigned_user: bool = False) -> list[str]:
 
 
 def selects(selector: Object, labels: Mapping[str, str]) -> bool:
-    """Whether a LabelSelector selects an object with these labels. Of the operators the chart has
-    only `In`."""
+    """Whether a LabelSelector selects an object with these labels. `In` is the only operator that
+    the chart uses."""
     expressions = selector.get("matchExpressions", [])
     assert set(selector) <= {"matchLabels", "matchExpressions"}
     assert all(expression["operator"] == "In" for expression in expressions)
@@ -134,7 +135,8 @@ def selects(selector: Object, labels: Mapping[str, str]) -> bool:
 
 
 def problems(obj: Object) -> Iterator[str]:
-    """Why an API server would refuse the pod of an object that fits its schema."""
+    """The reasons for which an API server would refuse a pod although its object fits the
+    schema."""
     template = pod_template(obj)
     if template is None:
         return

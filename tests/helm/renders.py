@@ -31,13 +31,13 @@ def case(name: str, release: str = "a") -> Rendered:
 
 
 def with_values(**values: Any) -> Rendered:
-    """The render of the required values and these."""
+    """The render of the required values together with `values`."""
     return of(merged(matrix.BASE, values))
 
 
 @cache
 def value(name: str, path: str) -> Any:
-    """A value in a case; its default where the case does not set it."""
+    """A value in a case, or its default if the case does not set it."""
     node = merged(matrix.defaults(), VALUES[name])
     for part in path.split("."):
         node = node[part]
@@ -89,7 +89,8 @@ def preflight_of(rendered: Rendered, role: str) -> Object:
 
 
 def environment(container: Object) -> dict[str, str]:
-    """A container's variables, each of which is set once. One may be the pod's name."""
+    """A container's environment variables. Each is set once. The value of a variable may be the
+    pod's name."""
     variables = {
         variable["name"]: variable.get("value", "metadata.name")
         for variable in container.get("env", [])

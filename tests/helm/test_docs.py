@@ -69,8 +69,8 @@ def test_every_value_has_a_comment_and_a_section():
 
 
 def missing(text: str, before: str) -> list[str]:
-    """The dotted names in a text that look like values but are none; `before`: a pattern of the
-    text before a name."""
+    """The dotted names in a text that look like the chart's values but do not exist. `before`: a
+    pattern of the text before a name."""
     words = set(re.findall(rf"(?:{before})([a-z][A-Za-z]*(?:\.[A-Za-z]+)+)(?![-/\w])", text))
     return [word for word in words if word.partition(".")[0] in NAMES and not exists(word)]
 

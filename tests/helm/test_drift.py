@@ -116,10 +116,10 @@ OF_A_POD = {
     "TANDEM_TRAINER_HOSTS",
     "TANDEM_START_SECONDS",
     "TANDEM_ORPHAN_SECONDS",
-    # There is nothing that it could keep.
+    # Under compose there are no pods that could stay.
     "TANDEM_LINGER_SECONDS",
-    # Of the runner alone. Under compose it is in the trainer's image, which has the role, and one
-    # thread per core that the container has.
+    # Of the runner alone. Under compose the runner is in the trainer's image, which sets the role.
+    # Ranks then have one thread per core of the container.
     "TANDEM_JOB_TEMPLATE",
     "TANDEM_PARALLEL_JOBS",
     "TANDEM_ROLE",
@@ -141,11 +141,11 @@ WITHOUT_VALUE = ONLY_COMPOSE | {
         # Files, not variables.
         "API_KEY",
         "ADMIN_TOKEN",
-        # The images have none of Slurm's programs.
+        # The images contain no Slurm programs.
         "SLURM_ARGS",
         # Has no effect.
         "DOCKER",
-        # Of hosts without Kubernetes.
+        # These settings are for hosts without Kubernetes.
         "HOST_INDEX",
         "HOST_ADDRESS",
     )
@@ -155,8 +155,8 @@ WITHOUT_VALUE = ONLY_COMPOSE | {
 
 @cache
 def settings() -> dict[str, tuple[Any, str]]:
-    """Every value that is a program's setting → a value that isn't the default, and the variable in
-    the comment."""
+    """Every chart value that is a program's setting → a value other than the default, and the
+    variable that the value's comment names."""
     result = {}
     for value in matrix.documented():
         if value.path[-2:-1] == ("settings",):
@@ -172,7 +172,7 @@ def settings() -> dict[str, tuple[Any, str]]:
 
 
 def variables(rendered: Rendered) -> dict[str, dict[str, str]]:
-    """Role → variables of its program. Its preflight has the same, but no GPU."""
+    """Role → variables of its program. The role's preflight has the same variables, but no GPU."""
     result = {}
     for role in ROLES:
         result[role] = environment(container_of(rendered, role))

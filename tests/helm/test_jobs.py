@@ -29,7 +29,7 @@ CASES = pytest.mark.parametrize("name", SETS)
 
 
 def job(rendered: Rendered) -> Object:
-    """A Job as the API server gets it, without what the runner fills."""
+    """A Job as the API server gets it, without the fields that the runner fills in."""
     made = template_of(rendered)
     for owner in made["metadata"]["ownerReferences"]:
         owner["uid"] = "9b2f9e1c-2e0a-4a9e-8a3e-0a3f6a3b7c11"
@@ -188,7 +188,7 @@ def test_nodes_are_kept_warm_by_restricted_pods_without_a_gpu():
     assert spec["tolerations"] == of_jobs["tolerations"]
     (container,) = spec["containers"]
     assert container["image"] == of_jobs["containers"][0]["image"]
-    # Its charge is the page cache: a limit would drop what it reads.
+    # The page cache counts as its memory, so a limit would drop the files that it reads.
     assert container["resources"] == {"requests": {"cpu": "50m", "memory": "128Mi"}}
     mounts = {mount["mountPath"]: mount.get("readOnly") for mount in container["volumeMounts"]}
     assert mounts == {"/data": True, "/cache": True, "/models": True, "/tmp": None}
@@ -249,8 +249,8 @@ def test_the_runner_starts_again_for_another_template_and_no_other_chart_version
 
 
 def test_the_admission_policy_holds_the_runner_to_the_template():
-    """Schemas check it, and its texts name the template's parts; no control plane evaluates it
-    here."""
+    """Schemas check the policy, and its expressions name the template's parts. No control plane
+    evaluates the policy here."""
     values = merged(SETS["jobs"], at("trainer.runner.admissionPolicy", True))
     rendered = of(values)
     policy = rendered.one("ValidatingAdmissionPolicy")

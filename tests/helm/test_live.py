@@ -47,8 +47,8 @@ def command_of(container: Object, kind: str) -> list[str]:
 
 
 class Pods:
-    """The services of Compose that the pods' containers are: <component>, and <component>-<name>
-    those before it."""
+    """The pods' containers as Compose services: `<component>` for the main container,
+    `<component>-<name>` for its init containers."""
 
     def __init__(self, rendered: Rendered, directory: Path) -> None:
         self.directory = directory
@@ -110,7 +110,7 @@ class Pods:
             "image": container["image"],
             "command": container.get("args"),
             "environment": environment(container),
-            # test_pods has compared the rest of what it may do.
+            # test_pods compares all its other rights.
             "user": f"{user['runAsUser']}:{user['runAsGroup']}",
             "group_add": [str(user["fsGroup"])],
             "read_only": True,

@@ -1,5 +1,5 @@
 """Lint and render over a matrix of values, for the oldest and the newest Kubernetes; every object
-fits its schema, and what does not is seen."""
+fits its schema, and a wrong object is found."""
 
 import copy
 import re
@@ -103,7 +103,7 @@ def test_every_switch_and_choice_changes_an_object(choice):
     "more", [{}, {kind: {"existingClaim": ""} for kind in ("data", "cache")}, SHARED]
 )
 def test_texts_that_look_like_numbers_stay_texts(more):
-    # Texts that need Jobs have a place in them.
+    # Names and texts that only Jobs use appear in the Jobs' template.
     values = EVERYTHING if more else merged(EVERYTHING, JOBS)
     for number, (path, _) in enumerate(matrix.leaves(matrix.defaults()), 100):
         schema = matrix.schema_of(path)

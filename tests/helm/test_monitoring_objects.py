@@ -30,7 +30,7 @@ OF_THE_RELEASE = {'namespace=~".+"': f'namespace="{NAMESPACE}"', 'pod=~".+-(': '
 
 
 def in_namespace(rule: Object) -> Object:
-    """A rule whose every metric is of the release's namespace."""
+    """The rule with each metric restricted to the release's namespace."""
     names, matcher = "|".join(metrics(rule["expr"])), f'namespace="{NAMESPACE}"'
     expr = re.sub(rf"(?<![\w:])({names})(?![\w:])", rf"\1{{{matcher}}}", rule["expr"])
     return rule | {"expr": expr.replace(f"{matcher}}}{{", f"{matcher},")}
@@ -279,8 +279,8 @@ def test_namespace_and_labels_of_dashboards():
 
 
 def test_releases_of_one_name_have_dashboards_of_their_own_in_one_namespace():
-    """Both are called t: their objects, and the files that Grafana's sidecar writes into one
-    directory."""
+    """Both releases are called t, so their objects could collide, and so could the files that
+    Grafana's sidecar writes into one directory."""
     values = merged(BASE, {"monitoring": {"dashboards": {"enabled": True, "namespace": "grafana"}}})
     made = [
         config

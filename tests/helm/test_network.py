@@ -2,7 +2,7 @@
 
 Policies add up. A pod that no policy selects for a direction is open in that direction. Both ends
 must allow a connection. An address block contains pods too here, although network plugins differ on
-that: it is the more open reading.
+that: the tests assume the more open reading.
 """
 
 import ipaddress
@@ -148,7 +148,8 @@ TESTS = {*SMOKE, "test-volume-write", "test-volume-read"}
 
 
 class World:
-    """The pods and policies of release a, of a release b with the default values, and strangers."""
+    """The pods and policies of release a, of a release b with the default values, and pods of
+    neither release."""
 
     def __init__(self, rendered: Rendered) -> None:
         other = of(matrix.BASE, release="b")
@@ -297,7 +298,8 @@ def test_the_scrapers_are_a_value():
 
 @pytest.mark.parametrize("role", matrix.ROLES)
 def test_a_client_label_on_a_pod_of_another_release_opens_nothing(role):
-    """The other release lets it in, but its own release doesn't let it out."""
+    """The other release's policies admit the pod, but its own release's policies don't let it
+    out."""
     found = changed(**{role: {"podLabels": {"b-tandem-client": "true", "a-tandem-client": "true"}}})
     for port in PORTS:
         for pod in found.others.values():

@@ -227,8 +227,8 @@ def test_probes(name):
         assert seconds["startup"] >= max(300, 60 * minutes)
         if role == "controller":
             paths = {kind: probe["httpGet"] for kind, probe in probes.items()}
-            # /readyz is 503 on a full volume, where the only endpoint must not go: deletes free
-            # space.
+            # /readyz is 503 on a full volume. The only endpoint must stay reachable then, because
+            # deletes free space.
             assert all(path == {"path": "/healthz", "port": "http"} for path in paths.values())
             continue
         commands = {kind: probe["exec"]["command"] for kind, probe in probes.items()}
@@ -291,7 +291,7 @@ def test_a_role_can_be_off(role, how, tests):
     others = {other: 1 for other in ROLES if other != role}
     assert workloads == (others | {role: 0} if "replicas" in how else others)
     assert ("Paused" in rendered.notes) == ("replicas" in how)
-    # Nothing waits for, asks or selects what has no pod.
+    # No object waits for, calls or selects a role without a pod.
     assert {
         o["metadata"]["name"].removeprefix("a-tandem-test-") for o in rendered.all("Pod")
     } == set(tests.split())
@@ -327,7 +327,7 @@ def test_the_notes_wait_for_each_workload_as_kubectl_can(name, strategy):
 
 @pytest.mark.parametrize("mode", [{}, SHARED], ids=["dedicated", "shared"])
 def test_preflight_sees_what_a_role_mounts(mode):
-    """Variables like SSL_CERT_FILE and HF_HOME, and a base model, may name something below such a
+    """A base model, or variables like SSL_CERT_FILE and HF_HOME, may name a path below such a
     mount."""
     mounts = {
         role: [{"name": f"of-{role}", "mountPath": f"/{role}", "readOnly": True}] for role in ROLES

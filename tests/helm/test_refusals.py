@@ -133,7 +133,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         merged(JOBS, at("trainer.extraVolumes", [{"name": "shm"}])),
         r"trainer \(Job\): the volume shm is there twice",
     ),
-    # Two items of one name in a pod, of which one is the chart's.
+    # Two items with one name in a pod; one of the items comes from the chart.
     (
         at("trainer.extraEnv", [{"name": "TANDEM_DEVICE"}]),
         "trainer: .* preflight: the variable TANDEM_DEVICE .*extraEnv",

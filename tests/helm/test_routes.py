@@ -30,7 +30,7 @@ def prefixes(route: Object) -> Iterator[tuple[str, str, str]]:
 
 
 def leads(path: str, prefix: str) -> bool:
-    """Whether a prefix matches a path: by whole elements, in Ingress and Gateway API alike."""
+    """Whether a prefix matches a path. Ingress and Gateway API both compare whole path elements."""
     return f"{path}/".startswith(f"{prefix}/")
 
 

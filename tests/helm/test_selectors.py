@@ -1,4 +1,5 @@
-"""What selects pods selects one component of one release; names of two releases don't collide."""
+"""Every selector of pods selects one component of one release. Names of two releases don't
+collide."""
 
 import pytest
 
@@ -17,8 +18,8 @@ def identity(release: str, one: str) -> dict[str, str]:
 
 
 def selector(name: str, obj: Object, own: str) -> tuple[Object, str] | None:
-    """The labels that an object selects, and the component that it is for; policies:
-    test_network."""
+    """The labels that an object selects, and the component that it is for. test_network checks
+    policies."""
     role = {"inference-pods": "inference", "vllm": "inference"}.get(own, own)
     match obj["kind"]:
         case "Deployment" | "StatefulSet" | "PodDisruptionBudget":

@@ -61,12 +61,12 @@ OVERRIDING = {
 DIGESTS = {f"{role}.image.digest" for role in ROLES}
 """Keys that replace some of OVERRIDING."""
 NOT_VERBATIM = {
-    # Added to /dev/shm or converted; other tests compare the results.
+    # These values are added to /dev/shm or converted. Other tests compare the results.
     *(f"{role}.resources.{kind}.memory" for role in ROLES for kind in ("requests", "limits")),
     "inference.startupMinutes",
     # 0 or 1; test_upgrade sets them.
     *(f"{role}.replicas" for role in ROLES),
-    # Must agree with other values; test_matrix sets them.
+    # These values must agree with other values; test_matrix sets them.
     "trainer.settings.tensorParallel",
     "trainer.cpuRanks",
     "monitoring.rules.disabled",

@@ -57,8 +57,8 @@ def test_all_roles_mount_the_same_two_volumes(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_volume_is_mounted_inside_another(name):
-    """The runtime would have to create the directory as the host's root, whom NFS' root_squash
-    gives no rights."""
+    """The runtime would have to create the directory as the host's root, and root has no rights on
+    NFS with root_squash."""
     for obj, pod in case(name).pods():
         for container in containers(pod):
             paths = [PurePosixPath(mount["mountPath"]) for mount in container["volumeMounts"]]
@@ -118,9 +118,9 @@ ONE_NODE_CASES = [name for name in CASES if "one node" in name] + ["2+2.yaml", "
 )
 @pytest.mark.parametrize("name", ONE_NODE_CASES)
 def test_one_pod_of_the_release_chooses_the_node_and_the_others_follow(name, off):
-    """It is the one that is hardest to place and not paused. Its own term names it, too, so that it
-    can be the first, and the others, so that it returns to them. A test pod is in no term: it must
-    not attract anybody.
+    """The first pod is the one that is hardest to place and not paused. Its affinity term names
+    itself, so that it can be placed first, and the other pods, so that it returns to their node. No
+    affinity term names a test pod: a test pod must not attract other pods.
     """
     rendered = of(merged(VALUES[name], {role: {"replicas": 0} for role in off}))
     running = {component(pod) for obj, pod in rendered.pods() if obj["spec"].get("replicas")}
