@@ -1,5 +1,4 @@
-"""Runs the benchmarks that need no GPU; raw rows go to bench/results/, and the documents quote
-these rows."""
+"""Runs the benchmarks that need no GPU; raw rows go to bench/results/, which is what docs quote."""
 
 from bench import claims, restart
 

@@ -1,5 +1,4 @@
-"""The difference of log-probs between trainer and vLLM with the head in float32 in the trainer, in
-vLLM and in both.
+"""The head in float32, in the trainer, in vLLM and in both: how far their log-probs differ.
 
     python -m bench.fp32_head --model DIRECTORY --adapters ROOT [--every 10] [--device cpu]
 

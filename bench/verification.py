@@ -1,5 +1,4 @@
-"""Verification of right and wrong weights: the numbers of refused right weights and accepted wrong
-weights.
+"""Verification of right and wrong weights: how many right are refused, how many wrong accepted.
 
     python -m bench.verification --spool ROOT --run RUN --other OTHER --model DIRECTORY
 

@@ -45,8 +45,7 @@ def fetch_model(directory: Path) -> Path:
         made = directory.with_name(f".{directory.name}-{uuid.uuid4().hex}")
         try:
             convert(gguf, made)
-            # Several processes may make the model at once, and each may read it as soon as it
-            # exists.
+            # Several may make it at once, and each may read it as soon as it is there.
             made.rename(directory)
         except OSError:
             if not (directory / "config.json").is_file():

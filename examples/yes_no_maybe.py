@@ -43,7 +43,7 @@ def reward(answer: str) -> float:
 
 
 class Task:
-    """Samples answers from vLLM and scores them."""
+    """Samples from vLLM and scores what it says."""
 
     def __init__(self, sampler: openai.AsyncOpenAI) -> None:
         self.sampler = sampler

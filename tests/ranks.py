@@ -1,4 +1,5 @@
-"""Ranks as processes of their own, as torchrun would start them."""
+"""Ranks as processes of their own, as torchrun would start them, for what a test has one rank
+do."""
 
 import faulthandler
 import multiprocessing
@@ -105,8 +106,8 @@ def run_ranks(count: int, script: str, *arguments: str) -> None:
 
 
 def run_program(script: str, *arguments: str, seconds: float) -> str:
-    """`python <script> <arguments>`, forked like `start_rank`. It must succeed within `seconds`.
-    Returns its output."""
+    """`python <script> <arguments>`, forked like `start_rank`, which succeeds within `seconds`;
+    what it printed."""
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "log"
         program = start_rank(os.environ | {"OMP_NUM_THREADS": "1"}, log, script, *arguments)
@@ -120,8 +121,8 @@ def run_program(script: str, *arguments: str, seconds: float) -> str:
 
 
 def wait_for(ranks: Sequence[BaseProcess], seconds: float) -> None:
-    """Wait at most `seconds` until all processes have ended. The remaining processes print their
-    stacks and are killed."""
+    """Wait until all have ended, for `seconds` at most. Those that have not print their stacks and
+    are ended."""
     end = time.monotonic() + seconds
     for rank in ranks:
         rank.join(max(0.0, end - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Lets parts of transformers that always compute in float32 compute in another dtype."""
+"""transformers' parts that compute in float32 whatever the model's dtype, in another."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 
 class _Torch:
-    """torch with another dtype under the name float32."""
+    """torch, whose float32 is another dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.float32 = self.float = dtype

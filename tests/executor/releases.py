@@ -1,13 +1,13 @@
-"""The objects that the chart renders for `trainer.executor: kubernetes`, as a cluster and a runner
-get them."""
+"""What the chart renders for `trainer.executor: kubernetes`, as a cluster and a runner get it."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from helm.charts import Object, Rendered, merged
+from helm.charts import Object, Rendered, merged, render
 from helm.kubernetes_api import ApiServer
-from helm.renders import container_of, environment, of
+from helm.pods import container_of, environment
 
 VALUES: dict[str, Any] = {
     "device": "cpu",
@@ -17,10 +17,11 @@ VALUES: dict[str, Any] = {
 }
 
 
+@cache
 def release(hosts: int = 1, *, queue: str = "") -> Rendered:
     """A release `a`; the runner's rights and the Jobs are its own."""
     more = {"trainer": {"hosts": hosts}, "kueue": {"queue": queue}}
-    return of(merged(VALUES, more))
+    return render(merged(VALUES, more))
 
 
 def template_of(rendered: Rendered) -> Object:
@@ -31,13 +32,12 @@ def template_of(rendered: Rendered) -> Object:
 
 
 def install(api: ApiServer, rendered: Rendered, directory: Path) -> dict[str, str]:
-    """The objects that Helm would install, and the environment variables of a runner that uses
-    them."""
+    """What Helm would install of it; the variables of a runner that finds it."""
     api.add(json.loads(json.dumps(rendered.one("StatefulSet", "-trainer"))))
     api.rules = rendered.one("Role")["rules"]
     (directory / "job.json").write_text(json.dumps(template_of(rendered)))
     (directory / "kubeconfig").write_text(api.kubeconfig)
-    return environment(container_of(rendered, "trainer")) | {
+    return environment(container_of(rendered.pods(), "trainer")) | {
         "KUBECONFIG": str(directory / "kubeconfig"),
         "TANDEM_JOB_TEMPLATE": str(directory / "job.json"),
     }

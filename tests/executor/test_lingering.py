@@ -5,7 +5,6 @@ import pytest
 
 from executor.kubernetes_stack import KubernetesStack
 
-pytestmark = pytest.mark.slow
 SECONDS = 15
 
 

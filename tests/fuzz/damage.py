@@ -46,8 +46,7 @@ _VALUES = (
 
 
 def damage(path: Path, root: Path, chosen: random.Random, *, node: bool) -> str:
-    """Damages the file; returns the kind of damage. `node`: another kind of file takes its
-    place."""
+    """Damages the file; returns how. `node`: something else is in its place."""
     ways = list(_NODES) if node else [*_BYTES, *_NODES]
     if not node and _parsed(path) is not None:
         ways += 3 * [_splice, _splice_line, _key]
@@ -84,7 +83,7 @@ def _places(value: Any, of: Any = None, key: Any = None) -> list[tuple[Any, Any]
 
 
 def _splice(path: Path, _: Path, chosen: random.Random) -> str:
-    """Replaces one value of the JSON."""
+    """One value of the JSON is another."""
     lines = path.read_bytes().splitlines(keepends=True)
     whole = [b"".join(lines)]
     try:
@@ -106,7 +105,7 @@ def _splice(path: Path, _: Path, chosen: random.Random) -> str:
 
 
 def _splice_line(path: Path, _: Path, chosen: random.Random) -> str:
-    """Replaces the whole content by another value, or adds another value as a line."""
+    """The whole is another value, or has one as a line of its own."""
     raw = chosen.choice(_VALUES)
     content = path.read_bytes() if chosen.random() < 0.5 else b""
     path.write_bytes(content + raw.encode() + b"\n")
@@ -114,7 +113,7 @@ def _splice_line(path: Path, _: Path, chosen: random.Random) -> str:
 
 
 def _key(path: Path, _: Path, chosen: random.Random) -> str:
-    """Removes, renames or adds a key."""
+    """A key is missing, renamed, or there are more of them."""
     content = path.read_text()
     keys = sorted({key for of, key in _places(_parsed(path)) if isinstance(of, dict)})
     if not keys:
@@ -193,20 +192,20 @@ def _symlink(path: Path, root: Path, chosen: random.Random) -> str:
 
 
 def _fifo(path: Path, _: Path, __: random.Random) -> str:
-    """A FIFO without a writer: a plain open waits for ever."""
+    """Nobody writes into it: who opens it in the plain way waits for ever."""
     path.unlink()
     os.mkfifo(path)
     return ""
 
 
 def _sparse(path: Path, _: Path, __: random.Random) -> str:
-    """A sparse file of 2 GiB."""
+    """2 GiB that take no space."""
     os.truncate(path, 2**31)
     return ""
 
 
 def _swapped(path: Path, root: Path, chosen: random.Random) -> str:
-    """Copies the content of another file with the same ending."""
+    """It has the content of another file with the same ending."""
     others = [other for other in root.rglob(f"*{path.suffix}") if other.is_file() and other != path]
     other = chosen.choice(others or [root / "spool.json"])
     path.write_bytes(other.read_bytes())
@@ -214,7 +213,7 @@ def _swapped(path: Path, root: Path, chosen: random.Random) -> str:
 
 
 def _unreadable(path: Path, _: Path, __: random.Random) -> str:
-    """Only if this process is not root."""
+    """Only where this process is not root."""
     path.chmod(0)
     return ""
 

@@ -1,9 +1,9 @@
-"""The Helm library on a chart: render, lint, install, upgrade, uninstall.
+"""The Helm library on the chart: render, install, upgrade, uninstall.
 
 The library has no `template`. A render is an installation into an API server in memory
 (`helm.kubernetes_api`), which ends when Helm records the release; that record contains the objects.
-Errors come from the library, with Helm's own message. Helm accepts duplicate keys and duplicate
-names of objects; here both are errors.
+Errors are the library's, with Helm's own message. Helm accepts a key or an object's name that is
+given twice; here both are errors.
 """
 
 import asyncio
@@ -28,12 +28,9 @@ from helm.pods import pod_template
 CHART = Path(__file__).parents[2] / "helm" / "tandem"
 OLDEST, NEWEST = "1.30.0", "1.37.0"
 """The Kubernetes versions of the tests."""
-
+NAMESPACE = "ns"
 WORK = Path(tempfile.mkdtemp(prefix="tandem-helm-"))
 atexit.register(shutil.rmtree, WORK, ignore_errors=True)
-
-Values = Mapping[str, Any] | None
-SEVERITIES = ("unknown", "info", "warning", "error")
 
 
 class UniqueKeys(yaml.CSafeLoader):
@@ -41,10 +38,7 @@ class UniqueKeys(yaml.CSafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        if twice := {key for key in keys if keys.count(key) > 1}:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"keys given twice: {twice}", node.start_mark
-            )
+        assert len(keys) == len(set(keys)), f"a key given twice: {keys}, {node.start_mark}"
         return super().construct_mapping(node, deep)
 
 
@@ -60,67 +54,73 @@ class Rendered:
         (obj,) = self.all(kind, name_suffix)
         return obj
 
-    def all(self, kind: str, name_suffix: str = "") -> list[Object]:
-        """The objects of this kind whose names end with `name_suffix`."""
-        return [
-            o
-            for o in self.objects
-            if o["kind"] == kind and o["metadata"]["name"].endswith(name_suffix)
-        ]
+    def all(self, kind: str, suffix: str = "") -> list[Object]:
+        """The objects of this kind whose names end with `suffix`."""
+        of_kind = [o for o in self.objects if o["kind"] == kind]
+        return [o for o in of_kind if o["metadata"]["name"].endswith(suffix)]
 
-    def pods(self) -> list[tuple[Object, Object]]:
-        """Every workload and every pod, each with its pod template."""
-        return [
-            (obj, template) for obj in self.objects if (template := pod_template(obj)) is not None
-        ]
+    def pods(self) -> list[Object]:
+        """The pod template of every workload, every pod, and the template of the Jobs' pods."""
+        jobs = [json.loads(o["data"]["job.json"]) for o in self.all("ConfigMap", "-job")]
+        return [made for obj in self.objects + jobs if (made := pod_template(obj)) is not None]
 
 
 def merged(old: Any, patch: Any) -> Any:
     """`patch` applied to `old`, as in RFC 7386."""
     if not isinstance(patch, dict):
         return patch
-    result = dict(old) if isinstance(old, dict) else {}
-    for key, value in patch.items():
-        if value is None:
-            result.pop(key, None)
-        else:
-            result[key] = merged(result.get(key), value)
-    return result
+    old = old if isinstance(old, dict) else {}
+    changed = {key: merged(old.get(key), value) for key, value in patch.items()}
+    return {key: value for key, value in {**old, **changed}.items() if value is not None}
 
 
-def load_values(path: Path) -> dict[str, Any]:
-    return yaml.load(path.read_text(), Loader=UniqueKeys) or {}
+def load(path: Path) -> dict[str, Any]:
+    return yaml.load(path.read_text(), Loader=UniqueKeys)
+
+
+@cache
+def defaults() -> dict[str, Any]:
+    """values.yaml."""
+    return load(CHART / "values.yaml")
+
+
+def leaves(node: Any, path: str = "") -> dict[str, Any]:
+    """Path → value of everything in a mapping of mappings. Empty mappings are values."""
+    if not isinstance(node, dict) or not node:
+        return {path: node}
+    parts = [leaves(value, f"{path}.{key}".lstrip(".")) for key, value in node.items()]
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def at(path: str, value: Any) -> dict[str, Any]:
+    """`a.b` and 1 → {"a": {"b": 1}}."""
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return value
 
 
 def rendered(release: dict[str, Any]) -> Rendered:
-    """The objects of a release. ValueError if two have one name."""
-    manifests = [
-        release.get("manifest", ""),
-        *(hook["manifest"] for hook in release.get("hooks") or []),
-    ]
-    objects = [obj for text in manifests for obj in yaml.load_all(text, Loader=UniqueKeys) if obj]
+    """The objects of a release. AssertionError if two have one name."""
+    hooks = [hook["manifest"] for hook in release.get("hooks") or []]
+    texts = [release.get("manifest", ""), *hooks]
+    objects = [obj for text in texts for obj in yaml.load_all(text, Loader=UniqueKeys) if obj]
     names = [(obj["apiVersion"], obj["kind"], obj["metadata"]["name"]) for obj in objects]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"rendered more than once: {sorted(twice)}")
+    assert len(names) == len(set(names)), f"an object rendered twice: {sorted(names)}"
     return Rendered(objects, release["info"].get("notes", ""))
 
 
 def render(
-    values: Values = None,
-    *,
-    version: str = NEWEST,
-    existing: tuple[Object, ...] = (),
-    **options: Any,
+    values: Mapping[str, Any], version: str = NEWEST, existing: tuple[Object, ...] = (), **how: Any
 ) -> Rendered:
-    """The chart with these values on a Kubernetes of this version.
+    """The chart with these values on a Kubernetes of this version, as release `a`.
 
-    `existing`: objects for the templates' `lookup`; `options`: options of `install`.
+    `existing`: objects for the templates' `lookup`; `how`: further arguments of `install`.
     """
     server = _shared_server(version)
     server.recorded = {}
     server.reset(*existing)
     try:
-        install(server, values, **options)
+        install(server, values, **{"release": "a", **how})
     except helm_sdkpy.InstallError:
         if not server.recorded:
             raise
@@ -143,48 +143,35 @@ def _kubeconfig(port: int, text: str) -> Path:
     path = WORK / f"{port}.kubeconfig"
     path.write_text(text)
     # Helm's Kubernetes client caches discovery here and has no setting for it.
-    atexit.register(
-        shutil.rmtree,
-        Path.home() / ".kube/cache/discovery" / f"127.0.0.1_{port}",
-        ignore_errors=True,
-    )
+    discovery = Path.home() / ".kube/cache/discovery" / f"127.0.0.1_{port}"
+    atexit.register(shutil.rmtree, discovery, ignore_errors=True)
     return path
 
 
-def _configuration(server: ApiServer, namespace: str = "ns") -> helm_sdkpy.Configuration:
+def _configuration(server: ApiServer, namespace: str = NAMESPACE) -> helm_sdkpy.Configuration:
     return helm_sdkpy.Configuration(namespace, str(_kubeconfig(server.port, server.kubeconfig)))
 
 
 def install(
     server: ApiServer,
-    values: Values = None,
-    *,
+    values: Mapping[str, Any],
     release: str = "t",
-    namespace: str = "ns",
+    namespace: str = NAMESPACE,
     chart: Path = CHART,
 ) -> dict[str, Any]:
     """`helm install`; the library's release."""
     action = helm_sdkpy.Install(_configuration(server, namespace))
     options: dict[str, Any] = {"wait": False, "timeout": 60, "server_side_apply": True}
-    return asyncio.run(action.run(release, str(chart), dict(values or {}), **options))
+    return asyncio.run(action.run(release, str(chart), dict(values), **options))
 
 
 def upgrade(
-    server: ApiServer,
-    values: Values = None,
-    *,
-    release: str = "t",
-    chart: Path = CHART,
-    reuse_values: bool = False,
+    server: ApiServer, values: Mapping[str, Any], *, reuse_values: bool = False
 ) -> dict[str, Any]:
-    """`helm upgrade`, with `--reuse-values` or `--reset-values`."""
+    """`helm upgrade` of the release `t`, with `--reuse-values` or `--reset-values`."""
     action = helm_sdkpy.Upgrade(_configuration(server))
-    options: dict[str, Any] = {
-        "reuse_values": reuse_values,
-        "reset_values": not reuse_values,
-        "wait": False,
-    }
-    return asyncio.run(action.run(release, str(chart), dict(values or {}), timeout=60, **options))
+    how: dict[str, Any] = {"reuse_values": reuse_values, "reset_values": not reuse_values}
+    return asyncio.run(action.run("t", str(CHART), dict(values), wait=False, timeout=60, **how))
 
 
 def uninstall(server: ApiServer) -> None:
@@ -194,44 +181,25 @@ def uninstall(server: ApiServer) -> None:
 
 def package(directory: Path) -> Path:
     """`helm package` into a directory; the path of the archive."""
-    config = _configuration(_shared_server(NEWEST))
-    return Path(asyncio.run(helm_sdkpy.Package(config).run(str(CHART), str(directory))))
+    action = helm_sdkpy.Package(_configuration(_shared_server(NEWEST)))
+    return Path(asyncio.run(action.run(str(CHART), str(directory))))
 
 
-def lint(values: Values = None) -> list[str]:
-    """`helm lint` with values: `"error values.yaml"` and the like, without informational messages.
-
-    The library's lint takes no values, so they are merged into the values.yaml of a copy. Helm's
-    lint ignores `fail`: only `render` finds what templates refuse.
-    """
-    original = load_values(CHART / "values.yaml")
-    (_lint_copy() / "values.yaml").write_text(
-        yaml.safe_dump(merged(original, values or {}), sort_keys=False)
-    )
-    result = asyncio.run(
-        helm_sdkpy.Lint(_configuration(_shared_server(NEWEST))).run(str(_lint_copy()))
-    )
+def lint() -> list[str]:
+    """The warnings and errors of `helm lint`."""
+    action = helm_sdkpy.Lint(_configuration(_shared_server(NEWEST)))
+    messages = asyncio.run(action.run(str(CHART)))["Messages"] or []
     return [
-        f"{SEVERITIES[m['Severity']]} {m['Path']}"
-        for m in result["Messages"] or []
-        if m["Severity"] != 1
+        f"{message['Path']}: {message['Err']}" for message in messages if message["Severity"] > 1
     ]
 
 
-@cache
-def _lint_copy() -> Path:
-    return Path(shutil.copytree(CHART, Path(tempfile.mkdtemp(dir=WORK)) / CHART.name))
-
-
 def other_version(directory: Path, version: str, values: dict[str, Any] | None = None) -> Path:
-    """A copy of the chart in a new directory below this one, with another version and, if given,
-    other defaults."""
-    copy = Path(tempfile.mkdtemp(dir=directory)) / "tandem"
-    shutil.copytree(CHART, copy)
-    text = (copy / "Chart.yaml").read_text()
-    assert "\nversion: 0.1.0\n" in text
-    (copy / "Chart.yaml").write_text(text.replace("\nversion: 0.1.0\n", f"\nversion: {version}\n"))
+    """A copy of the chart in a directory, with another version and, if given, other defaults."""
+    copy = Path(shutil.copytree(CHART, directory / f"{len(list(directory.iterdir()))}" / "tandem"))
+    metadata = load(copy / "Chart.yaml") | {"version": version}
+    (copy / "Chart.yaml").write_text(yaml.safe_dump(metadata))
     if values is not None:
         (copy / "values.schema.json").unlink()
-        (copy / "values.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+        (copy / "values.yaml").write_text(yaml.safe_dump(values))
     return copy

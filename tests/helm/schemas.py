@@ -2,9 +2,9 @@
 
 Built-in kinds are checked against Kubernetes' own JSON schemas (the strict ones of the
 `kubernetes-validate` package, which refuse unknown fields), custom kinds against their definitions
-in `crds/`. Every object is checked further as an API server does: names, labels, unique keys in
-lists, and the rules of `helm.pods`. A kind without a schema is a problem too. The CEL rules of the
-CRDs are not evaluated.
+in `crds/`, without their CEL rules. A kind without a schema is a problem too. What no schema says
+and an API server refuses is checked further: names, labels, keys given twice, mounts of volumes
+that the pod lacks, requests above limits.
 """
 
 import json
@@ -18,56 +18,32 @@ import kubernetes_validate
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
-from helm import pods
+from helm.pods import Object, containers, pod_template, quantity
 
 CRDS = Path(__file__).parent / "crds"
 CRD_GROUPS = {"monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1"}
-
-LABEL_VALUE = re.compile(r"^(([A-Za-z0-9][-A-Za-z0-9_.]{0,61})?[A-Za-z0-9])?$")
-LABEL_KEY = re.compile(
-    r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
-)
-SUBDOMAIN = re.compile(
-    r"^(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
-)
-DNS_LABEL = re.compile(r"^(?=.{1,63}$)[a-z]([-a-z0-9]*[a-z0-9])?$")
+LABEL = re.compile(r"^(([A-Za-z0-9][-A-Za-z0-9_.]{0,61})?[A-Za-z0-9])?$")
+DNS_NAME = re.compile(r"^[a-z]([-a-z0-9.]*[a-z0-9])?$")
 POD_NAME_SUFFIX = 11
 """A StatefulSet's pods have a label of at most 63 characters: its name, `-` and 10 characters."""
-UNIQUE = {
-    "ports": lambda item: (
-        item.get("containerPort", item.get("port")),
-        item.get("protocol", "TCP"),
-    ),
-    "volumeMounts": lambda item: item.get("mountPath"),
-    **dict.fromkeys(
-        ("containers", "initContainers", "volumes", "env", "imagePullSecrets"),
-        lambda i: i.get("name"),
-    ),
-}
+KEYS = {"ports": "name", "volumeMounts": "mountPath"} | dict.fromkeys(
+    ("containers", "initContainers", "volumes", "env", "imagePullSecrets"), "name"
+)
 """Lists that an API server treats as maps → the key of an item."""
 
 
-def validate(obj: dict[str, Any], version: str) -> list[str]:
+def validate(obj: Object, version: str) -> list[str]:
     """The object's problems with this version of Kubernetes (`1.30`, `1.37.0`)."""
-    title = f"{obj.get('kind')} {obj.get('metadata', {}).get('name')}"
-    return [f"{title}: {problem}" for problem in _problems(json.dumps(obj), version)]
+    found = [*_of_schema(obj, version), *_naming(obj)]
+    if pod := pod_template(obj):
+        found += _of_pod(pod)
+    return [f"{obj['kind']} {obj['metadata']['name']}: {problem}" for problem in found]
 
 
-@cache
-def _problems(text: str, version: str) -> list[str]:
-    obj = json.loads(text)
-    problems = [*_of_schema(obj, version), *_naming(obj), *_duplicates(obj)]
-    return problems or list(pods.problems(obj))
-
-
-def _of_schema(obj: dict[str, Any], version: str) -> Iterator[str]:
+def _of_schema(obj: Object, version: str) -> Iterator[str]:
     if obj["apiVersion"] in CRD_GROUPS:
-        path = CRDS / f"{obj['kind'].lower()}.json"
-        if not path.is_file():
-            yield f"no schema of {obj['apiVersion']} {obj['kind']} in {CRDS.name}/"
-        elif error := best_match(
-            _of_crd(path).iter_errors({key: obj[key] for key in obj if key in ("kind", "spec")})
-        ):
+        checked = {key: obj[key] for key in ("kind", "spec")}
+        if error := best_match(_of_crd(obj["kind"].lower()).iter_errors(checked)):
             yield f"{error.json_path}: {error.message}"
         return
     try:
@@ -77,70 +53,54 @@ def _of_schema(obj: dict[str, Any], version: str) -> Iterator[str]:
 
 
 @cache
-def _of_crd(path: Path) -> Draft202012Validator:
-    return Draft202012Validator(_strict(json.loads(path.read_text())))
+def _of_crd(kind: str) -> Draft202012Validator:
+    return Draft202012Validator(_strict(json.loads((CRDS / f"{kind}.json").read_text())))
 
 
 def _strict(schema: Any) -> Any:
-    """The schema, changed to refuse unknown fields wherever it lists fields."""
+    """The schema with unknown fields refused wherever it lists fields."""
     if isinstance(schema, list):
         return [_strict(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     closed = schema.get("type") == "object" and isinstance(schema.get("properties"), dict)
-    more = (
-        {"additionalProperties": False}
-        if closed and not schema.get("x-kubernetes-preserve-unknown-fields")
-        else {}
-    )
+    closed = closed and not schema.get("x-kubernetes-preserve-unknown-fields")
+    more = {"additionalProperties": False} if closed else {}
     return more | {key: _strict(value) for key, value in schema.items()}
 
 
-def _naming(obj: dict[str, Any]) -> Iterator[str]:
-    """Problems with the names and labels of the object and of its pods."""
-    name, kind = obj.get("metadata", {}).get("name", ""), obj.get("kind")
-    if not (DNS_LABEL if kind in ("Service", "Namespace") else SUBDOMAIN).match(name):
-        yield f"metadata.name: {name!r} is not a valid name"
-    if kind == "StatefulSet" and len(name) + POD_NAME_SUFFIX > 63:
-        yield f"metadata.name: {name!r} leaves no space for a pod's revision label (63 characters)"
-    for path, meta in (
-        (path, node)
-        for path, key, node in walk(obj)
-        if key == "metadata" and isinstance(node, dict)
-    ):
-        for key, value in (meta.get("labels") or {}).items():
-            if not LABEL_KEY.match(key) or not LABEL_VALUE.match(str(value)):
-                yield f"{path}.labels: {key}: {value!r} is not a valid label"
-        for key in meta.get("annotations") or {}:
-            if not LABEL_KEY.match(key.lower()):
-                yield f"{path}.annotations: {key!r} is not a valid key"
+def _naming(obj: Object) -> Iterator[str]:
+    name = obj["metadata"]["name"]
+    most = {"ConfigMap": 253, "StatefulSet": 63 - POD_NAME_SUFFIX}.get(obj["kind"], 63)
+    if len(name) > most or not DNS_NAME.match(name):
+        yield f"{name!r} is not a name of at most {most} characters"
+    for key, node in walk(obj):
+        if key == "labels" and isinstance(node, dict):
+            wrong = [value for value in node.values() if not LABEL.match(str(value))]
+            yield from (f"{value!r} is not a valid label" for value in wrong)
+        if key in KEYS and isinstance(node, list) and all(isinstance(item, dict) for item in node):
+            names = [item[KEYS[key]] for item in node if KEYS[key] in item]
+            yield from (f"{key}: {one} twice" for one in set(names) if names.count(one) > 1)
 
 
-def walk(node: Any, path: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Path, key and value of everything in an object."""
-    for key, value in (
-        node.items()
-        if isinstance(node, dict)
-        else enumerate(node)
-        if isinstance(node, list)
-        else ()
-    ):
-        here = f"{path}.{key}".lstrip(".")
-        yield here, str(key), value
-        yield from walk(value, here)
+def walk(node: Any) -> Iterator[tuple[str, Any]]:
+    """Key and value of everything in an object."""
+    if isinstance(node, dict | list):
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield str(key), value
+            yield from walk(value)
 
 
-def _duplicates(obj: dict[str, Any]) -> Iterator[str]:
-    """Keys that a list contains twice. An API server refuses or merges such items."""
-    for path, name, items in walk(obj):
-        if (
-            name in UNIQUE
-            and isinstance(items, list)
-            and all(isinstance(item, dict) for item in items)
-        ):
-            keys = [UNIQUE[name](item) for item in items]
-            yield from (
-                f"{path}: {key} more than once"
-                for key in sorted(set(keys), key=str)
-                if keys.count(key) > 1
-            )
+def _of_pod(pod: Object) -> Iterator[str]:
+    volumes = {volume["name"] for volume in pod["spec"].get("volumes", [])}
+    claims = {claim["name"] for claim in pod["spec"].get("resourceClaims", [])}
+    for container in containers(pod):
+        name, resources = container["name"], container.get("resources", {})
+        mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
+        claimed = {claim["name"] for claim in resources.get("claims", [])}
+        yield from (f"{name}: the pod has no {one}" for one in mounted - volumes | claimed - claims)
+        requests, limits = resources.get("requests", {}), resources.get("limits", {})
+        for kind in requests.keys() & limits.keys():
+            request, limit = quantity(requests[kind]), quantity(limits[kind])
+            if request > limit or ("/" in kind and request != limit):
+                yield f"{name}: {kind}: request {requests[kind]} and limit {limits[kind]}"

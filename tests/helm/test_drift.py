@@ -1,27 +1,54 @@
 """Compose and chart start the same programs with the same settings."""
 
 import re
-from functools import cache
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from compose_stack import CPU, MAIN, ROOT, SHARED, everything, require_compose
-from helm import matrix
-from helm.charts import Rendered, merged
-from helm.matrix import ROLES, VALUES, at
-from helm.pods import quantity
-from helm.renders import case, container_of, environment, of, pod_of, preflight_of, volume
+from helm import goldens
+from helm.charts import defaults, leaves
+from helm.goldens import NAMES, rendered
+from helm.pods import ROLES, container_of, environment, pod_of, quantity, volume
+from helm.test_docs import documented
 from tandem.config import Settings
 from tandem.controller.__main__ import GRACE_SECONDS
 from tandem.supervise.supervisord import programs_of, stop_seconds
 
 pytestmark = pytest.mark.usefixtures("compose")
 BOTH_DEVICES = pytest.mark.parametrize(
-    ("name", "files"), [("defaults", (MAIN,)), ("values-cpu.yaml", (MAIN, CPU))]
+    ("name", "files"), [("defaults", (MAIN,)), ("cpu", (MAIN, CPU))]
 )
 FIELDS = {f"TANDEM_{name.upper()}": field for name, field in Settings.model_fields.items()}
 """Variable → the setting's field."""
+ONLY_COMPOSE = {"TANDEM_TRAINER_DEVICES", "TANDEM_INFERENCE_DEVICES"}
+"""Kubernetes chooses the devices."""
+ONLY_CHART = {"NVIDIA_VISIBLE_DEVICES", "NCCL_DEBUG"} | {f"v{n}" for n in (174, 235, 287)}
+"""The controller's image sets the first too, but clusters may override an image's variables; the
+others are a user's."""
+OF_A_POD = {
+    # Under compose `tandem up` gives each inference server its name.
+    "TANDEM_REPLICA",
+    # Under compose docker-compose.hosts.yml sets them.
+    *("TANDEM_EXECUTOR", "TANDEM_TRAINER_HOSTS", "TANDEM_START_SECONDS", "TANDEM_ORPHAN_SECONDS"),
+    # There is nothing that it could keep.
+    "TANDEM_LINGER_SECONDS",
+    # Of the runner alone. Under compose it is in the trainer's image, which has the role, and one
+    # thread per core that the container has.
+    *("TANDEM_JOB_TEMPLATE", "TANDEM_PARALLEL_JOBS", "TANDEM_ROLE", "OMP_NUM_THREADS"),
+}
+# The images set the first, Services and policies name ports, secrets are files, the images have
+# none of Slurm's programs, the others have no effect or are of hosts without Kubernetes.
+WITHOUT_VALUE = ONLY_COMPOSE | {
+    f"TANDEM_{name}"
+    for name in (
+        *("ROOT", "LOG_DIR", "METRICS_HOST", "CONTROLLER_HOST", "INFERENCE_HOST"),
+        *("METRICS_PORT", "CONTROLLER_PORT", "INFERENCE_PORT", "API_KEY", "ADMIN_TOKEN"),
+        *("SLURM_ARGS", "DOCKER", "HOST_INDEX", "HOST_ADDRESS"),
+    )
+}
+"""Settings that only extraEnv can set."""
 
 
 @pytest.fixture(scope="module")
@@ -29,178 +56,21 @@ def compose() -> None:
     require_compose()
 
 
-OTHER_VALUES: dict[str, tuple[Any, dict[str, str]]] = {
-    "baseModel": ({"baseModel": "models/other"}, {"TANDEM_BASE_MODEL": "models/other"}),
-    "device": ({"device": "cpu"}, {"TANDEM_DEVICE": "cpu", "NVIDIA_VISIBLE_DEVICES": "void"}),
-    "gpuMode": (
-        {"gpuMode": "shared", "shared": {"via": "resource"}},
-        {"TANDEM_GPU_MODE": "shared"},
-    ),
-    "tinyModel": ({"tinyModel": True, "baseModel": ""}, {"TANDEM_BASE_MODEL": "models/tiny"}),
-    "huggingface.endpoint": (
-        at("huggingface.endpoint", "https://hub.example.org"),
-        {"HF_ENDPOINT": "https://hub.example.org"},
-    ),
-    "huggingface.offline": (at("huggingface.offline", True), {"HF_HUB_OFFLINE": "1"}),
-    "trainer.gpus": (at("trainer.gpus", 3), {"TANDEM_TRAINER_RANKS": "3"}),
-    "trainer.cpuRanks": (
-        {"device": "cpu", "trainer": {"cpuRanks": 3}},
-        {
-            "TANDEM_DEVICE": "cpu",
-            "TANDEM_TRAINER_RANKS": "3",
-            "NVIDIA_VISIBLE_DEVICES": "void",
-        },
-    ),
-    "trainer.executor": (
-        at("trainer.executor", "kubernetes"),
-        {
-            "TANDEM_EXECUTOR": "kubernetes",
-            "TANDEM_TRAINER_HOSTS": "1",
-            "TANDEM_JOB_TEMPLATE": "/etc/tandem/job/job.json",
-            "TANDEM_PARALLEL_JOBS": "1",
-            "TANDEM_ROLE": "trainer",
-            "OMP_NUM_THREADS": "4",
-            "NVIDIA_VISIBLE_DEVICES": "void",
-        },
-    ),
-    "trainer.hosts": (
-        {"trainer": {"executor": "kubernetes", "hosts": 2}},
-        {
-            "TANDEM_EXECUTOR": "kubernetes",
-            "TANDEM_TRAINER_HOSTS": "2",
-            "TANDEM_TRAINER_RANKS": "2",
-            "TANDEM_JOB_TEMPLATE": "/etc/tandem/job/job.json",
-            "TANDEM_PARALLEL_JOBS": "1",
-            "TANDEM_ROLE": "trainer",
-            "OMP_NUM_THREADS": "4",
-            "NVIDIA_VISIBLE_DEVICES": "void",
-        },
-    ),
-    "trainer.parallelJobs": (
-        {"trainer": {"executor": "kubernetes", "parallelJobs": 3}},
-        {
-            "TANDEM_EXECUTOR": "kubernetes",
-            "TANDEM_TRAINER_HOSTS": "1",
-            "TANDEM_JOB_TEMPLATE": "/etc/tandem/job/job.json",
-            "TANDEM_PARALLEL_JOBS": "3",
-            "TANDEM_ROLE": "trainer",
-            "OMP_NUM_THREADS": "4",
-            "NVIDIA_VISIBLE_DEVICES": "void",
-        },
-    ),
-    "inference.gpus": (at("inference.gpus", 3), {"TANDEM_INFERENCE_TENSOR_PARALLEL": "3"}),
-    "inference.replicas": (
-        at("inference.replicas", 2),
-        {"TANDEM_INFERENCE_REPLICAS": "2", "TANDEM_REPLICA": "metadata.name"},
-    ),
-    **{
-        f"{role}.extraEnv": (
-            at(f"{role}.extraEnv", [{"name": "NCCL_DEBUG", "value": "INFO"}]),
-            {"NCCL_DEBUG": "INFO"},
-        )
-        for role in ("trainer", "inference")
-    },
-}
-"""Values other than settings that set variables: the values, and the variables that differ from the
-defaults'."""
-
-ONLY_COMPOSE = {"TANDEM_TRAINER_DEVICES", "TANDEM_INFERENCE_DEVICES"}
-"""Kubernetes chooses the devices."""
-ONLY_CHART = {"NVIDIA_VISIBLE_DEVICES"}
-"""The controller's image sets it too, but clusters may override an image's variables."""
-OF_A_POD = {
-    # Under compose `tandem up` gives each inference server its name.
-    "TANDEM_REPLICA",
-    # Under compose docker-compose.hosts.yml sets them.
-    "TANDEM_EXECUTOR",
-    "TANDEM_TRAINER_HOSTS",
-    "TANDEM_START_SECONDS",
-    "TANDEM_ORPHAN_SECONDS",
-    # Under compose there are no pods that could stay.
-    "TANDEM_LINGER_SECONDS",
-    # Of the runner alone. Under compose the runner is in the trainer's image, which sets the role.
-    # Ranks then have one thread per core of the container.
-    "TANDEM_JOB_TEMPLATE",
-    "TANDEM_PARALLEL_JOBS",
-    "TANDEM_ROLE",
-    "OMP_NUM_THREADS",
-}
-WITHOUT_VALUE = ONLY_COMPOSE | {
-    f"TANDEM_{name}"
-    for name in (
-        # Set by the images.
-        "ROOT",
-        "LOG_DIR",
-        "METRICS_HOST",
-        "CONTROLLER_HOST",
-        "INFERENCE_HOST",
-        # Services and policies name the containers' ports.
-        "METRICS_PORT",
-        "CONTROLLER_PORT",
-        "INFERENCE_PORT",
-        # Files, not variables.
-        "API_KEY",
-        "ADMIN_TOKEN",
-        # The images contain no Slurm programs.
-        "SLURM_ARGS",
-        # Has no effect.
-        "DOCKER",
-        # These settings are for hosts without Kubernetes.
-        "HOST_INDEX",
-        "HOST_ADDRESS",
-    )
-}
-"""Settings that only extraEnv can set."""
-
-
-@cache
-def settings() -> dict[str, tuple[Any, str]]:
-    """Every chart value that is a program's setting → a value other than the default, and the
-    variable that the value's comment names."""
-    result = {}
-    for value in matrix.documented():
-        if value.path[-2:-1] == ("settings",):
-            variable = re.match(r"TANDEM_\w+", value.comment)
-            assert variable, f"the comment of {value.name} begins with the variable"
-            schema = matrix.schema_of(value.name)
-            choices = [
-                choice for choice in schema.get("enum", []) if choice not in (None, value.default)
-            ]
-            result[value.name] = (choices[-1] if choices else matrix.sample(schema), variable[0])
-    assert len(result) > 15
-    return result
-
-
-def variables(rendered: Rendered) -> dict[str, dict[str, str]]:
-    """Role → variables of its program. The role's preflight has the same variables, but no GPU."""
-    result = {}
-    for role in ROLES:
-        result[role] = environment(container_of(rendered, role))
-        preflight = environment(preflight_of(rendered, role))
+def variables(name: str) -> dict[str, dict[str, str]]:
+    """Role → variables of its program in a golden. Its preflight has the same, but no GPU."""
+    pods, found = rendered(name).pods(), {}
+    for role in (role for role in ROLES if role != "trainer" or name != "no-trainer"):
+        found[role] = environment(container_of(pods, role))
+        (preflight,) = (c for c in inits(name, role) if ["--role", role] == c["args"][2:4])
         void = {"NVIDIA_VISIBLE_DEVICES": "void"}
-        assert void | preflight == void | result[role]
-    return result
+        assert void | environment(preflight) == void | found[role]
+    return found
 
 
-def with_value(path: str) -> dict[str, dict[str, str]]:
-    """Role → variables, with another value at this path."""
-    values = at(path, settings()[path][0]) if path in settings() else OTHER_VALUES[path][0]
-    return variables(of(merged(without_value(path), values)))
-
-
-def without_value(path: str) -> dict[str, Any]:
-    """The values without which the chart refuses the value at this path."""
-    return merged(matrix.BASE, matrix.NEEDS.get(path, {}))
-
-
-@cache
-def chart_variables() -> dict[str, set[str]]:
-    """Role → the variables that the chart can set."""
-    renders = [
-        variables(of(matrix.BASE)),
-        *(with_value(path) for path in [*settings(), *OTHER_VALUES]),
-    ]
-    return {role: {name for by_role in renders for name in by_role[role]} for role in ROLES}
+def inits(name: str, role: str) -> list[dict[str, Any]]:
+    """The init containers of a role's pod that the chart makes."""
+    own = pod_of(rendered(name).pods(), role)["spec"]["initContainers"]
+    return [container for container in own if "args" in container]
 
 
 def services(*files: str) -> dict[str, Any]:
@@ -209,63 +79,40 @@ def services(*files: str) -> dict[str, Any]:
     return everything(*files, TANDEM_TAG="", **mode)["services"]
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_compose_and_chart_set_the_same_variables(role):
-    files = ((MAIN,), (MAIN, CPU), (MAIN, SHARED))
-    compose = {name for some in files for name in services(*some)[role]["environment"]}
-    assert compose - ONLY_COMPOSE - ONLY_CHART == chart_variables()[role] - ONLY_CHART - OF_A_POD
-    if role != "controller":
-        assert compose & chart_variables()[role] >= ONLY_CHART
+def chart_variables() -> dict[str, set[str]]:
+    """Role → the variables that the chart can set: every value is in a golden."""
+    found = [variables(name) for name in NAMES]
+    return {role: {key for one in found for key in one.get(role, ())} for role in ROLES}
 
 
-NEEDED = {
-    "TANDEM_KEEP_EVERY": {"TANDEM_KEEP_CHECKPOINTS": "1"},
-    "TANDEM_LINGER_SECONDS": {"TANDEM_EXECUTOR": "kubernetes"},
-    "TANDEM_ORPHAN_SECONDS": {"TANDEM_HEARTBEAT_SECONDS": "0.1"},
-    "TANDEM_SEQUENCE_PARALLEL": {"TANDEM_TRAINER_RANKS": "2", "TANDEM_TENSOR_PARALLEL": "2"},
-    "TANDEM_TRANSPORT": {"TANDEM_WEIGHTS": "merged"},
-}
-"""The variables without which a variable is refused."""
-
-
-@pytest.mark.parametrize("path", settings())
-def test_a_setting_reaches_its_roles_and_no_other(path, monkeypatch):
-    value, name = settings()[path]
-    default = next(v.default for v in matrix.documented() if v.name == path)
-    roles = {path.partition(".")[0]} & set(ROLES) or set(ROLES)
-    # The controller refuses what the trainer's topology can't compute.
-    if name.endswith(("_PARALLEL", "_TOPOLOGY")):
-        roles.add("controller")
-    before, after = variables(of(without_value(path))), with_value(path)
+def test_compose_and_chart_set_the_same_variables():
+    chart = chart_variables()
     for role in ROLES:
-        assert before[role].get(name) == default, "null sets no variable"
-        assert after[role] == (
-            {**before[role], name: after[role].get(name)} if role in roles else before[role]
-        )
-    for other, text in NEEDED.get(name, {}).items():
-        monkeypatch.setenv(other, text)
-    monkeypatch.setenv(name, after[roles.pop()][name])
-    assert getattr(Settings(), name.removeprefix("TANDEM_").lower()) == value
-
-
-@pytest.mark.parametrize("path", OTHER_VALUES)
-def test_other_values_set_variables(path):
-    before, after = variables(of(matrix.BASE)), with_value(path)
-    changed = {
-        name: text
-        for role in ROLES
-        for name, text in after[role].items()
-        if before[role].get(name) != text
-    }
-    assert changed == OTHER_VALUES[path][1]
-
-
-def test_a_value_exists_for_every_setting_of_the_programs():
-    names = {
-        name for names in chart_variables().values() for name in names if name.startswith("TANDEM_")
-    }
+        some = [services(*files) for files in ((MAIN,), (MAIN, CPU), (MAIN, SHARED))]
+        compose = {name for one in some for name in one[role]["environment"]}
+        assert compose - ONLY_COMPOSE - ONLY_CHART == chart[role] - ONLY_CHART - OF_A_POD
+    names = {name for by_role in chart.values() for name in by_role if name.startswith("TANDEM_")}
     assert set(FIELDS) - names == WITHOUT_VALUE
     assert names - {"TANDEM_ROLE"} <= set(FIELDS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_setting_reaches_its_roles_and_no_other(name):
+    """The controller also gets the topology: it refuses what the trainer can't compute."""
+    found, given = variables(name), leaves(goldens.values(name))
+    comments = {v.name: v.comment for v in documented() if v.path[-2:-1] == ("settings",)}
+    assert len(comments) > 15
+    for path, comment in comments.items():
+        variable = re.match(r"TANDEM_\w+", comment)[0]
+        roles = {path.partition(".")[0]} & set(ROLES) or set(ROLES)
+        if variable.endswith(("_PARALLEL", "_TOPOLOGY")):
+            roles.add("controller")
+        default = leaves(defaults())[path]
+        for role, env in found.items():
+            assert (variable in env) == (role in roles and given.get(path, default) is not None)
+            if variable in env and path in given:
+                kind = TypeAdapter(FIELDS[variable].rebuild_annotation())
+                assert kind.validate_strings(env[variable]) == given[path], path
 
 
 @BOTH_DEVICES
@@ -273,10 +120,10 @@ def test_both_have_the_same_defaults(name, files):
     own = {
         "TANDEM_LOG_FORMAT": "json",
         "TANDEM_DEVICE": "cuda",
-        "TANDEM_BASE_MODEL": VALUES[name].get("baseModel"),
+        "TANDEM_BASE_MODEL": goldens.values(name).get("baseModel"),
     }
-    for role, chart in variables(case(name)).items():
-        service = services(*files)[role]
+    for role, chart in variables(name).items():
+        service, pods = services(*files)[role], rendered(name).pods()
         compose = {key: text for key, text in service["environment"].items() if text}
         skipped = ONLY_CHART if name == "defaults" or role == "controller" else set()
         for variable in (set(chart) | set(compose)) - skipped:
@@ -284,42 +131,19 @@ def test_both_have_the_same_defaults(name, files):
             if variable.endswith(("_FILE", "_PATH")):
                 assert ours.rpartition("/")[2] == theirs.rpartition("/")[2]
             elif variable.endswith("_URL"):
-                for url in (ours, theirs):
-                    assert (
-                        url == "http://127.0.0.1:8000"
-                        if role == "inference"
-                        else url.endswith(":8000")
-                    )
+                end = "http://127.0.0.1:8000" if role == "inference" else ":8000"
+                assert ours.endswith(end), variable
+                assert theirs.endswith(end), variable
             else:
                 default = str(FIELDS[variable].default) if variable in FIELDS else "None"
                 assert (ours or default) in {theirs or default, own.get(variable)}, variable
-        projected = volume(case(name), role, "/etc/tandem/secrets")["projected"]
-        paths = {
-            item["path"] for source in projected["sources"] for item in source["secret"]["items"]
-        }
+        secrets = volume(pod_of(pods, role), container_of(pods, role), "/etc/tandem/secrets")
+        sources = [source["secret"]["items"] for source in secrets["projected"]["sources"]]
+        paths = {item["path"] for items in sources for item in items}
         assert paths == {secret["source"] for secret in service["secrets"]}
 
 
-@BOTH_DEVICES
-def test_images_and_commands(name, files):
-    compose, rendered = services(*files), case(name)
-    for role in ROLES:
-        container, preflight = container_of(rendered, role), preflight_of(rendered, role)
-        assert container["image"] == compose[role]["image"]
-        assert not {"command", "args", "workingDir"} & set(container), "the image's entrypoint"
-        assert not any(compose[role].get(key) for key in ("command", "entrypoint", "working_dir"))
-        assert preflight["image"] == compose["preflight"]["image"]
-        assert preflight["args"][:2] == compose["preflight"]["command"]
-        tiny = [
-            c for c in pod_of(rendered, role)["spec"]["initContainers"] if "tiny-model" in c["name"]
-        ]
-        expected = [compose["tiny-model"]] if "tiny-model" in compose else []
-        assert [(c["image"], c["args"]) for c in tiny] == [
-            (s["image"], s["entrypoint"]) for s in expected
-        ]
-
-
-def sources(service: dict[str, Any]) -> dict[str, str]:
+def mounted(service: dict[str, Any]) -> dict[str, str]:
     """Mount path → volume or host path."""
     return {mount["target"]: mount["source"] for mount in service.get("volumes", [])}
 
@@ -327,46 +151,46 @@ def sources(service: dict[str, Any]) -> dict[str, str]:
 @BOTH_DEVICES
 def test_only_its_own_container_can_write_the_code_that_a_container_loads(name, files):
     """Compiled kernels: torch, Triton, vLLM and Tandem load them, some as pickles."""
-    image = (ROOT / "Dockerfile").read_text()
-    assert set(
-        re.findall(r"(?:CACHE_DIR|CACHE_ROOT|CONFIG_ROOT|WORKSPACE_BASE|TMPDIR)=(\S+)", image)
-    ) == {
-        f"/private-cache{rest}"
-        for rest in ("", "/inductor", "/triton", "/vllm", "/config", "/numba", "/tmp")
-    }
-    caches = {
-        role: sources(services(*files)[role])["/private-cache"] for role in ("trainer", "inference")
-    }
-    assert all("emptyDir" in volume(case(name), role, "/private-cache") for role in caches)
-    for one, service in services(*files).items():
-        assert set(sources(service).values()) & set(caches.values()) == (
-            {caches[one]} if one in caches else set()
-        )
+    image, pods = (ROOT / "Dockerfile").read_text(), rendered(name).pods()
+    set_there = r"(?:CACHE_DIR|CACHE_ROOT|CONFIG_ROOT|WORKSPACE_BASE|TMPDIR)=(\S+)"
+    assert all(path.startswith("/private-cache") for path in re.findall(set_there, image))
+    found = services(*files)
+    caches = {role: mounted(found[role])["/private-cache"] for role in ROLES[1:]}
+    for role in caches:
+        private = volume(pod_of(pods, role), container_of(pods, role), "/private-cache")
+        assert "emptyDir" in private
+    for one, service in found.items():
+        mine = {caches[one]} if one in caches else set()
+        assert set(mounted(service).values()) & set(caches.values()) == mine
 
 
 @BOTH_DEVICES
-def test_mounts_memory_users_ports_and_grace_periods(name, files):
-    rendered = case(name)
+def test_images_commands_mounts_memory_users_ports_and_grace_periods(name, files):
+    compose, pods = services(*files), rendered(name).pods()
     for role in ROLES:
-        service, pod, container = (
-            services(*files)[role],
-            pod_of(rendered, role),
-            container_of(rendered, role),
-        )
+        service, pod, container = compose[role], pod_of(pods, role), container_of(pods, role)
+        assert container["image"] == service["image"]
+        assert not {"command", "args", "workingDir"} & set(container), "the image's entrypoint"
+        assert not any(service.get(key) for key in ("command", "entrypoint", "working_dir"))
+        preflight = inits(name, role)[-1]
+        assert preflight["image"] == compose["preflight"]["image"]
+        assert preflight["args"][:2] == compose["preflight"]["command"]
+        tiny = [(c["image"], c["args"]) for c in inits(name, role) if "tiny-model" in c["name"]]
+        expected = [compose["tiny-model"]] if "tiny-model" in compose else []
+        assert tiny == [(s["image"], s["entrypoint"]) for s in expected]
+
         mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-        temporary = dict(
-            re.match(r"(.*):mode=1777,size=(\w+)", entry).groups() for entry in service["tmpfs"]
-        )
-        shm = {"/dev/shm"} if "shm_size" in service else set()
-        assert mounts == set(sources(service)) - {"/models"} | set(temporary) | shm | {
-            "/etc/tandem/secrets"
-        }
+        sizes = (re.match(r"(.*):mode=1777,size=(\w+)", entry) for entry in service["tmpfs"])
+        temporary = {match[1]: match[2] for match in sizes}
+        more = {"/etc/tandem/secrets", *temporary} | {"/dev/shm"} & mounts
+        assert mounts == set(mounted(service)) - {"/models"} | more
+        assert ("/dev/shm" in mounts) == ("shm_size" in service)
         for path, least in temporary.items():
-            size = quantity(volume(rendered, role, path)["emptyDir"]["sizeLimit"])
+            size = quantity(volume(pod, container, path)["emptyDir"]["sizeLimit"])
             assert size >= quantity(least.replace("m", "Mi").replace("g", "Gi")), path
-        if name == "defaults" and shm:
-            size = quantity(volume(rendered, role, "/dev/shm")["emptyDir"]["sizeLimit"])
-            assert size == int(service["shm_size"])
+        if name == "defaults" and "shm_size" in service:
+            shm = volume(pod, container, "/dev/shm")["emptyDir"]["sizeLimit"]
+            assert quantity(shm) == int(service["shm_size"])
         if name == "defaults" and role == "controller":
             assert quantity(container["resources"]["limits"]["memory"]) == int(service["mem_limit"])
         user = pod["spec"]["securityContext"]
@@ -377,3 +201,6 @@ def test_mounts_memory_users_ports_and_grace_periods(name, files):
         programs = programs_of(Settings(device="cpu", inference_replicas=8), role)
         longest = GRACE_SECONDS if role == "controller" else stop_seconds(programs) + 9
         assert 60 * int(minutes or 0) + int(seconds) > longest
+        hook = container.get("lifecycle", {}).get("preStop")
+        pause = int(hook["exec"]["command"][-1]) if hook else 0
+        assert pod["spec"]["terminationGracePeriodSeconds"] > pause + longest - 9

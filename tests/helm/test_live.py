@@ -18,9 +18,16 @@ import pytest
 from compose_stack import TAG, Compose, build_images, check_processes, require_engine
 from helm import charts
 from helm.charts import Object, Rendered
-from helm.matrix import ROLES
-from helm.pods import containers, quantity, selects
-from helm.renders import component, container_of, environment, pod_of
+from helm.pods import (
+    ROLES,
+    component,
+    container_of,
+    containers,
+    environment,
+    pod_of,
+    quantity,
+    selects,
+)
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
 # With this release name the chart's Service is `tandem-controller`. Kubernetes' variable for it
@@ -47,15 +54,15 @@ def command_of(container: Object, kind: str) -> list[str]:
 
 
 class Pods:
-    """The pods' containers as Compose services: `<component>` for the main container,
-    `<component>-<name>` for its init containers."""
+    """The services of Compose that the pods' containers are: <component>, and <component>-<name>
+    those before it."""
 
     def __init__(self, rendered: Rendered, directory: Path) -> None:
         self.directory = directory
         self.claims: set[str] = set()
         self.scratch: set[str] = set()
         self.services: dict[str, Any] = {}
-        for _, pod in rendered.pods():
+        for pod in rendered.pods():
             before, name = "node", component(pod)
             for container in containers(pod):
                 last = container is pod["spec"]["containers"][-1]
@@ -110,7 +117,7 @@ class Pods:
             "image": container["image"],
             "command": container.get("args"),
             "environment": environment(container),
-            # test_pods compares all its other rights.
+            # test_policies has compared the rest of what it may do.
             "user": f"{user['runAsUser']}:{user['runAsGroup']}",
             "group_add": [str(user["fsGroup"])],
             "read_only": True,
@@ -173,7 +180,7 @@ class Pods:
 @pytest.fixture(scope="module")
 def rendered() -> Rendered:
     values = charts.merged(
-        charts.load_values(charts.CHART / "values-cpu.yaml"),
+        charts.load(charts.CHART / "values-cpu.yaml"),
         {
             "image": {"tag": TAG if TAG != "0.1.0" else ""},
             "podSecurity": {"runAsUser": UID},
@@ -227,11 +234,11 @@ os.utime(path, (time.time() - 3600,) * 2)
 def test_probes_succeed_and_the_liveness_probe_notices_a_runner_that_hangs(stack, rendered):
     for role in ROLES:
         for kind in ("startup", "readiness", "liveness"):
-            stack.exec(role, *command_of(container_of(rendered, role), kind))
+            stack.exec(role, *command_of(container_of(rendered.pods(), role), kind))
     stack.kill_program("trainer", "runner", signal.SIGSTOP)
     stack.exec("trainer", "python", "-c", _AGE)
     done = stack.exec(
-        "trainer", *command_of(container_of(rendered, "trainer"), "liveness"), check=False
+        "trainer", *command_of(container_of(rendered.pods(), "trainer"), "liveness"), check=False
     )
     assert done.returncode != 0
     assert "runner" in done.stdout + done.stderr
@@ -242,9 +249,9 @@ def test_scratch_volumes_are_at_most_half_full(stack, rendered):
     for role in ROLES:
         mounts = {
             mount["name"]: mount["mountPath"]
-            for mount in container_of(rendered, role)["volumeMounts"]
+            for mount in container_of(rendered.pods(), role)["volumeMounts"]
         }
-        for volume in pod_of(rendered, role)["spec"]["volumes"]:
+        for volume in pod_of(rendered.pods(), role)["spec"]["volumes"]:
             if limit := volume.get("emptyDir", {}).get("sizeLimit"):
                 used = (
                     int(stack.exec(role, "du", "-sk", mounts[volume["name"]]).stdout.split()[0])
@@ -258,7 +265,7 @@ def test_scratch_volumes_are_at_most_half_full(stack, rendered):
 def test_every_pod_stops_within_its_grace_period(stack, rendered):
     begin = time.time()
     for role in ROLES:
-        if hook := container_of(rendered, role).get("lifecycle", {}).get("preStop"):
+        if hook := container_of(rendered.pods(), role).get("lifecycle", {}).get("preStop"):
             stack.exec(role, *hook["exec"]["command"])
     stack.run("stop", *ROLES, timeout=200)
     assert stack.exits(begin) == dict.fromkeys(ROLES, 0)

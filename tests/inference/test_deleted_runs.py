@@ -1,5 +1,4 @@
-"""The publisher's actions when a run is deleted, or old checkpoints and jobs of a run are
-removed."""
+"""What the publisher does when a run is deleted, or its old checkpoints and jobs are removed."""
 
 import shutil
 

@@ -26,8 +26,7 @@ from waiting import until
 
 
 class Senders:
-    """`tp` ranks in each of `pp` stages, of one run. `variables`: additional environment variables
-    of the ranks."""
+    """`tp` ranks in each of `pp` stages, of one run. `variables`: more of their environment."""
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class Senders:
         self._number = 0
         self._job: Job | None = None
         directory.mkdir()
-        if not spool.inference.places():  # otherwise a publisher has already named the reason
+        if not spool.inference.places():  # else a publisher has said it
             spool.inference.put_place(VllmPlace(address="127.0.0.1", network=network_name()))
         [port] = free_ports(1)
         self._environment = os.environ | {
@@ -85,8 +84,8 @@ class Senders:
         self._until("ready")
 
     def offer(self, adapter: Path) -> str:
-        """Ends the previous job and starts a job whose ranks offer these weights. Returns the job's
-        id."""
+        """A job that runs, and whose ranks offer these weights; its id. The job before has ended
+        then."""
         self.end_job()
         self._number += 1
         job = submit_rl(self.spool, self.run, f"{self.run}-{self.directory.name}-{self._number}")
@@ -104,11 +103,11 @@ class Senders:
             self._job = None
 
     def send(self, step: int | None = None) -> None:
-        """Begin to send the offered weights. `step`: the step of their checkpoint."""
+        """Begin to send what was offered. `step`: of the checkpoint that has it."""
         self._write("send", {"step": step})
 
     def sent(self, seconds: float = 60.0) -> dict[str, Any]:
-        """The ranks' report after they have sent the weights or given up."""
+        """What the ranks say when they have sent it, or have given up."""
         self._until("sent", seconds)
         return dict(json.loads((self.directory / f"sent.{self._number}").read_text()))
 

@@ -1,5 +1,4 @@
-"""The kernel that merges adapters compiles for each generation of GPUs. The compiler needs no
-GPU."""
+"""The kernel that merges adapters compiles for each generation of GPUs. The compiler needs none."""
 
 from pathlib import Path
 

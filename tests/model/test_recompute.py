@@ -1,5 +1,4 @@
-"""Tensors that layers keep for the backward pass: a lower level needs less memory and gives the
-same gradients, and no tensor outlives the pass."""
+"""What layers keep for the backward pass: less memory, the same gradients, and nothing after it."""
 
 import gc
 
@@ -92,7 +91,7 @@ def test_levels_keep_less_and_nothing_stays(alone, tmp_path, family):
 
 @pytest.mark.parametrize("level", list(SaveLevel))
 def test_a_step_that_fails_leaves_nothing(alone, tmp_path, monkeypatch, level):
-    """A step that ran out of memory can then begin again with layers that keep less."""
+    """So a step that ran out of memory can begin again with layers that keep less."""
     policy = make(tmp_path, "qwen3")
     keep(policy, *[level] * 3)
     backward(policy)
@@ -111,15 +110,14 @@ def test_a_step_that_fails_leaves_nothing(alone, tmp_path, monkeypatch, level):
         with pytest.raises(torch.OutOfMemoryError):
             backward(policy)
         policy.zero_grad()
-        # torch holds the failed pass's gradients until the next pass.
+        # Torch holds the failed pass's gradients until the next.
         torch.ones(1, requires_grad=True).sum().backward()
         gc.collect()
         assert live() == 0
 
 
 def test_the_levels_that_a_budget_allows():
-    """The number of layers (of four) that keep everything, and the number that keep the attention
-    block."""
+    """How many of four layers keep everything, and how many the attention block."""
     budgets = {360: (4, 0), 359: (3, 1), 160: (1, 2), 59: (0, 0), -1: (0, 0)}
     assert {
         budget: choose_levels(SavedBytes(10, 30, 90), 4, budget) for budget in budgets
@@ -127,7 +125,7 @@ def test_the_levels_that_a_budget_allows():
 
 
 def test_a_rank_that_has_no_room_for_one_whole_layer_chooses_too(alone, tmp_path, monkeypatch):
-    """The other ranks wait for the choice of this rank."""
+    """The other ranks wait for its choice."""
 
     def no_room(*_):
         raise torch.OutOfMemoryError

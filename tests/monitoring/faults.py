@@ -1,5 +1,4 @@
-"""Faults. Each fault changes some series of a stack, and names the alerts that fire and their
-times."""
+"""Faults: each one changes some series of a stack, and says which alerts fire when."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,7 +68,7 @@ def since(begin: int, value: float, before: float | None = 0.0) -> Value:
 
 
 def growing(begin: int, per_minute: float) -> Value:
-    """0 until minute `begin`, then `step` more each minute."""
+    """0, and from minute `begin` on so much more each minute."""
     return lambda minute: per_minute * max(minute - begin, 0)
 
 
@@ -383,7 +382,7 @@ fault(
     {20: NONE, 28: {"TandemTorchAllocRetries"}},
     setting("trainer", "tandem_torch_memory_alloc_retries_total", growing(20, 1), **RANK_0),
 )
-# Warm-up, which does not count as drift, then 10 MiB a minute.
+# Warm-up, which is no drift, then 10 MiB a minute.
 fault(
     "vLLM's memory grows",
     idle,

@@ -1,7 +1,7 @@
-"""Small mistakes that the oracle must see. Each has the function that it replaces, and the cases
-that can show it.
+"""Mistakes that the oracle must see, those that change little: what each replaces, and which cases
+can show it.
 
-`cut_rank.BREAKS` has the mistakes of ranks that train a part of an adapter.
+`cut_rank.BREAKS` has those of ranks that train a part of an adapter.
 """
 
 import math
@@ -62,7 +62,7 @@ def not_of_the_router(self, routing, _of_probs):
 
 
 def late(self, part, *arguments):
-    """Adam uses the bias correction of the next step."""
+    """Adam's bias correction is that of the next step."""
     self.steps += 1
     UPDATE(self, part, *arguments)
     self.steps -= 1
@@ -90,7 +90,7 @@ def entropy_without_gradient(ctx, grad_logprobs, grad_entropy):
 
 
 def not_summed(self):
-    """Each rank keeps its own gradient instead of the sum."""
+    """Each rank keeps its own."""
 
 
 def summed_twice(self):
@@ -170,7 +170,7 @@ def over_heads(read, z, norm, eps):
 
 
 def of_delta_nets(kind: str = "linear_attention") -> Callable[[Case], bool]:
-    """Cases with layers of this kind."""
+    """Cases with layers of a kind."""
     return lambda case: case.family.startswith("qwen3_5") and kind in case.config["layer_types"]
 
 
@@ -183,7 +183,7 @@ def small(*families: str) -> Callable[[Case], bool]:
 
 
 def of_each_head(self, parts):
-    """The norm is computed like the norms of Qwen3's heads."""
+    """As the norms of Qwen3's heads."""
     heads = [part.unflatten(-1, (-1, self._shape.size)) for part in parts[:2]]
     inverses = [(head.square().mean(-1, keepdim=True) + self._shape.eps).rsqrt() for head in heads]
     return [one.expand_as(of).flatten(1) for one, of in zip(inverses, heads, strict=True)]
@@ -211,8 +211,7 @@ def of_gemma4(case: Case) -> bool:
 
 
 def of_gemma4_experts(case: Case) -> bool:
-    # In a model of one layer with adapters only on v, these adapters get no gradient from the
-    # experts.
+    # Of one layer the adapters before the experts get nothing from them where they are on v alone.
     return "num_experts" in case.config
 
 
@@ -282,8 +281,7 @@ def values_first(parts, mla, *rest):
 
 
 def values_widened(parts, mla, *rest):
-    """Values are read with the width of keys, so they also contain the following numbers in
-    memory."""
+    """The width of values is that of keys: the rest is what follows in memory."""
     q, k, v = MAKE_HEADS(parts, mla, *rest)
     return q, k, v.flatten(1).roll(1, -1).view(v.shape)
 
@@ -295,7 +293,7 @@ def halves(heads, cos, sin):
 
 
 def normed_together(self, latents, normalised):
-    """The norm covers the whole output of kv_a."""
+    """The norm is that of all of kv_a's output."""
     q_in, kv_in, shared = INPUTS(self, latents, normalised)
     *_, latent, _ = self._split_latents(latents)
     alone, whole = (
@@ -357,7 +355,7 @@ BREAKS = {
     "adapters' gradients are not clipped": Break(
         (AdapterOptimizer, "step", never_clipped), lambda c: c.lora
     ),
-    # Only cases that train all weights show it.
+    # Where all weights are trained.
     "norms have no gradient": Break((norm, "add_norm_gradient", nothing), full()),
     "heads' norms: RoPE is not undone": Break(
         (kernels, "head_norm_gradients", unrotated), full("qwen3")
@@ -491,7 +489,7 @@ BREAKS = {
     ),
     "gemma4: layers have no number": Break(
         (DecoderLayer, "_scaled", lambda _self, x: x),
-        # The following norm hides the factor of the last layer.
+        # The last layer's is lost in the norm that follows.
         lambda c: of_gemma4(c) and c.config["num_hidden_layers"] > 1,
     ),
     "gemma4: its number is not in the gradient": Break(
@@ -578,7 +576,7 @@ BREAKS = {
 
 
 def _shows(name: str) -> Callable[[Case], object]:
-    """The cases that show a break of `cut_rank.BREAKS`. All of them train adapters."""
+    """Which cases show a break of `cut_rank.BREAKS`; all of them train adapters."""
     first = name.partition(":")[0]
     if name.startswith("bias"):
         return lambda c: c.family == "gpt_oss" and cut(c, "tensor")

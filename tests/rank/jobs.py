@@ -37,8 +37,7 @@ STALL_SECONDS = 180.0  # on a GPU the first job compiles for a minute
 
 
 def gpu_like() -> SimpleNamespace:
-    """A stand-in for the module `device`: with it `train` rehearses on the CPU as it does on a
-    GPU."""
+    """The module `device` as `train` must see it to rehearse on the CPU, as it does on a GPU."""
     return SimpleNamespace(**vars(device) | {"is_cuda": lambda: True})
 
 
@@ -202,7 +201,7 @@ def claim(spool: Spool, job_id: str) -> schema.Job:
 
 
 def finish(spool: Spool, job: schema.Job) -> Path:
-    """Record the job's success. Returns the directory of the job's checkpoint."""
+    """Record the job's success; the directory of the checkpoint that it made."""
     step = job.spec.base_step + 1
     spool.queue.finish(job, schema.JobResult(state="succeeded", step=step, finished=time.time()))
     return spool.checkpoints.path(job.spec.run, step)
@@ -214,17 +213,17 @@ def settings() -> RankSettings:
 
 
 def run_here(spool: Spool, job_id: str, main: Main = entry.main) -> Path:
-    """Run the job's only rank in this process. Returns the directory of the job's checkpoint."""
+    """Run the job's only rank in this process; the directory of the checkpoint it made."""
     job = claim(spool, job_id)
     assert main(Attempt(spool, job_id, job.attempt), settings()) == 0, error_of(spool, job)
     return finish(spool, job)
 
 
 def fail_here(spool: Spool, job_id: str, main: Main = entry.main) -> schema.JobError:
-    """Run a job that must fail. Returns the error that the job left. The job stays running."""
+    """Run a job that must fail; the error it left. The job stays running."""
     job = claim(spool, job_id)
     assert main(Attempt(spool, job_id, job.attempt), settings()) == 1
-    parallel.destroy()  # a rank that fails exits without ending the job
+    parallel.destroy()  # a rank that fails just exits
     return error_of(spool, job)
 
 
@@ -251,8 +250,7 @@ def run_two_ranks(
 
 
 def steps_of(spool: Spool, job_id: str, *, measured: bool = True) -> list[dict[str, float]]:
-    """Metrics of each optimizer step. Without `measured` only the metrics that a repetition of the
-    job reproduces."""
+    """Metrics of each optimizer step; without `measured` only those that the same job has again."""
     steps = [event.data["metrics"] for event in spool.events.read(job_id) if event.type == "step"]
     varies = () if measured else ("seconds_", "memory_", "tokens_per_second")
     return [
@@ -262,7 +260,7 @@ def steps_of(spool: Spool, job_id: str, *, measured: bool = True) -> list[dict[s
 
 
 def first_and_last_epoch(spool: Spool, job_id: str, epochs: int) -> tuple[float, float]:
-    """The mean loss over the steps of each job."""
+    """The mean loss of the steps of each."""
     losses = [step["loss"] for step in steps_of(spool, job_id)]
     per_epoch = len(losses) // epochs
     return float(np.mean(losses[:per_epoch])), float(np.mean(losses[-per_epoch:]))
@@ -273,7 +271,7 @@ def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
 
 
 def files(checkpoint: Path) -> dict[str, bytes]:
-    """Name -> content of all files except the manifest."""
+    """Name -> content of all but the manifest."""
     names = (
         path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()
     )

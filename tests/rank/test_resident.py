@@ -1,5 +1,5 @@
-"""A resident rank makes the same checkpoints as new ranks, and reuses its state only if the state
-is still right."""
+"""A rank that stays makes the same checkpoints as new ones, and uses what it kept only where it is
+still right."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -35,8 +35,8 @@ def full(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
 def chain(
     spool: Spool, main: Callable[[Path, str, int], int], full: bool
 ) -> list[dict[str, bytes]]:
-    """Run jobs in which a resident rank continues, switches runs and reads again. Returns the files
-    of each checkpoint."""
+    """Run jobs for which a resident rank continues, switches and reads again; the files of each
+    checkpoint."""
     made = []
 
     def run(submit: Callable[..., str], name: str, job_id: str, **options: Any) -> None:
@@ -49,14 +49,13 @@ def chain(
     run(jobs.submit_sft, "a", "a3")  # the state in memory is b's
     if not full:
         with pytest.MonkeyPatch.context() as patch:
-            # this job needs new process groups
-            patch.setattr(jobs, "STALL_SECONDS", jobs.STALL_SECONDS + 1)
+            patch.setattr(jobs, "STALL_SECONDS", jobs.STALL_SECONDS + 1)  # needs new process groups
             run(jobs.submit_sft, "a", "a-other-limit")
         run(jobs.submit_sft, "other-shape", "o1")
     run(jobs.submit_sft, "a", "a4")
     newest = spool.checkpoints.newest("a")
     spool.checkpoints.rollback("a", newest - 1)
-    # Makes the newest step again. The state in memory belongs to the old version of this step.
+    # Makes the newest step again; the state in memory is that of the old one.
     run(jobs.submit_rl, "a", "a5")
     return made
 
@@ -81,8 +80,8 @@ def test_a_rank_that_stays_makes_the_checkpoints_that_new_ones_make(
 def test_the_state_in_memory_is_used_and_its_checkpoint_is_verified(
     tmp_path: Path, model: Path, full: bool
 ) -> None:
-    """Ranks do not exchange trained weights: the other ranks have closed the memory in which they
-    shared them."""
+    """Trained weights are not exchanged with ranks that have the same: these have closed their
+    memory."""
     spool, state = Spool.create(tmp_path / "spool"), RankState()
     jobs.make_run(spool, model, full=full)
     main, kept = partial(entry.main, state=state), []
@@ -108,8 +107,8 @@ def test_the_state_in_memory_is_used_and_its_checkpoint_is_verified(
 
 
 def test_another_base_model_under_the_same_name_is_built(tmp_path: Path) -> None:
-    """The model has the same weights, which are read for every job, and another configuration,
-    which is read once."""
+    """It has the same weights, which are read for every job, and another configuration, which is
+    not."""
     model = jobs.make_model(tmp_path / "model")
     losses = []
     main = entry.resident()

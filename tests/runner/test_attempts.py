@@ -1,6 +1,5 @@
-"""The runner's decisions about attempts, on an executor whose processes follow a script, with a
-simulated clock. Every order of events leads to one end, and two attempts are never unfenced at
-once."""
+"""The runner's decisions about attempts, on an executor whose processes do what a script says, with
+a clock of its own: any order of events leads to one end, and never are two attempts unfenced."""
 
 import time
 from collections import Counter
@@ -58,8 +57,7 @@ def clock() -> Iterator[Clock]:
 
 
 class Processes:
-    """An `Execution`. The attempt's ranks may go on after its end, on a host that can't be
-    reached."""
+    """An `Execution`. Its ranks may go on after its end, on a host that nobody reaches."""
 
     def __init__(self, executor: "Scripted", order: Order) -> None:
         self._executor, self._order = executor, order
@@ -118,7 +116,7 @@ class Processes:
         return Running(0.0 if since is None else self._executor.clock.now - since)
 
     def stage(self) -> None:
-        """The ranks' writes. No write creates the attempt's own directory again."""
+        """What ranks do: none of it makes the attempt's own directory again."""
         try:
             self.files.staged.mkdir()
         except FileNotFoundError:
@@ -130,7 +128,7 @@ class Processes:
             (self.files.staged / "adapter_model.safetensors").write_text(content)
 
     def commit(self, *, late: bool) -> None:
-        """Commits the staged checkpoint. `late`: the rank checked the job before it was frozen."""
+        """Commits what is staged. `late`: it looked at the job before it was frozen."""
         spool, spec = self.files.spool, self._job.spec
         try:
             spool.checkpoints.commit(
@@ -146,7 +144,7 @@ class Processes:
         self.committed = True
 
     def thaw(self) -> None:
-        """The ranks go on even if the job has ended."""
+        """The ranks go on, whatever became of the job."""
         fenced = self._executor.is_fenced(self)
         self.stage()
         self.commit(late=True)
@@ -234,7 +232,7 @@ class Scripted:
 
 
 class Racing(Checkpoints):
-    """Frozen ranks continue right after each check for the job's checkpoint."""
+    """Frozen ranks go on right after each look for the job's checkpoint."""
 
     executor: Scripted
 
@@ -254,7 +252,7 @@ def runners(
     racing: bool,
     adopting: bool = False,
 ) -> Scripted:
-    """Runs one runner after another until the job `j` has ended."""
+    """Runners, one after another, until the job `j` has its end."""
     spool = Spool(root)
     executor = Scripted(spool, iter(script), clock, ranks_end, adopting)
     if racing:
@@ -278,7 +276,7 @@ def runners(
 
 
 def ends_once(executor: Scripted, spool: Spool) -> tuple[str, Job, list[Event]]:
-    """Checks an ended job. Returns its state, record and events."""
+    """Checks a job that ended; returns its state, record and events."""
     state, ended = spool.jobs.get("j")
     events = spool.events.read("j")
     kinds = Counter(event.type for event in events)
@@ -297,7 +295,7 @@ def ends_once(executor: Scripted, spool: Spool) -> tuple[str, Job, list[Event]]:
     if made:
         content = spool.checkpoints.path("r", 1) / "adapter_model.safetensors"
         assert content.read_text() == str(ended.attempt)
-    for attempt in executor.attempts:  # at any later time
+    for attempt in executor.attempts:  # as late as one likes
         attempt.thaw()
     assert spool.events.read("j") == events
     assert (spool.checkpoints.steps("r") == [0, 1]) == made
@@ -339,7 +337,6 @@ ACTIONS = [
 ]
 
 
-@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.sampled_from(ACTIONS), max_size=25), st.booleans(), st.booleans(), st.booleans())
 # The commit of an attempt that hung comes between its end and its fence.
@@ -353,8 +350,7 @@ ACTIONS = [
 @example(["stage", "cancel", "commit", "run"], True, False, False)
 @example(["run", "stage", "kill the runner", "late", "commit", "exit 0"], True, False, True)
 @example(["run", "kill the runner", "cancel", "kill the runner", "commit"], False, True, True)
-# The ranks commit after the runner's last check before the fence. They try the commit again after
-# the fence.
+# The commit comes after the last look before the fence, and is tried after the fence.
 @example(["stage", "exit 1", "run", "run"], True, True, False)
 @example(["stage", "kill the runner", "run", "run"], True, True, False)
 def test_any_order_of_events_leads_to_one_end(
@@ -419,8 +415,8 @@ def test_a_job_that_waits_says_for_what_and_can_be_cancelled(clock: Clock) -> No
 
 
 def test_the_reasons_of_a_wait_are_events_and_a_new_runner_goes_on_with_it(clock: Clock) -> None:
-    """An unchanged reason is reported once, also across runners. A reason that changes all the time
-    is reported at longer and longer pauses."""
+    """A reason that stays is told once, by whichever runner, and one that changes all the time is
+    told at longer and longer pauses."""
     script = [*["wait"] * 400, "kill the runner", *["wait"] * 400, "stage", "commit", "exit 0"]
     state, _, events = run(script, clock, adopting=True)
     told = [event.data["reason"] for event in events if event.type == "waiting"]

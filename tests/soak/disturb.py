@@ -51,8 +51,8 @@ CLOCKS = (-400 * 86400.0, -3600.0, -90.0, 90.0, 3600.0, 400 * 86400.0)
 
 
 class Moments:
-    """Waits for a random time, or for a moment: the newest event of a job, a request or a file with
-    this name."""
+    """Waits for a random time, or until a job's newest event, a request or a file is what the
+    moment is called."""
 
     def __init__(self, root: Path, client: Client, rng: random.Random) -> None:
         self._root, self._client, self._rng = root, client, rng
@@ -67,7 +67,7 @@ class Moments:
         return "request" if program == "controller" else self._rng.choice(EVENTS)
 
     def wait(self, moment: str, longest: float, meanwhile: Callable[[], None]) -> str:
-        """Returns the moment, or "random" if it did not come within `longest` seconds. Calls
+        """What came: the moment, or "random" where it did not come within `longest` seconds. Calls
         `meanwhile`."""
         if moment == "random":
             time.sleep(self._rng.uniform(0, min(1.5, longest)))
@@ -85,7 +85,7 @@ class Moments:
         return "random"
 
     def _came(self, moment: str, known: dict[str, str]) -> bool:
-        """Whether a job that runs, or ran at the last check, has a new event of this type."""
+        """Whether a job that runs, or ran when it was last asked, has a new event of this type."""
         came = False
         active = [path.name.split(",")[-1] for path in (self._root / "jobs/active").glob("[!.]*")]
         for job in {*active, *known}:
@@ -108,7 +108,7 @@ class Strikes:
         self._later: list[tuple[float, Victim, signal.Signals]] = []
 
     def kill_container(self, victims: list[Victim]) -> bool:
-        """Signals the programs; returns whether any of them still lived."""
+        """Whether any of them still lived."""
         killed = [victim for victim in victims if victim.send(signal.SIGKILL)]
         for victim in killed:
             self._ledger.write("strike", program=victim.program, how="kill")
@@ -143,7 +143,7 @@ class Conditions:
         self.kinds = ["slow", "clocks", *(["full", "read-only"] if volume.mounted else [])]
 
     def begin(self) -> str | None:
-        """Begin a condition; returns its kind."""
+        """Begin one; its kind."""
         kind = self._rng.choice(self.kinds)
         if kind in self._now or (self.refuses_writes and kind in ("full", "read-only")):
             return None
@@ -176,7 +176,7 @@ class Conditions:
         return bool({"full", "read-only"} & self._now.keys())
 
     def end(self, *, all_now: bool = False) -> None:
-        """End the conditions whose time is over."""
+        """End those whose time is over."""
         over = [kind for kind, end in self._now.items() if all_now or time.monotonic() > end]
         for kind in over:
             del self._now[kind]
@@ -212,8 +212,7 @@ class Conditions:
 
 
 class Damage:
-    """Damages files whose damage the spool tolerates, and records it in the ledger if a job suffers
-    from it."""
+    """Damages what the spool tolerates, and says so in the ledger where a job suffers from it."""
 
     def __init__(self, root: Path, rng: random.Random, ledger: Ledger) -> None:
         self._root, self._rng, self._ledger = root, rng, ledger
@@ -229,7 +228,8 @@ class Damage:
         }
 
     def inflict(self) -> str | None:
-        """Damages a file of the first kind, in a random order, that has files. Returns the kind."""
+        """The kind of what was damaged: the first, in a random order, of which there is
+        something."""
         for kind in self._rng.sample(list(self.kinds), len(self.kinds)):
             try:
                 if self.kinds[kind]():
@@ -277,8 +277,8 @@ class Damage:
         return True
 
     def _half_an_event(self) -> bool:
-        """Writes half of a line without its end, under the job's lock, as a writer that died. More
-        events follow."""
+        """As a writer that died: under the job's lock, half of a line without its end. More events
+        follow."""
         if (path := self._some("jobs/live/[!.]*/*/[!.]*/events.jsonl")) is None:
             return False
         job = path.parent.name.split(",")[-1]
@@ -324,7 +324,7 @@ class Damage:
         return True
 
     def _staged(self) -> bool:
-        """Writes an unwanted file into an attempt's work directory."""
+        """A file that nobody wants in an attempt's work directory."""
         if (path := self._some("jobs/live/[!.]*/*/[!.]*/attempts/*")) is None:
             return False
         (path / self._rng.choice(["exits.json", "error.0.json", "error.7.json"])).write_bytes(
@@ -333,8 +333,8 @@ class Damage:
         return True
 
     def _checkpoint(self) -> bool:
-        """Damages a file of a checkpoint, and restores it from a copy after a moment. In between,
-        the job that needs the file may fail."""
+        """A file of a checkpoint, put back from a copy after a moment. Meanwhile the job that needs
+        it may fail."""
         if (path := self._some("runs/*/checkpoints/*/*")) is None or not path.is_file():
             return False
         job = re.search('"job": "(.*)"', (path.parents[0] / "manifest.json").read_text())

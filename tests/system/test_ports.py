@@ -1,4 +1,4 @@
-"""Held ports: no other program gets them, and the intended program does."""
+"""Held ports: nobody else gets them, and the program they are for does."""
 
 import socket
 from contextlib import ExitStack

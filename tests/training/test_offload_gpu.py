@@ -1,4 +1,4 @@
-"""Offloading on a GPU, in bytes: the freed memory, the restored memory, and no other memory that
+"""Offloading in bytes, on a GPU: what is given back, what comes again, and that nothing else
 stays."""
 
 import gc

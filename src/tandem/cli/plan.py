@@ -1,5 +1,5 @@
-"""`tandem plan`: the topologies that fit a model on a number of GPUs, and the expected speed of
-each."""
+"""`tandem plan`: which topologies fit a model on so many GPUs, and how fast each is expected to
+be."""
 
 from typing import Annotated, Any
 
@@ -50,7 +50,9 @@ def plan(
         int | None, typer.Option(min=1, max=1024, help="Rank of the LoRA.  \\[default: 16]")
     ] = None,
     target: Targets = None,
-    full: Annotated[bool, typer.Option("--full", help="All weights instead of a LoRA.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="All weights instead of a LoRA.")
+    ] = False,
     server_speed: Annotated[
         float | None,
         typer.Option(

@@ -244,8 +244,8 @@ class Checkpoints:
             with self._runs.lock(run):
                 manifest = self._forkable(run, step, new)
                 files = {
-                    name: opened.enter_context(self._open(run, step, name, entry.size))
-                    for name, entry in manifest.files.items()
+                    name: opened.enter_context(self._open(run, step, name))
+                    for name in manifest.files
                 }
             origin = Origin(run=run, step=step)
             details = manifest.model_dump(include={"topology", "versions", "metrics", "probe"})
@@ -281,10 +281,9 @@ class Checkpoints:
                 self.verify(run, manifest.step)  # if the source is damaged, this error names it
             raise
 
-    def _open(self, run: str, step: int, name: str, size: int) -> IO[bytes]:
+    def _open(self, run: str, step: int, name: str) -> IO[bytes]:
         try:
-            # a longer file is damaged, and would be copied whole
-            return open_plain(self.path(run, step) / name, most=size)
+            return open_plain(self.path(run, step) / name)
         except (FileNotFoundError, NotPlainError):
             self.verify(run, step)
             raise

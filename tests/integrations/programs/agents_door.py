@@ -1,5 +1,5 @@
-"""OpenAI's Agents SDK, whose agents use the Responses API, through the rollout door: a tool, then
-an answer, whole and as a stream."""
+"""OpenAI's Agents SDK, whose agents speak Responses, through the rollout door: a tool, then an
+answer; at once and as a stream."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""The old API of verifiers, through the rollout door: its outputs can be trained."""
+"""The old API of verifiers, through the rollout door: its outputs train."""
 
 import asyncio
 import os

@@ -37,7 +37,7 @@ class SampledModel(NamedTuple):
 
     @property
     def model(self) -> str:
-        """The model's name in requests to vLLM."""
+        """vLLM's name of the model."""
         return BASE_MODEL_NAME if self.run is None else f"{self.run}@{self.step}"
 
 

@@ -1,0 +1,142 @@
+"""The chart's output for named values, as files that a reviewer reads.
+
+`golden/NAME.values.yaml` are values, or those of a file of that name beside the chart, and
+`golden/NAME.yaml` is all that the chart renders with them. After a change of the chart,
+`PYTHONPATH=tests python -m helm.goldens` writes the files anew. They leave out what changes without
+the chart: its version, digests of templates, and what is equal to a file in images/.
+"""
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from helm import charts
+from helm.charts import CHART, NAMESPACE, NEWEST, Object, Rendered
+from monitoring.dashboards import metrics
+
+DIRECTORY = Path(__file__).parent / "golden"
+COMMAND = "PYTHONPATH=tests python -m helm.goldens"
+FILES = {path.name.removesuffix(".values.yaml"): path for path in DIRECTORY.glob("*.values.yaml")}
+FILES |= {path.stem: path for path in (CHART / "examples").glob("*.yaml")}
+FILES["cpu"] = CHART / "values-cpu.yaml"
+NAMES = sorted(FILES)
+IMAGES = CHART.parents[1] / "images"
+VERSION = charts.load(CHART / "Chart.yaml")["version"]
+SECRETS = {key: f"{key}-9f2b7c4151d0aa87" for key in ("api_key", "admin_token", "hf_token")}
+SECRET: Object = {
+    "apiVersion": "v1",
+    "kind": "Secret",
+    "metadata": {"name": "a-tandem", "namespace": NAMESPACE},
+    "data": {key: base64.b64encode(text.encode()).decode() for key, text in SECRETS.items()},
+}
+"""Templates may look it up, and must not write its values."""
+
+
+class _Texts(yaml.CSafeDumper):
+    """Writes texts of several lines as blocks, and no anchors."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _text(dumper: yaml.Dumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    )
+
+
+_Texts.add_representer(str, _text)
+
+
+@cache
+def values(name: str) -> dict[str, Any]:
+    return charts.load(FILES[name])
+
+
+@cache
+def value(name: str, path: str) -> Any:
+    """A value of a golden; its default where the golden does not set it."""
+    node = charts.merged(charts.defaults(), values(name))
+    for part in path.split("."):
+        node = node.get(part)
+    return node
+
+
+@cache
+def rendered(name: str, release: str = "a", version: str = NEWEST) -> Rendered:
+    given = values(name)
+    if version != NEWEST and given.get("gpuMode") == "shared":
+        # Claims need Kubernetes 1.34.
+        given = charts.merged(given, {"shared": {"via": "resource"}})
+    return charts.render(given, version, (SECRET,), release=release)
+
+
+@cache
+def rules() -> list[Object]:
+    """The groups of rules in images/ as a release `a` has them: each metric is of its namespace,
+    and those of kube-state-metrics are of its pods."""
+    groups = yaml.safe_load((IMAGES / "prometheus/rules/tandem.yml").read_text())["groups"]
+    for rule in (rule for group in groups for rule in group["rules"]):
+        names, own = "|".join(metrics(rule["expr"])), f'namespace="{NAMESPACE}"'
+        expr = re.sub(rf"(?<![\w:])({names})(?![\w:])", rf"\1{{{own}}}", rule["expr"])
+        rule["expr"] = expr.replace(f"{own}}}{{", f"{own},")
+    text = (IMAGES / "prometheus/rules/kubernetes.yml").read_text()
+    text = text.replace('namespace=~".+"', f'namespace="{NAMESPACE}"')
+    return groups + yaml.safe_load(text.replace('pod=~".+-(', 'pod=~"a-tandem-('))["groups"]
+
+
+def _differences(groups: list[Object]) -> Iterator[Object]:
+    """What groups of rules change of those in images/."""
+    named = [
+        {rule.get("alert") or rule["record"]: rule for group in some for rule in group["rules"]}
+        for some in (groups, rules())
+    ]
+    for name in sorted(named[0].keys() | named[1].keys()):
+        now, was = named[0].get(name), named[1].get(name)
+        if now is None or was is None:
+            yield {name: "not in images/" if now else "left out"}
+        elif now != was:
+            yield {name: {key: now[key] for key in now if now[key] != was.get(key)}}
+
+
+def _shown(obj: Object) -> Object:
+    """An object without what is equal to a file in images/, and with JSON opened."""
+    obj = json.loads(json.dumps(obj))
+    if obj["kind"] == "PrometheusRule":
+        obj["spec"] = {"as images/prometheus/rules, but": list(_differences(obj["spec"]["groups"]))}
+    template = obj.get("spec", {}).get("template", {}).get("metadata", {}).get("annotations", {})
+    if "tandem/job-template" in template:
+        template["tandem/job-template"] = "DIGEST"
+    for key, text in obj.get("data", {}).items() if obj["kind"] == "ConfigMap" else ():
+        for path in (IMAGES / "grafana/dashboards").glob("*.json"):
+            if text.encode() == path.read_bytes():
+                obj["data"][key] = f"as {path.relative_to(IMAGES.parent)}"
+        if key == "job.json":
+            obj["data"][key] = json.loads(text)
+    return obj
+
+
+def text(name: str) -> str:
+    """The content of a golden: its objects by kind and name, then the notes."""
+    found = rendered(name)
+    objects = sorted(map(_shown, found.objects), key=lambda o: (o["kind"], o["metadata"]["name"]))
+    documents = [*objects, {"notes": found.notes}]
+    made = yaml.dump_all(
+        documents, Dumper=_Texts, sort_keys=False, width=118, default_flow_style=None
+    )
+    return made.replace(VERSION, "VERSION")
+
+
+def main() -> None:
+    for name in NAMES:
+        (DIRECTORY / f"{name}.yaml").write_text(text(name))
+
+
+if __name__ == "__main__":
+    main()
