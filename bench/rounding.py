@@ -95,7 +95,7 @@ def by_trainer(policy: Policy, sequences: Sequences) -> torch.Tensor:
 
 @contextlib.contextmanager
 def in_float32(part: str) -> Iterator[None]:
-    """Within it the trainer's linear layers, norms, rotation or head do not round `part`."""
+    """Within the block the trainer computes `part` (one of `PARTS`) in float32."""
     norm, rotate = kernels.rms_norm, attention.rotation
 
     def product(

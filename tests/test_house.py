@@ -103,7 +103,8 @@ def test_light_programs_stay_light(module, forbidden):
 
 
 def module_name(path: Path) -> str:
-    """`tandem.…` of a file, without the leading `tandem.`; a package's for its `__init__.py`."""
+    """A source file's module name without the leading `tandem.`; an `__init__.py` has its package's
+    name."""
     parts = path.relative_to(SOURCE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

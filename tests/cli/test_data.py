@@ -208,7 +208,8 @@ def test_route(server):
 def test_training_names_the_line_that_is_refused(
     tandem, server, tmp_path, options, broken, line, problem
 ):
-    """By the command's own checks, before any job of a chain is made, and by the template."""
+    """The command's own checks refuse one line before any job of a chain is made; the chat template
+    refuses the other."""
     small = ("--batch-size", "2", "--checkpoint-every", "1") if line == 13 else ()
     records = [{"messages": [ASK, {"role": "assistant", "content": f"yes {i}"}]} for i in range(20)]
     records[line - 1] = {"messages": [broken]}

@@ -1,4 +1,5 @@
-"""What a Job's, its pods' and Kueue's words mean for an attempt, by a clock of the tests' own."""
+"""The state of an attempt follows from the status of its Kubernetes Job, its pods and Kueue.
+The tests set the clock."""
 
 from typing import Any
 

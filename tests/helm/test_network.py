@@ -42,7 +42,8 @@ FULLNAMES = {"existing": "v123", "every-value": "a-1122"}
 
 
 class World:
-    """Pods and policies of a golden and of a release b with the default values; strangers."""
+    """The pods and policies of two releases: a golden, and `b` with the default values.
+    `STRANGERS` are pods of neither."""
 
     def __init__(self, name: str) -> None:
         releases = goldens.rendered(name), goldens.rendered("defaults", release="b")

@@ -43,7 +43,8 @@ def chart_containers(pod: Object) -> list[Object]:
 
 @GOLDENS
 def test_pods_are_restricted(name):
-    runs_as = {"runAsUser": 2000, "runAsGroup": 0, "fsGroup": 0}
+    user = value(name, "podSecurity.runAsUser")
+    runs_as = {"runAsUser": user, "runAsGroup": 0, "fsGroup": 0}
     expected = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     if not value(name, "podSecurity.assignedUser"):
         expected |= runs_as
@@ -192,8 +193,8 @@ def test_no_volume_is_mounted_inside_another_and_images_can_write_their_own_file
 
 @GOLDENS
 def test_pods_share_a_node_if_a_volume_is_for_one_and_one_of_them_chooses_it(name):
-    """The others follow the one that is hardest to place and has a pod. Test pods attract
-    nobody."""
+    """Pods follow the pod of one component: among components that have a pod, the hardest to place.
+    Test pods attract nobody."""
     together = "ReadWriteOnce" in (
         value(name, "data.accessMode"),
         value(name, "cache.type") == "claim" and value(name, "cache.accessMode"),

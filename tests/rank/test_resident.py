@@ -107,8 +107,8 @@ def test_the_state_in_memory_is_used_and_its_checkpoint_is_verified(
 
 
 def test_another_base_model_under_the_same_name_is_built(tmp_path: Path) -> None:
-    """It has the same weights, which are read for every job, and another configuration, which is
-    not."""
+    """The second model has the same weights and another configuration. A rank that stays reads
+    the weights for every job, and the configuration only once."""
     model = jobs.make_model(tmp_path / "model")
     losses = []
     main = entry.resident()

@@ -252,6 +252,6 @@ def test_ctrl_c_and_the_end_wait_for_no_rollout(kind: str) -> None:
     if kind != "ends":
         process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=30)
-    assert time.monotonic() - began < 8  # 1.5 s, on a machine that does other things
+    assert time.monotonic() - began < 8  # 1.5 s were measured on a busy machine
     assert process.returncode == (0 if kind == "ends" else 130)
     assert ("stopped" in printed) == (kind == "blocks")

@@ -116,7 +116,8 @@ class Processes:
         return Running(0.0 if since is None else self._executor.clock.now - since)
 
     def stage(self) -> None:
-        """What ranks do: none of it makes the attempt's own directory again."""
+        """Writes an adapter into `staged`, as ranks do. The directory of a fenced attempt is not
+        made again."""
         try:
             self.files.staged.mkdir()
         except FileNotFoundError:

@@ -12,6 +12,6 @@ no code with Tandem.
 import sys
 from pathlib import Path
 
-# A program that is run finds the tests' modules as pytest does (`pythonpath` in pyproject.toml).
+# `python -m tests.soak` finds the tests' modules as pytest does, by `pythonpath` in pyproject.toml.
 _TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(_TESTS), str(_TESTS.parent / "examples")]

@@ -50,9 +50,7 @@ def plan(
         int | None, typer.Option(min=1, max=1024, help="Rank of the LoRA.  \\[default: 16]")
     ] = None,
     target: Targets = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="All weights instead of a LoRA.")
-    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="All weights instead of a LoRA.")] = False,
     server_speed: Annotated[
         float | None,
         typer.Option(

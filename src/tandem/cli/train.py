@@ -239,7 +239,7 @@ def job(
     ] = Wait.SERVED,
     json: Json = False,
 ) -> None:
-    """Train a run by one job of yours, which makes its next step.
+    """Submit one job, which makes the next step of a run.
 
     FILE is one of: [bold]JSON lines[/bold] (or a JSON array), where each line is an example for SFT
     ({"messages": [...]}), a pair for DPO ({"prompt": ..., "chosen": ..., "rejected": ...}) or a

@@ -63,7 +63,7 @@ class SequenceText:
     text: str
     # The trained characters [start, end), and the name of each span in errors.
     spans: list[tuple[int, int, str]]
-    marked: bool = False  # whether marks of the chat template enclose `spans`
+    marked: bool = False  # whether `{% generation %}` blocks of the chat template enclose `spans`
     lead: list[int] = field(default_factory=list)  # tokens before the text
 
 

@@ -172,8 +172,8 @@ class TrainingSessions:
             fs.write_json_atomic(path, record)
 
     def run_name(self, session: str, number: int) -> str:
-        """The name of the run of the session's model `number`. The run's `RunSpec.session` refers
-        to the session."""
+        """The name of the run that belongs to model `number` of the session. The run's
+        `RunSpec.session` refers to the session."""
         self._paths.session_dir(session)
         return f"{session}-train-{number}"
 

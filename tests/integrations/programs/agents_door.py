@@ -1,5 +1,5 @@
-"""OpenAI's Agents SDK, whose agents speak Responses, through the rollout door: a tool, then an
-answer; at once and as a stream."""
+"""OpenAI's Agents SDK, which uses the Responses API, through `/rollout/v1`: a tool call, then an
+answer; once without streaming and once with it."""
 
 import asyncio
 import sys

@@ -65,7 +65,7 @@ class AdapterCopies:
         self.usage_file = self._directory / "used.json"
 
     def has(self, path: str) -> bool:
-        """Whether `path` is in the directory of copies, whether it exists or not."""
+        """Whether `path` lies in the directory of copies. The path need not exist."""
         return Path(path).parent == self._directory
 
     def path(self, name: str, manifest: Manifest, run: RunSpec) -> Path:

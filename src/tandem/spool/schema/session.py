@@ -1,5 +1,5 @@
-"""Records of sessions, whose clients train by single calls: the sessions, their requests and the
-results."""
+"""Records of sessions, their requests and the results. A session's client asks for one pass,
+optimizer step or save at a time, not for whole jobs."""
 
 from typing import Annotated, Literal
 
