@@ -85,8 +85,8 @@ class Moments:
         return "random"
 
     def _came(self, moment: str, known: dict[str, str]) -> bool:
-        """Whether the newest event of a job that runs, or ran at an earlier call, is new and of type
-        `moment`."""
+        """Whether the newest event of a job that runs, or ran at an earlier call, is new and of
+        type `moment`."""
         came = False
         active = [path.name.split(",")[-1] for path in (self._root / "jobs/active").glob("[!.]*")]
         for job in {*active, *known}:
