@@ -160,6 +160,8 @@ def test_a_selector_selects_the_pods_of_one_component_of_its_release(name):
     releases = [rendered(name), rendered(name, "b")]
     pods = [pod["metadata"]["labels"] for one in releases for pod in one.pods()]
     assert all({NAME, INSTANCE, COMPONENT} <= labels.keys() for labels in pods)
+    workloads = [one for one in map(component, releases[0].pods()) if one != "test"]
+    assert len(set(workloads)) == len(workloads)
     monitored = 0
     for obj in releases[0].objects:
         selector = obj.get("spec", {}).get("selector")
