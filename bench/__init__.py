@@ -1,2 +1,2 @@
-"""Benchmarks. `python -m bench` runs those that need no GPU; what is compared is measured in the
-same run."""
+"""Benchmarks. Benchmarks. `python -m bench` runs the benchmarks that need no GPU. Compared figures
+are measured in the same run."""

@@ -1,4 +1,5 @@
-"""Runs the benchmarks that need no GPU; raw rows go to bench/results/, which is what docs quote."""
+"""Runs the benchmarks that need no GPU; raw rows go to bench/results/, and the documents quote
+these rows."""
 
 from bench import claims, restart
 

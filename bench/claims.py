@@ -1,5 +1,5 @@
-"""What jobs cost when there are many: a controller over HTTP and a runner's claims, on spools of
-several sizes.
+"""The cost of jobs on a spool with many jobs: a controller over HTTP and a runner's claims, on
+spools of several sizes.
 
     python -m bench.claims [--queued 10 1000 20000] [--ended 20000] [--runs 8] [--submissions 300]
     [--claims 100]
@@ -7,8 +7,8 @@ several sizes.
                           checkpoints streams]
 
 Each size has a spool of its own, filled with copies of one small RL job (8 trajectories of 16
-tokens), and a controller process of its own; clients and claims run in this process, so both share
-the machine's cores, also with whatever else runs there: `load` is the machine's load average at
+tokens), and a controller process of its own; clients and claims run in this process. They share the
+machine's cores with each other and with other programs: `load` is the machine's load average at
 that moment, and CPU times depend on it least. `between two jobs`: from the call that ends a job to
 the next one being claimed.
 """
@@ -56,7 +56,7 @@ def timed(times: int, action: Callable[[], object]) -> list[float]:
 async def submissions(
     controller: Controller, count: int, clients: int, runs: int
 ) -> tuple[list[float], float]:
-    """The seconds of each submission by `clients` at once, and of all."""
+    """The seconds of each submission by `clients` at once, and of all submissions together."""
     seconds: list[float] = []
     numbers = iter(range(count))
 
@@ -85,7 +85,8 @@ def ask_health(url: str, parent: Connection) -> None:
 
 
 def crowd(controller: Controller, clients: int, runs: int) -> tuple[list[float], list[float]]:
-    """`clients` submit one job each at one moment: their seconds, and those of /healthz meanwhile.
+    """`clients` submit one job each at one moment. Returns their seconds, and the seconds of
+    concurrent requests to /healthz.
 
     Another process asks /healthz, because this one is as busy as the controller.
     """
@@ -104,7 +105,7 @@ def crowd(controller: Controller, clients: int, runs: int) -> tuple[list[float],
 
 @contextlib.contextmanager
 def syncs() -> Iterator[list[float]]:
-    """The seconds of each fsync of this process: what the volume takes."""
+    """The seconds of each fsync of this process, which the volume needs."""
     seconds: list[float] = []
     real = os.fsync
     os.fsync = lambda fd: seconds.extend(timed(1, lambda: real(fd)))  # type: ignore[assignment]
@@ -147,8 +148,8 @@ def claims(spool: Spool, count: int) -> dict[str, float]:
 
 
 def collected(spool: Spool) -> float:
-    """Milliseconds of a second collection by the collectors of jobs; the first reads what there
-    is."""
+    """Milliseconds of a second collection by the collectors of jobs. The first collection reads all
+    existing jobs."""
     collectors = (QueueCollector(lambda: spool), JobsCollector(lambda: spool))
 
     def collect() -> None:
@@ -169,7 +170,7 @@ def measure_jobs(queued: int, options: argparse.Namespace) -> dict[str, Any]:
         for number in range(options.runs):  # the base step from which the copies go on
             tandem.train(f"run-{number}", request(number))
         fill(spool, job, "queued", max(0, queued - options.runs), options.runs)
-        os.sync()  # or the syncs that are measured would write the copies
+        os.sync()  # otherwise the measured syncs would write the copies
         time.sleep(3)  # directories settle
         tandem.get_run("run-0")
         row: dict[str, Any] = {"queued": queued, "ended": options.ended}

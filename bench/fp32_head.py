@@ -1,4 +1,5 @@
-"""The head in float32, in the trainer, in vLLM and in both: how far their log-probs differ.
+"""The difference of log-probs between trainer and vLLM with the head in float32 in the trainer, in
+vLLM and in both.
 
     python -m bench.fp32_head --model DIRECTORY --adapters ROOT [--every 10] [--device cpu]
 

@@ -1,5 +1,5 @@
-"""What exporter and `tandem memory` say of many ranks beside nvidia-smi, and what `kill -9` of one
-rank leaves.
+"""Compares the numbers of exporter and `tandem memory` about many ranks with nvidia-smi, and checks
+the memory after `kill -9` of one rank.
 
     python -m bench.many_ranks [--ranks 4] [--tensor-parallel 2] [--launch fork] [--device cuda]
     [--out DIR]
@@ -195,7 +195,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def differences(trainer: Trainer, gpus: Gpus, pids: list[int], number: int) -> list[str]:
-    """What the exporter, nvidia-smi and the ranks' own pids do not agree in, while a job trains."""
+    """The differences between the exporter, nvidia-smi and the ranks' own pids while a job
+    trains."""
     before, page, after, of_gpu = (
         gpus.used(),
         trainer.page(f"training-{number}"),
@@ -232,7 +233,8 @@ def differences(trainer: Trainer, gpus: Gpus, pids: list[int], number: int) -> l
 
 
 def watched_job(trainer: Trainer, gpus: Gpus, epochs: int) -> dict[str, Any]:
-    """A job to its end: how many looks at it agreed, and the ranks and bytes of `tandem memory`."""
+    """Runs a job to its end. Returns the number of comparisons that agreed, and the ranks and bytes
+    of `tandem memory`."""
     empty = gpus.used()
     job = train(trainer.client, epochs)
     first_step(trainer.client, job)

@@ -1,4 +1,4 @@
-"""What a page of `GET /v1/runs` costs when there are many runs.
+"""The cost of a page of `GET /v1/runs` on a spool with many runs.
 
     python -m bench.many_runs [--runs 20000] [--limit 200] [--pages 20]
 

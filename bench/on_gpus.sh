@@ -71,8 +71,8 @@ learned() {  # NAME WAY...: yes/no/maybe by each way in which weights travel, on
     done
 }
 
-# vLLM starts only where nobody else has memory of its GPU, and a trainer's job fails where another program's memory
-# grows meanwhile. So whatever starts vLLM again, or shares a GPU, has that GPU for itself.
+# vLLM starts only on a GPU that no other program uses, and a trainer's job fails if another program's memory grows
+# during the job. So a part that starts vLLM again, or shares a GPU, has that GPU for itself.
 merged() {
     local faults="python3 -m pytest -v -s --tb=short --durations=0 -p no:cacheprovider --all-cases"
     if named swap; then

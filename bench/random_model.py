@@ -1,5 +1,5 @@
-"""Writes models of random bf16 weights fast: shapes of tens of gigabytes in seconds, where the
-volume takes them."""
+"""Writes models of random bf16 weights fast: shapes of tens of gigabytes in seconds, if the volume
+is fast enough."""
 
 import json
 import os
@@ -20,7 +20,7 @@ THREADS = 16
 
 
 def write_random_model(directory: Path, config: dict[str, Any], device: str) -> Path:
-    """`config.json` and shards, kept where they are there already. Written by another process, so
+    """Makes `config.json` and shards, unless they exist already. Written by another process, so
     that this one holds no GPU memory."""
     if not (directory / "model.safetensors.index.json").exists():
         directory.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ def report(name: str, title: str, rows: list[dict[str, Any]]) -> None:
         table.add_row(
             *(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values())
         )
-    # A table that is too wide for where it is printed loses its columns there, not here.
+    # The table is not cut to the terminal's width here.
     Console(width=None if sys.stdout.isatty() else 40 + 14 * len(rows[0])).print(table)
     RESULTS.mkdir(exist_ok=True)
     machine = {

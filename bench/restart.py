@@ -1,5 +1,5 @@
-"""What exit-after-job costs: the same jobs through the runner under each way to start ranks, on
-GPUs.
+"""The cost of ranks that exit after each job: the same jobs through the runner with each launcher,
+on GPUs.
 
     python -m bench.restart [--shape qwen3-8b] [--jobs 4] [--ways torchrun fork resident]
                             [--ranks 1] [--tensor-parallel 1] [--gpus 0 1 2] [--side-by-side] [--out
@@ -218,8 +218,8 @@ def measure(
     options: argparse.Namespace,
     entry: str = DEFAULT_ENTRY,
 ) -> dict[str, Any]:
-    """All jobs in a row in one way: one dict of seconds per job, the losses, and a digest of each
-    job's adapter."""
+    """Runs all jobs one after another with one launcher. Returns a dict of seconds per job, the
+    losses, and a digest of each job's adapter."""
     spool, arch = Spool.create(root), read_arch(str(model))
     # Of a mixture of experts, attention alone, as the controller would have it.
     targets = [
@@ -322,8 +322,8 @@ def host_memory(runner: int) -> dict[str, float]:
 
 
 def growth(stays: list[dict[str, float]]) -> dict[str, float]:
-    """What stays after the last job, and how much more that is than after the second: the first may
-    fill caches."""
+    """The memory that stays after the last job, and its growth since the second job; the first job
+    may fill caches."""
     first, last = stays[min(1, len(stays) - 1)], stays[-1]
     found = {"left MiB": max(each["device MiB"] for each in stays)}
     for name in ("device MiB", "host MiB", "shm MiB", "open files"):

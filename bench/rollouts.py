@@ -1,4 +1,5 @@
-"""How fast `tandem rl` samples, beside the client of vLLM's own benchmark on the same server.
+"""The sampling speed of `tandem rl`, compared with the client of vLLM's own benchmark on the same
+server.
 
     python -m bench.rollouts http://127.0.0.1:8000 [--model my-run@1] [--in-flight 256 1024]
                              [--tokens 24 512] [--turns 1 3] [--answers 4] [--repeat 2] [--name N]
@@ -6,10 +7,10 @@
 
 URL is a vLLM's, its key is in TANDEM_API_KEY or TANDEM_API_KEY_FILE. The model is the first step
 that vLLM lists. One side is `Environment.play` with the `Sampler` of `tandem rl`, without training:
-each conversation is a session of the rollout door. The other is the function with which
-`vllm bench serve` sends chat completions, which asks for no log-probs and reads a stream. Both play
-the same conversations at temperature 1: the first message is a task of its own, each later one asks
-for more, and an answer has at most `--tokens` tokens; the model may end it sooner. `--in-flight`
+each conversation is a session of the rollout door. The other is the function with which `vllm
+bench serve` sends chat completions, which asks for no log-probs and reads a stream. Both play the
+same conversations at temperature 1: the first message is a task of its own, each later one asks for
+more, and an answer has at most `--tokens` tokens; the model may end it sooner. `--in-flight`
 conversations run at once, `--answers` times as many in all, each side in a process of its own, in
 turn. A round of `--in-flight` conversations before each opens the connections and is not counted.
 `of vLLM's` is the rate of answers as a share of that of vLLM's client; `server CPU ms`: of vLLM's

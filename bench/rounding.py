@@ -172,7 +172,7 @@ def train(model: str, root: Path, sequences: Sequences, steps: int, rate: float)
 def scores(
     model: str, adapter: Path, policy: Policy, sequences: Sequences, parts: tuple[str, ...]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The log-probs under one adapter, by each way."""
+    """Yields each implementation's name and its log-probs under one adapter."""
     policy.load_adapter(adapter)
     yield PEFT, by_transformers(model, adapter, BF16, sequences)
     yield TRAINER, by_trainer(policy, sequences)

@@ -1,4 +1,5 @@
-"""The cost of a session's calls beside a job's own step, and what its ranks leave.
+"""The cost of a session's calls compared with a job's own step, and the memory that its ranks
+leave.
 
     python bench/sessions.py --model DIR [--shape qwen3-8b] [--calls 50] [--row 4096]
                              [--device cuda] [--gpu 0] [--out DIR]

@@ -1,5 +1,5 @@
-"""What a new checkpoint costs those who sample: the stall of running requests, and the time until
-it is served.
+"""The cost of a new checkpoint for sampling clients: the stall of running requests, and the time
+until the checkpoint is served.
 
     python -m bench.swap [--shape qwen3-8b] [--ways merge-device nccl-device adapter] [--requests
     64] [--swaps 8]
@@ -402,7 +402,7 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(ways: list[str], model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Ways that one vLLM serves."""
+    """Groups of ways that one vLLM can serve."""
     name, (transport, _, copy) = "+".join(ways), ways[0].partition("-")
     started, rows = time.monotonic(), []
     with server(name, transport, copy, model, options) as vllm:

@@ -179,11 +179,12 @@ class Case:
     settings: dict[str, int] = field(default_factory=dict)
     ranks: int = 2
     row: int = 8192
-    tree: bool = False  # each row is one group of answers to a prompt, else one sequence
+    # whether each row is one group of answers to a prompt; otherwise each row is one sequence
+    tree: bool = False
     full: bool = False
     steps: int = STEPS
-    rows: int = ROWS  # of a step, over all ranks
-    cancelled: bool = False  # behind its steps
+    rows: int = ROWS  # rows of a step, over all ranks
+    cancelled: bool = False  # the job is cancelled after its steps
 
 
 CASES = {
@@ -260,8 +261,8 @@ CASES = {
 
 
 def submit(spool: Spool, job_id: str, vocabulary: int, case: Case) -> None:
-    """Queue one job of the case's optimizer steps, and one more where it is cancelled behind
-    them."""
+    """Queue one job with the case's optimizer steps. A job that is cancelled after these steps gets
+    one more step."""
     rng = np.random.default_rng(0)
 
     def tokens(count: int) -> list[int]:
@@ -308,8 +309,9 @@ def submit(spool: Spool, job_id: str, vocabulary: int, case: Case) -> None:
 
 
 def gpu_memory() -> int:
-    """Bytes of GPU 0, by nvidia-smi: the runner waits while another process holds memory on a GPU
-    of the trainer. On a machine without GPUs those of an H100."""
+    """Memory of GPU 0 in bytes; 80 GiB, as on an H100, on a machine without GPUs. nvidia-smi
+    measures it, because this process must not hold memory on the trainer's GPUs: the runner would
+    wait."""
     if not torch.cuda.is_available():
         return 80 * 2**30
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
@@ -329,7 +331,7 @@ def lora_of(case: Case, arch: Arch) -> LoraShape | None:
 
 
 def cancel_after(steps: int, spool: Spool, job: str, log: Path) -> None:
-    """Wait for so many of a job's steps, and cancel the rest."""
+    """Wait for this number of a job's steps, then cancel the job."""
     end = time.monotonic() + 300
     while sum(event.type == "step" for event in spool.events.read(job)) < steps:
         assert time.monotonic() < end, log.read_text()[-3000:]

@@ -82,7 +82,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def shape_of(row: str) -> tuple[list[int], int]:
-    """(lengths of the sequences, tokens that they would be one by one)."""
+    """(the lengths of the sequences, the number of tokens without sharing)."""
     if row == "tree":
         return [2048 + 16 * 512], 16 * (2048 + 512)
     count, _, length = row.rpartition("x")
@@ -91,7 +91,7 @@ def shape_of(row: str) -> tuple[list[int], int]:
 
 
 def model_flops(arch: Arch, lengths: list[int], trainable: str) -> float:
-    """Of one forward and backward pass; see the module's text."""
+    """The FLOPs of one forward and backward pass; see the module's docstring."""
     hidden, tokens = arch.hidden_size, sum(lengths)
     mlp = 3 * hidden * arch.ffn_hidden_size
     if arch.moe:

@@ -1,4 +1,5 @@
-"""Verification of right and wrong weights: how many right are refused, how many wrong accepted.
+"""Verification of right and wrong weights: the numbers of refused right weights and accepted wrong
+weights.
 
     python -m bench.verification --spool ROOT --run RUN --other OTHER --model DIRECTORY
 

@@ -95,7 +95,7 @@ class Sums:
         return {**self.answer(""), "tool_calls": calls}
 
     def answer(self, content: object) -> Message:
-        """With the template's tools, with a thought, as of a model that thinks."""
+        """Messages with the template's tools and with a thought, like those of a thinking model."""
         thought = {"reasoning": "hm"} if self.options else {}
         return {"role": "assistant", "content": str(content), **thought}
 
@@ -139,7 +139,7 @@ if __name__ == "__main__":
     parser.add_argument("--guess-every", type=int, default=1)
     parser.add_argument("--tools", action="store_true", help="as the config's tools = true")
     options = parser.parse_args()
-    # Another seed than that of the tasks of RL.
+    # The seed differs from the seed of RL's tasks.
     sums = Sums(options.largest, options.terms, options.count, seed=1, tools=options.tools)
     for example in sums.sft_examples(options.guess_every):
         print(json.dumps(example))

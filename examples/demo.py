@@ -77,7 +77,7 @@ def wait_ready(
     deadline = time.monotonic() + timeout
     waiting = list(urls)
     while waiting:
-        # Only a stack that runs is asked: whoever else might answer in its place is not it.
+        # Only a running stack is asked, because another program might answer at its address.
         if process.poll() is None:
             try:
                 if httpx.get(waiting[0], timeout=5, trust_env=False).status_code == 200:
@@ -97,8 +97,8 @@ def wait_ready(
 
 
 def gpus_of_both(device: str) -> dict[str, str]:
-    """Variables that give trainer and vLLM a GPU each, or have them share the only one; none where
-    the caller's environment says it."""
+    """Variables that give trainer and vLLM a GPU each, or have them share the only one; empty if
+    the caller's environment already sets them."""
     names = ("TANDEM_GPU_MODE", "TANDEM_TRAINER_DEVICES", "TANDEM_INFERENCE_DEVICES")
     if device == "cpu" or any(name in os.environ for name in names):
         return {}

@@ -27,8 +27,8 @@ SHOWN = 5
 
 
 def fetch(directory: Path) -> str | None:
-    """Make the model with a process of its own, which gives back the memory; why it could not be
-    made, or None."""
+    """Make the model in a process of its own, whose end frees the memory. Returns the reason why it
+    could not be made, or None."""
     command = [sys.executable, str(EXAMPLES / "smollm2.py"), str(directory)]
     made = subprocess.run(command, check=False, capture_output=True, text=True)
     return None if made.returncode == 0 else made.stderr.strip()[-2000:]

@@ -45,7 +45,8 @@ def fetch_model(directory: Path) -> Path:
         made = directory.with_name(f".{directory.name}-{uuid.uuid4().hex}")
         try:
             convert(gguf, made)
-            # Several may make it at once, and each may read it as soon as it is there.
+            # Several processes may make the model at once, and each may read it as soon as it
+            # exists.
             made.rename(directory)
         except OSError:
             if not (directory / "config.json").is_file():

@@ -94,7 +94,7 @@ def write_tiny_qwen3(
             ("self_attn.k_norm", head_dim),
         ]:
             tensors[f"{at}.{name}.weight"] = np.ones(size, np.float32)
-    # Not by save_file, whose files only their user can read.
+    # save_file is not used, because only the user could read its files.
     (directory / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -141,7 +141,7 @@ if __name__ == "__main__":
 
     target = Path(sys.argv[1])
     if not target.exists():
-        # Several may do so at once, and each may read it as soon as it is there.
+        # Several processes may write it at once, and each may read it as soon as it exists.
         made = write_tiny_qwen3(target.with_name(f".{target.name}-{uuid.uuid4().hex}"))
         try:
             made.rename(target)

@@ -43,7 +43,7 @@ def reward(answer: str) -> float:
 
 
 class Task:
-    """Samples from vLLM and scores what it says."""
+    """Samples answers from vLLM and scores them."""
 
     def __init__(self, sampler: openai.AsyncOpenAI) -> None:
         self.sampler = sampler

@@ -72,7 +72,7 @@ class Server:
         assert not self._thread.is_alive()
 
     def http(self, key: str | None = KEY) -> httpx.Client:
-        """A plain HTTP client, for what Tandem's own client hides."""
+        """A plain HTTP client: it shows the headers and bodies that Tandem's own client hides."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         return httpx.Client(base_url=self.url, headers=headers, timeout=30, trust_env=False)
 

@@ -63,8 +63,8 @@ def require_engine() -> None:
 
 
 def require_compose() -> None:
-    """Skip the test without a Compose that reads this repository's files, or fail it where
-    TANDEM_REQUIRE_DOCKER=1. Reading the files takes no engine."""
+    """Skip the test without a Compose that reads this repository's files, or fail it if
+    TANDEM_REQUIRE_DOCKER=1. Reading the files needs no engine."""
     if problem := _compose_problem():
         if os.environ.get("TANDEM_REQUIRE_DOCKER") == "1":
             pytest.fail(problem)
@@ -72,7 +72,7 @@ def require_compose() -> None:
 
 
 def _compose_problem() -> str | None:
-    """The reason why `docker compose` can't read the files; None where it can."""
+    """The reason why `docker compose` can't read the files; None if it can."""
     least = ".".join(map(str, LEAST_COMPOSE))
     if not shutil.which("docker"):
         return f"needs Docker Compose {least}: no program `docker` is on PATH"
@@ -86,7 +86,7 @@ def _compose_problem() -> str | None:
 
 
 def _answer(*arguments: str) -> str | None:
-    """The output of `docker ...`; None where it fails or takes a minute."""
+    """The output of `docker ...`; None if it fails or takes a minute."""
     try:
         done = subprocess.run(
             ["docker", *arguments], capture_output=True, text=True, timeout=60, check=False
@@ -100,8 +100,8 @@ def build_images() -> None:
     """Build the CPU images of this checkout.
 
     BuildKit in Docker 20.10 crashes the engine if a build moves its metadata while another one
-    reads them. `.ci/run` starts the engine again, and the second try goes on from what the first
-    one built.
+    reads them. `.ci/run` starts the engine again, and the second try continues from the stages that
+    the first try built.
     """
     build = partial(Compose(MAIN, CPU, project="tandem").run, "build", timeout=3000)
     if build(check=False).returncode:
@@ -284,7 +284,7 @@ class Compose:
         """The pids of a program's processes in the container; `then`: a shell command for each
         `$pid`."""
         word = PROGRAMS[program]
-        # The brackets keep it from finding itself.
+        # The brackets keep the search from finding its own process.
         find = f"grep -lzx '[{word[0]}]{word[1:]}' /proc/[0-9]*/cmdline"
         script = f"for pid in $({find} | cut -d/ -f3); do echo $pid; {then or ':'}; done"
         return [
@@ -311,7 +311,8 @@ def check_processes(stack: Compose, service: str, uid: str) -> None:
     """Every process has this user and no rights; the root file system is read-only."""
     for status in json.loads(stack.exec(service, "python", "-c", PROCESSES).stdout).values():
         if status["Name"].startswith("runc:"):
-            continue  # a health check that runc prepares: it gives its rights up one by one
+            # this process is a health check that runc prepares; it drops its rights one by one
+            continue
         assert status["Uid"].split() == [uid] * 4
         assert status["Gid"].split()[0] == "0"
         assert {status[name] for name in ("CapEff", "CapPrm", "CapBnd", "CapInh")} == {"0" * 16}

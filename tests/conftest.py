@@ -16,13 +16,14 @@ import every_process.sitecustomize
 from fake_nvml import FakeNvml
 from tandem.system.environment import omp_waiting
 
-# Before torch is loaded: what computes in this process has neighbours, too.
+# The variable is set before torch is loaded, because other programs compute beside this process,
+# too.
 os.environ.update(omp_waiting(os.environ))
-# Where several programs share two cores, two threads for a tiny model only wait for each other:
-# they took a fifth of the CPU of tests with a real vLLM. tests/stack/test_stack.py and the
+# If several programs share two cores, a tiny model's two threads only wait for each other. This
+# took a fifth of the CPU time of tests with a real vLLM. tests/stack/test_stack.py and the
 # containers have as many as a deployment.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Where it is set, every process that a test starts compiles torch, Megatron and vLLM again.
+# If it is set, every process that a test starts compiles torch, Megatron and vLLM again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 EVERY_PROCESS = str(Path(every_process.sitecustomize.__file__).parent)
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -108,9 +109,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 def _keep_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests with the mark `one_of(fixture)`, keep those of one of the fixture's parameters. Of
-    what is left with the mark `sample(n)`, keep n cases of each test, or n of all tests with the
-    same `of`. The seed chooses.
+    """For tests with the mark `one_of(fixture)`, keep only the cases of one parameter of the
+    fixture. Of the remaining tests with the mark `sample(n)`, keep n cases of each test, or n cases
+    of all tests with the same `of`. The seed chooses.
     """
     left_out: set[pytest.Item] = set()
     parameters: dict[str, dict[int, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
@@ -149,7 +150,7 @@ def _environment() -> Iterator[None]:
 
 @pytest.fixture
 def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    """An NVIDIA driver without GPUs, in place of the machine's own; tests `set` its GPUs."""
+    """A fake NVIDIA driver without GPUs, in place of the machine's driver. Tests `set` its GPUs."""
     fake = FakeNvml(tmp_path)
     fake.install(monkeypatch)
     return fake

@@ -1,7 +1,7 @@
 """The ranks that tests/model/test_topologies.py starts: python cut_rank.py ORDERS.
 
-ORDERS is a JSON file, {directory: {world: {number: `Sizes`' fields}}}. For each in turn the ranks
-compute rows of <directory>/model with <directory>/adapter, and leave the results in
+ORDERS is a JSON file, {directory: {world: {number: `Sizes`' fields}}}. For each order in turn, the
+ranks compute rows of <directory>/model with <directory>/adapter, and write the results to
 <directory>/<world>.<number>.<rank>.pt. `BREAKS` are mistakes that the oracle must see.
 """
 
@@ -54,7 +54,7 @@ def lora(family: str) -> LoraShape:
 
 
 ROWS = 4
-SLOTS = 261  # which divide over no ranks
+SLOTS = 261  # these heads can't be divided over ranks
 SETTINGS = OptimizerSettings(learning_rate=1e-2, max_grad_norm=0.5)
 
 
@@ -64,7 +64,7 @@ SOURCES = torch.tensor([*range(129), 69, *range(130, 179), *range(180, SLOTS - 1
 
 
 def row(number: int, arch) -> RowTensors:
-    """A tree of two branches and a sequence; some slots of a mixture come with the experts that the
+    """A tree of two branches and a sequence. With a mixture, some slots have the experts that the
     sampler chose."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, arch.vocab_size, (SLOTS,), generator=generator)
@@ -338,7 +338,7 @@ BREAKS = {
 
 
 def sent(policy: Policy) -> list[tuple[str, tuple[slice, ...], torch.Tensor]]:
-    """What this rank sends of the whole weights."""
+    """The parts of the whole weights that this rank sends."""
     sizes, weights = policy.topology.sizes, TrainedWeights(policy)
     found = []
     for parts in buffers(policy.arch, None, sizes=sizes, rank=policy.topology.rank, most=5000):

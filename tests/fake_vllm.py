@@ -31,7 +31,7 @@ READY = "/tandem/ready"
 
 
 def effect(adapter: Path) -> float:
-    """How far an adapter moves the log-probs; 0 for the identity."""
+    """The amount by which an adapter moves the log-probs; 0 for the identity."""
     weights = load_file(adapter / "adapter_model.safetensors")
     return float(sum(value.sum() for name, value in weights.items() if "lora_B" in name))
 
@@ -103,7 +103,8 @@ class FakeVllm:
 
     @property
     def ready(self) -> bool:
-        """Whether it would answer requests, as one of several behind one address."""
+        """Whether the server would answer requests, as one of several servers behind one
+        address."""
         return self._server is not None and time.monotonic() < self.ready_until
 
     def loads(self) -> list[str]:
@@ -225,7 +226,7 @@ class FakeVllm:
         return 200, {"choices": choices}
 
     def _sample(self, body: dict[str, Any]) -> tuple[int, Any]:
-        """`max_tokens` tokens that count up from the prompt's last one, or those up to the first
+        """`max_tokens` tokens that count up from the prompt's last token; they end at the first
         stop token."""
         prompt, most = body["prompt"], body["max_tokens"]
         if len(prompt) + most > self.max_model_len:

@@ -14,8 +14,8 @@ listen later."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses, below those that the kernel gives to whoever asks for any: such a one
-    can be taken before the test's program listens."""
+    """Unused ports below the kernel's range of ephemeral ports. An ephemeral port could be given to
+    another program before the test's program listens."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     found: list[int] = []
     with ExitStack() as held:

@@ -60,7 +60,7 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def without_buffers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors that transformers trains: the router's bias is none of them."""
+    """The tensors that transformers trains; the router's bias is not trained."""
     return {name: value for name, value in named.items() if not name.endswith("correction_bias")}
 
 

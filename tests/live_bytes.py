@@ -1,5 +1,4 @@
-"""Bytes of tensors that are alive, on the CPU as `torch.cuda.memory_allocated` has them on a
-GPU."""
+"""Bytes of living tensors on the CPU, like `torch.cuda.memory_allocated` on a GPU."""
 
 import contextlib
 import weakref
@@ -12,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the storages that operations in its context make, whoever holds them: Python,
-    autograd's graph, a cycle.
+    """Counts the storages that operations in its context create, even if only autograd's graph or a
+    reference cycle keeps them alive.
 
-    A storage that an operation was given (a view's, an in-place result's) is not counted by it.
+    A storage that an operation received (for a view or an in-place result) is not counted.
     """
 
     def __init__(self) -> None:
@@ -46,8 +45,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def counted(device: torch.device) -> Iterator[Callable[[], int]]:
-    """A function that says how many bytes of tensors are alive: on the GPU all, on the CPU those
-    made inside."""
+    """A function that returns the bytes of living tensors: on the GPU all tensors, on the CPU
+    tensors that were made in the block."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         yield torch.cuda.memory_allocated

@@ -29,7 +29,7 @@ if os.environ.get("TANDEM_TEST_DEVICE") == "cuda":
         "TANDEM_INFERENCE_DEVICES": "0",
         "TANDEM_ENFORCE_EAGER": "1",
     }
-# A word on the command line of each program's processes.
+# For each program, a word on the command line of its processes.
 PROGRAMS = {
     "controller": "tandem.controller",
     "runner": "tandem.trainer.runner",

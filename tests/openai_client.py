@@ -1,4 +1,4 @@
-"""The openai package, unmodified, against a controller, and what it must find in the answers."""
+"""The openai package, unmodified, against a controller, with checks of the answers."""
 
 import io
 import json
@@ -61,5 +61,5 @@ def refused(
     assert set(error.body) == {"message", "type", "param", "code"}
     assert error.type == ("invalid_request_error" if status < 500 else "server_error")
     assert error.param == param, error.message
-    assert message in error.body["message"]  # that of `error` is quoted in some versions
+    assert message in error.body["message"]  # some versions quote the text of `error`
     assert error.code == code if code else error.code

@@ -97,7 +97,7 @@ def assert_close(
     rounded: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Each tensor's difference is at most `relative` of its norm, or twice the difference of
-    `rounded`: an independent computation in the precision of `actual`."""
+    `rounded`. `rounded` is an independent computation in the precision of `actual`."""
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert value.norm() > 0, f"{name} is zero: the comparison says nothing"

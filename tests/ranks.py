@@ -1,5 +1,4 @@
-"""Ranks as processes of their own, as torchrun would start them, for what a test has one rank
-do."""
+"""Ranks as processes of their own, as torchrun would start them."""
 
 import faulthandler
 import multiprocessing
@@ -106,8 +105,8 @@ def run_ranks(count: int, script: str, *arguments: str) -> None:
 
 
 def run_program(script: str, *arguments: str, seconds: float) -> str:
-    """`python <script> <arguments>`, forked like `start_rank`, which succeeds within `seconds`;
-    what it printed."""
+    """`python <script> <arguments>`, forked like `start_rank`. It must succeed within `seconds`.
+    Returns its output."""
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "log"
         program = start_rank(os.environ | {"OMP_NUM_THREADS": "1"}, log, script, *arguments)
@@ -121,8 +120,8 @@ def run_program(script: str, *arguments: str, seconds: float) -> str:
 
 
 def wait_for(ranks: Sequence[BaseProcess], seconds: float) -> None:
-    """Wait until all have ended, for `seconds` at most. Those that have not print their stacks and
-    are ended."""
+    """Wait at most `seconds` until all processes have ended. The remaining processes print their
+    stacks and are killed."""
     end = time.monotonic() + seconds
     for rank in ranks:
         rank.join(max(0.0, end - time.monotonic()))

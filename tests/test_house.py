@@ -1,5 +1,5 @@
-"""The house keeps its rooms: who may import whom, who stays free of torch, and how long a file may
-get."""
+"""The rules of the source tree: the allowed imports, the packages without torch, and the length of
+files."""
 
 import ast
 import re
@@ -141,7 +141,8 @@ def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
 
 
 def test_no_modules_import_one_another():
-    """Neither inside a room nor across rooms; imports in functions and for type checkers count."""
+    """No circle within a package or across packages. Imports in functions and for type checkers
+    count."""
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
     assert cycles({"a": {"a"}, "b": {"a"}}) == [{"a"}]
     graph = import_graph()
@@ -150,8 +151,8 @@ def test_no_modules_import_one_another():
 
 
 def defined(tree: ast.Module) -> set[str]:
-    """The names that a module gives to others: those that it binds other than by an import, those
-    of `__all__`, and those that it imports as themselves (`import a as a`)."""
+    """The public names of a module: names that it binds other than by an import, names in
+    `__all__`, and names that it imports as themselves (`import a as a`)."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -302,7 +303,7 @@ COMMANDS = {"check", "job", "read", "write", "memory", "describe"}
 
 
 def test_a_name_stands_for_one_thing():
-    """No two classes and no two public functions of modules have one name."""
+    """Each class and each public function of a module has a unique name."""
     places: dict[str, list[str]] = {}
     for path in SOURCE.rglob("*.py"):
         where = path.relative_to(SOURCE).as_posix()

@@ -1,5 +1,5 @@
-"""Names of other packages that Tandem replaces. Each is a bug at some upgrade, so each is listed
-here, and four files replace them all. The test finds them by itself, in the source."""
+"""Names of other packages that Tandem replaces. An upgrade may turn each replacement into a bug, so
+each is listed here. Only four files replace names. The test finds them by itself, in the source."""
 
 import ast
 import re
@@ -191,7 +191,7 @@ class Finder:
         return found
 
     def _follow(self, node: ast.AST) -> None:
-        """Another name for what another package has."""
+        """Another name for an object of another package."""
         pairs: list[tuple[ast.expr, ast.expr]] = []
         if isinstance(node, ast.Assign):
             pairs = [(target, node.value) for target in node.targets]
@@ -206,7 +206,8 @@ class Finder:
                     self._names.setdefault(one.id, set()).update(paths)
 
     def _paths(self, node: ast.expr) -> set[str]:
-        """The dotted names that an expression may mean; none: it is no other package's."""
+        """The dotted names of other packages that an expression may mean; empty if it means
+        none."""
         match node:
             case ast.Name(id=name):
                 return self._names.get(name, set())
@@ -269,7 +270,8 @@ def constant(key: ast.expr) -> str:
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Each imported name, and what it is. Functions may import another thing by the same name."""
+    """Each imported name, with the object that it stands for. Functions may import another thing by
+    the same name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:

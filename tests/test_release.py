@@ -1,5 +1,5 @@
 """The wheel and the sdist in clean environments: the command, `data check` and the client work
-there, with no more than the package says it needs."""
+there with only the package's declared dependencies."""
 
 import json
 import os

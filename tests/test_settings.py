@@ -1,5 +1,5 @@
-"""Settings: the ancestor's names are understood, secrets come from files, and every variable is
-documented."""
+"""Settings: the names of an earlier project's settings are understood, secrets come from files, and
+every variable is documented."""
 
 import re
 from pathlib import Path

@@ -39,7 +39,7 @@ def service(url: str, key: str = TINKER_KEY, **more: Any) -> Iterator[tinker.Ser
 
 
 def datum(tokens: Sequence[int], **inputs: Any) -> types.Datum:
-    """`tokens` and the one after each."""
+    """A datum with `tokens`, and the next token of each as its target."""
     return types.Datum(
         model_input=types.ModelInput.from_ints(list(tokens[:-1])),
         loss_fn_inputs={"target_tokens": list(tokens[1:]), **inputs},

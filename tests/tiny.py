@@ -139,7 +139,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_text": QWEN3_5,
     "qwen3_5_moe": QWEN3_5_MOE,
     "qwen3_5_moe_text": QWEN3_5_MOE,
-    # Of other sizes transformers could not tell in which order a tensor has them.
+    # With other sizes transformers could not recognise the order of a tensor's dimensions.
     "qwen3_vl_moe": MOE | {"moe_intermediate_size": 40},
     "ministral3": MINISTRAL3,
     "mistral3": MINISTRAL3,

@@ -12,8 +12,8 @@ from tandem.system import processes
 def until[T](what: object, check: Callable[[], T], timeout: float = 120, poll: float = 0.05) -> T:
     """The first true answer of `check`; AssertionError naming `what` after `timeout` seconds.
 
-    The default is for a machine on which everything takes ten times as long; what is quick costs no
-    time. Until then `check` may find no server, or one that answers with an error
+    The default is for a machine on which everything takes ten times as long. A quick check returns
+    at once. Until then `check` may find no server, or one that answers with an error
     (httpx.HTTPError).
     """
     deadline = time.monotonic() + timeout
@@ -36,6 +36,6 @@ def answers(url: str) -> bool:
 
 
 def alive(pid: int) -> bool:
-    """Whether there is such a process, and it has not ended."""
+    """Whether the process exists and has not ended."""
     process = processes.read_process(pid)
     return process is not None and not process.zombie

@@ -1,4 +1,4 @@
-"""transformers' parts that compute in float32 whatever the model's dtype, in another."""
+"""Lets parts of transformers that always compute in float32 compute in another dtype."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 
 class _Torch:
-    """torch, whose float32 is another dtype."""
+    """torch with another dtype under the name float32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.float32 = self.float = dtype

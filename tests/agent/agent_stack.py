@@ -14,7 +14,8 @@ from tandem.trainer.agent.hosts import Meeting
 
 
 class AgentStack(Stack):
-    """`hosts`: how many; `prefix`: of each host's commands, such as `ip netns exec a`."""
+    """`hosts`: the number of hosts. `prefix`: the words before each host's commands, such as `ip
+    netns exec a`."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class AgentStack(Stack):
         self.prefixes: dict[int, list[str]] = {}
 
     def run(self, name: str = "run") -> str:
-        """With a base model that every host has."""
+        """A stack whose hosts all have the base model."""
         model = self.spool.root / "model"
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text("{}")
@@ -47,7 +48,7 @@ class AgentStack(Stack):
         return self.spool.root / f"agent.{host}.log"
 
     def start_agent(self, host: int, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
-        """An agent, by default one that follows."""
+        """Start an agent; by default it follows the spool."""
         command = [sys.executable, "-m", "tandem", "rank-agent", *(arguments or ["--follow"])]
         with self.agent_log(host).open("ab") as log:
             agent = subprocess.Popen(
@@ -81,14 +82,15 @@ class AgentStack(Stack):
         return Meeting(Attempt(self.spool, job_id, attempt))
 
     def addresses(self, job_id: str, attempt: int = 1) -> tuple[str, ...]:
-        """Those in the hosts' records; none before all have arrived, and after the attempt."""
+        """The addresses in the hosts' records; empty before all hosts have arrived, and after the
+        attempt."""
         meeting = self.meeting(job_id, attempt)
         records = [meeting.record(host) for host in range(self.hosts)]
         there = [record for record in records if record is not None]
         return tuple(record.address for record in there) if len(there) == self.hosts else ()
 
     def signal_host(self, host: int, number: signal.Signals) -> None:
-        """To all processes of a host."""
+        """Send the signal to all processes of a host."""
         agent = processes.read_process(self.agents[host].pid)
         assert agent is not None
         for process in [agent, *processes.descendants(agent.pid)]:

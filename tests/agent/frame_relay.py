@@ -1,8 +1,8 @@
 """`python frame_relay.py SECONDS A B MAC_A MAC_B`: hands IPv4 packets that come in at interface A
 out at B, and the other way, each after SECONDS.
 
-It stands for a long way between two hosts, where the kernel has no `netem`. MAC_A is the address of
-the host behind A.
+It adds the latency of a long distance between two hosts, on kernels without `netem`. MAC_A is the
+address of the host behind A.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ LONGEST = 70_000
 
 
 def opened(interface: str) -> socket.socket:
-    """With the kernel's header in front of each frame: unfinished checksums and segments pass as
-    they are."""
+    """A socket that keeps the kernel's header in front of each frame, so that unfinished checksums
+    and segments pass unchanged."""
     end = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_IP))
     end.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     end.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 1 << 25)

@@ -1,5 +1,5 @@
 """Network namespaces that stand for hosts: joined by one cable, or by a router that can be slow,
-silent or narrow. Neither sees the other's loopback."""
+silent or narrow. A namespace does not see another's loopback."""
 
 import json
 import os
@@ -21,7 +21,7 @@ ADDRESSES_6 = ("fd77::1", "fd77::2")
 
 @contextmanager
 def two_hosts(*, six: bool = False) -> Iterator[list[str]]:
-    """Their names. `six`: they have IPv6 addresses only."""
+    """Their names. `six`: the namespaces have IPv6 addresses only."""
     names = [f"tandem-{os.getpid()}-{end}{6 if six else 4}" for end in "ab"]
     cables = [f"td{os.getpid() % 10**7}{end}{6 if six else 4}" for end in "ab"]
     with _namespaces(names):
@@ -74,7 +74,7 @@ class Routed:
 
     @contextmanager
     def cut(self) -> Iterator[None]:
-        """Without host 1's cable. Nothing tells the other end."""
+        """Unplugs host 1's cable. The other end gets no message about it."""
         done(f"ip -n {self.hosts[1]} link set eth0 down")
         try:
             yield
@@ -112,7 +112,7 @@ class Routed:
 
     @contextmanager
     def far(self, seconds: float) -> Iterator[None]:
-        """Each packet takes so long, both ways."""
+        """Each packet takes `seconds` longer, in both directions."""
         links = [json.loads(done(f"ip -n {name} -j link show eth0"))[0] for name in self.hosts]
         words = [str(seconds), "port0", "port1", *(link["address"] for link in links)]
         script = str(Path(__file__).with_name("frame_relay.py"))
@@ -139,7 +139,8 @@ class Routed:
                 self._mtu(1500)
 
     def _mtu(self, mtu: int) -> None:
-        """Of the routes: a port whose own MTU is small refuses packets to their sender."""
+        """The MTU is set on the routes. A port with a small MTU of its own would report the refusal
+        to the sender."""
         for port, address in enumerate(ROUTED):
             network = f"{address.rpartition('.')[0]}.0/24"
             done(f"ip -n {self.router} route replace {network} dev port{port} mtu {mtu}")
@@ -188,7 +189,8 @@ def routed_hosts() -> Iterator[Routed]:
 
 
 def within[T](name: str, action: Callable[[], T]) -> T:
-    """The result of `action` in the namespace. Its sockets stay there."""
+    """The result of `action`, run in the namespace. Sockets that `action` opens stay in the
+    namespace."""
 
     def run() -> T:
         with Path("/run/netns", name).open() as namespace:

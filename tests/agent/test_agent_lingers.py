@@ -1,4 +1,4 @@
-"""An agent that lingers: the orders that it takes, and how it leaves when none comes."""
+"""An agent that lingers: the orders that it takes, and how it leaves when no order comes."""
 
 import threading
 import time
@@ -21,7 +21,7 @@ SETTINGS = Settings(executor="kubernetes", device="cpu")
 
 
 class Scripted(HostAgent):
-    """Serves attempts with these statuses, of which the last one repeats."""
+    """Serves attempts that end with these statuses; the last status repeats."""
 
     def script(self, *statuses: int) -> None:
         self.statuses, self.served = list(statuses), list[tuple[str, int]]()
@@ -37,7 +37,7 @@ class Scripted(HostAgent):
 
 @pytest.fixture
 def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scripted:
-    """Of the pods of Job `a` in namespace `ns`; its first attempt has an order."""
+    """An agent in the pods of Job `a` in namespace `ns`. The Job's first attempt has an order."""
     monkeypatch.setattr(lingering, "TAKE_SECONDS", 0.3)
     agent = Scripted(SETTINGS, spool_with_run(tmp_path / "spool"), 0, Stop())
     agent.pods, agent.linger_seconds = "ns/a", 0.7
@@ -86,7 +86,7 @@ def test_without_linger_it_leaves_at_once(agent: Scripted) -> None:
 def test_it_leaves_in_time_whatever_the_volume_does(
     agent: Scripted, volume: str, stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a status that Kueue does not count as done, if it was asked to."""
+    """An agent that was asked to leave ends with a status that Kueue does not count as done."""
 
     def look() -> None:
         if volume == "hangs":
@@ -104,7 +104,7 @@ def test_it_leaves_in_time_whatever_the_volume_does(
 
 
 class Ranks:
-    """The handle of ranks that ended, which leave processes."""
+    """The handle of ended ranks that leave processes behind."""
 
     def __init__(self, left: int) -> None:
         self.left = left

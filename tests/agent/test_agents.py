@@ -1,5 +1,5 @@
-"""Agents of two hosts under a real runner, with ranks that misbehave on demand: whoever is killed
-or frozen, the job has one end, and nothing of an attempt that was ended reaches it."""
+"""Agents of two hosts under a real runner, with ranks that misbehave on demand: whichever process
+is killed or frozen, the job ends once, and an ended attempt changes nothing of it."""
 
 import signal
 import time
@@ -35,7 +35,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentStack]:
 
 @pytest.fixture
 def stack(running: AgentStack) -> Iterator[AgentStack]:
-    """With a runner and an agent of each host, and no job."""
+    """A stack with a runner, an agent on each host, and no job."""
     (running.spool.root / "go").unlink(missing_ok=True)
     if running.runner.poll() is not None:
         running.start()

@@ -1,5 +1,5 @@
-"""The records by which hosts meet, without ranks: who is missing, who differs, who is lost, and the
-address that a host names."""
+"""The records by which hosts meet, without ranks: hosts that are missing, differ or are lost, and
+the address that a host names."""
 
 import socket
 import subprocess
@@ -63,7 +63,7 @@ class Clock:
 
 
 class Hosts:
-    """The runner's side of an attempt, and what its agents write."""
+    """The runner's side of an attempt, with the records that its agents would write."""
 
     def __init__(self, root: Path, clock: Clock) -> None:
         self.spool, self.clock = spool_with_run(root), clock
@@ -79,7 +79,7 @@ class Hosts:
         return HostsExecutor(SETTINGS, "entry", Stop()).start(self.order)
 
     def poll(self, seconds: float = 1.0, *, beating: range = range(0)) -> Running | Waiting | Ended:
-        """After so many seconds, in which these hosts beat."""
+        """Lets `seconds` pass, in which these hosts write heartbeats."""
         for _ in range(int(seconds)):
             self.clock.now += 1
             self._beats += 1
@@ -167,7 +167,8 @@ def test_while_the_volume_is_away_nobody_is_lost(
 def test_a_volume_that_kept_all_waiting_makes_nobody_lost(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hosts waited for it, too, and the runner may read before they write."""
+    """The other hosts waited for this host, too. The runner may read the records before these hosts
+    write theirs."""
     hosts.arrive(0, 1, 2)
     assert hosts.poll(5, beating=range(3)) == Running(0.0)
     with monkeypatch.context() as patch:
@@ -374,7 +375,7 @@ def test_the_stores_port_is_open_on_the_hosts_own_address_alone_and_to_everybody
 
 
 def test_what_the_network_loses_is_named_with_the_mtu() -> None:
-    """Small packets pass, and large ones vanish."""
+    """The network passes small packets and drops large packets."""
     with routed_hosts() as net, within(net.hosts[0], lambda: _listener(ROUTED[0])) as store:
         address = store.getsockname()
         connect = partial(socket.create_connection, address, 5)

@@ -1,4 +1,4 @@
-"""Agents that serve one attempt, as in pods and under Slurm: how each end of theirs is told."""
+"""Agents that serve one attempt, as in pods and under Slurm: how each kind of end is reported."""
 
 import os
 import shutil
@@ -65,7 +65,8 @@ class Attempts:
         return Meeting(self.attempt(name))
 
     def beat(self, names: list[str]) -> bool:
-        """Renew the leases, as a runner does; whether the ranks of all beat."""
+        """Renew the leases, as a runner does. Returns whether the ranks of all jobs write
+        heartbeats."""
         for name in names:
             self.stack.spool.leases.write(self.jobs[name], "test", "running")
         return all(self.attempt(name).beat(0).exists() for name in names)
@@ -84,7 +85,7 @@ class Attempts:
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
-    """A second mount of the volume, and the process that answers for it."""
+    """A second mount of the volume, and the process that serves it."""
     if shutil.which("bindfs") is None or not os.access("/dev/fuse", os.W_OK):
         pytest.skip("needs bindfs and the right to mount")
     root, mount = tmp_path / "spool", tmp_path / "seen"

@@ -25,7 +25,7 @@ def command(monkeypatch, capsys) -> Command:
 
 @pytest.fixture
 def tandem(command: Command, server: Server, monkeypatch) -> Command:  # noqa: F811
-    """`command` with a controller."""
+    """The fixture `command`, with a running controller."""
     monkeypatch.setenv("TANDEM_URL", server.url)
     monkeypatch.setenv("TANDEM_API_KEY", KEY)
     monkeypatch.setenv("COLUMNS", "200")

@@ -1,4 +1,4 @@
-"""The command line against a real controller, while the test does the runner's part."""
+"""The command line against a real controller, while the test plays the runner."""
 
 import json
 import re
@@ -50,14 +50,14 @@ def as_json(tandem):
 
 
 def train(tandem, run: str) -> str:
-    """Queue the job of request.json; returns its id."""
+    """Queues the job of request.json; returns its id."""
     return json.loads(tandem("train", "job", run, "request.json", "--wait", "no", "--json")[1])[
         "id"
     ]
 
 
 def train_while(action, tandem, server, *arguments: str) -> tuple[int, str, str]:
-    """`tandem train` while `action` does the others' part with the queued job."""
+    """Runs `tandem train` while `action` plays the other programs with the queued job."""
     with ThreadPoolExecutor() as threads:
         queued = threads.submit(
             until, "it is queued", lambda: server.spool.jobs.list(states=("queued",))
@@ -167,7 +167,7 @@ def test_the_reach_of_a_stack(tandem, monkeypatch, server):
 
 
 def test_the_reach_of_a_stack_asks_tandems_vllm_and_no_other_provider(tandem, monkeypatch, server):
-    """And sends the key nowhere else."""
+    """The command sends the key to no other address."""
     vllm, provider = FakeVllm(), FakeVllm()
     vllm.start()
     provider.start()
@@ -296,7 +296,7 @@ def test_queue_and_cancel(tandem, as_json, run):
 
 
 def test_a_download_that_peft_would_misread_says_so(tandem, run, monkeypatch):
-    """`test_same_as_peft.py` has PEFT read such adapters."""
+    """In `test_same_as_peft.py` PEFT reads such adapters."""
     assert "PEFT" not in tandem("checkpoints", "download", run, "0", "good")[2]
     names = []
     monkeypatch.setattr("tandem.cli.runs.misread_by_peft", lambda keys: names.extend(keys) or True)

@@ -74,7 +74,8 @@ def test_check_by_the_controller_and_offline(tandem, server, file, tmp_path):
     assert facts["records"] == "301"
     assert facts["broken"] == "2"
     assert facts["duplicates"] == "1: data.jsonl line 10 (as data.jsonl line 9)"
-    cells = " ".join(re.findall(r"│[^│\n]*│ ([^│\n]*?) +│", out))  # a long one takes several lines
+    # a long message takes several lines
+    cells = " ".join(re.findall(r"│[^│\n]*│ ([^│\n]*?) +│", out))
     assert (
         "1: data.jsonl line 8 (10031). `tandem train` refuses what doesn't fit a row of 2048"
         " tokens; raise its --sequence-length, or give it --too-long drop or truncate" in cells
@@ -114,7 +115,8 @@ def test_pairs(tandem, tmp_path):
 
 @pytest.mark.parametrize("offline", [False, True])
 def test_a_pair_is_as_long_as_in_training(tandem, server, tmp_path, offline):
-    """It takes both answers, and once what they begin with; too long ones can only be dropped."""
+    """A pair takes the slots of both answers, and their common beginning once. Pairs that are too
+    long can only be dropped."""
     base = server.settings.root / "models" / "tiny"
     pair = PreferencePair(prompt="Is it", chosen=" sunny" * 20, rejected=" not" * 20)
     path = tmp_path / "pairs.jsonl"
@@ -257,7 +259,7 @@ def test_turns_that_never_end_are_counted_and_refused_where_all_are(tandem, tmp_
         0,
         "1: chats.jsonl line 2. 1 trained turns do not end with a token at which vLLM stops",
     )
-    # Of a base model: its generation_config.json does not have the template's token.
+    # A base model's generation_config.json does not contain the template's token.
     model = tokenizer_at(tmp_path / "base", "gptoss_training")
     status, out, _ = tandem(*check, model)
     ((where, problem),) = json.loads(out)["broken"]
@@ -340,7 +342,8 @@ def test_a_training_takes_variables_of_the_template(tandem, server, tmp_path):
 
 
 def test_the_jobs_of_a_run_print_the_date_on_which_it_was_made(server):
-    """Whenever they are made: the day reaches what packs them."""
+    """The jobs get this day even if they are made later: the day is passed to the code that packs
+    them."""
     from tandem.controller import routes_train
 
     seen = []

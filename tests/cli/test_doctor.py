@@ -157,7 +157,7 @@ def test_what_cannot_be_served_is_named(doctor, tmp_path, monkeypatch):
 
 
 def test_secrets_that_are_set_and_wrong(doctor, preflight_settings, monkeypatch):
-    """The same answers before a start and after it."""
+    """Preflight gives the same answers before a start and after it."""
     monkeypatch.setenv("TANDEM_CONTROLLER_HOST", "0.0.0.0")
     for key, expected in (
         (KEY, ("fail", "is one of the API keys")),
@@ -216,7 +216,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def preflight(tmp_path, model, command, monkeypatch):
-    """Runs the command; returns its exit status, and what failed: name -> what was found."""
+    """Runs the command. Returns its exit status, and the failed checks: name -> message."""
     for name in [name for name in os.environ if name.startswith("TANDEM_")]:
         monkeypatch.delenv(name)
 
@@ -319,8 +319,8 @@ def test_a_base_model_that_vllm_does_not_serve_here_is_refused(
 
 @pytest.mark.parametrize("has_spool", [True, False])
 def test_a_full_volume_that_has_a_spool_starts(preflight, command, tmp_path, has_spool):
-    """The programs wait for space, and the controller's deletes make some. Without a spool there
-    are none."""
+    """The programs wait for space, and the controller's deletes free space. Without a spool there
+    is nothing to delete."""
     volume = tmp_path / "volume"
     with mounted(volume, "-t", "tmpfs", "-o", "size=512k", "tmpfs"):
         if has_spool:

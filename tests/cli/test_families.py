@@ -1,5 +1,5 @@
-"""The commands know every family: with a tiny model of it they plan, check data and the deployment,
-and export what transformers loads and PEFT computes."""
+"""The commands know every family: with a tiny model of the family they plan, check data and the
+deployment, and export a model that transformers loads and that agrees with PEFT."""
 
 import json
 from pathlib import Path
@@ -103,7 +103,7 @@ def test_commands_know_the_family(name, model, command, monkeypatch, tmp_path):
     arch = read_arch(str(model))
     monkeypatch.setenv("TANDEM_ROOT", str(tmp_path / "spool"))
     monkeypatch.setenv("TANDEM_BASE_MODEL", "models/tiny")
-    # vLLM's kernels for the CPU take other sizes than those of tiny models.
+    # vLLM's kernels for the CPU do not support the sizes of tiny models.
     monkeypatch.setenv("TANDEM_DEVICE", "cuda")
     for weights in ("adapter", "merged"):
         monkeypatch.setenv("TANDEM_WEIGHTS", weights)

@@ -1,5 +1,5 @@
-"""`tandem train sft` against a real controller; the test does the runner's part: what a job trains,
-and resume."""
+"""`tandem train sft` against a real controller; the test plays the runner. Tests the data of each
+job, and resume."""
 
 import json
 import shutil
@@ -66,8 +66,8 @@ type Trained = tuple[Job, list[list[int]], list[int]]
 def trainer(
     server: Server, run: str, jobs: int, failing: tuple[int, ...] = ()
 ) -> Iterator[list[Trained]]:
-    """Executes so many jobs in a thread, of which `failing` fail; yields the list of what they
-    train."""
+    """Executes this number of jobs in a thread; the jobs in `failing` fail. Yields the list of the
+    jobs' data."""
     spool, trained = server.spool, list[Trained]()
 
     def work() -> None:
@@ -75,7 +75,7 @@ def trainer(
             until("a job is queued", lambda: spool.jobs.list(states=("queued",)))
             queued = spool.jobs.list(states=("queued",))[0][1]
             with PackedBatch.open(spool.root / queued.spec.data.path) as batch:
-                # Of each batch; those held out are batch -1.
+                # The examples of each batch; the held-out examples are batch -1.
                 tokens: dict[int, list[int]] = defaultdict(list)
                 for row in map(batch.row, range(len(batch))):
                     tokens[int(batch.row_batch[row.index])] += map(int, row.item_token)
@@ -166,10 +166,10 @@ def test_the_same_command_goes_on_after_a_failed_job_and_when_records_are_gone(
     with trainer(server, run, 3, failing=(2,)) as first:
         status, _, err = tandem("train", "sft", run, *ARGUMENTS)
         assert (status, "SIGSEGV" in err) == (3, True), err
-    assert server.spool.jobs.list(run, ("queued",)) == []  # what was prepared ahead
+    assert server.spool.jobs.list(run, ("queued",)) == []  # the jobs that were prepared ahead
     for _, job in server.spool.jobs.list(run, ("succeeded",)):  # as after TANDEM_KEEP_DAYS
         shutil.rmtree(server.spool.paths.job_dir(job.spec.id))
-    with trainer(server, run, 4) as second:  # neither do the bounds of a job name it
+    with trainer(server, run, 4) as second:  # and the job's limits don't name a job either
         status, _, err = tandem("train", "sft", run, *ARGUMENTS, "--set", "deadline_seconds=1e6")
     assert status == 0, err
     assert [job.spec.deadline_seconds for job, *_ in first + second] == [86400.0] * 3 + [1e6] * 4
@@ -178,7 +178,7 @@ def test_the_same_command_goes_on_after_a_failed_job_and_when_records_are_gone(
     assert sorted(token for batch in trained for token in batch) == sorted(
         [*range(100, 100 + EXAMPLES)] * 2
     )
-    # The settings that help where an example does not fit name no job.
+    # The error names settings that help when an example does not fit, and names no job.
     status, _, err = tandem("train", "sft", run, *ARGUMENTS[:-1], "32", "--too-long", "drop")
     assert (status, "complete" in err, f"{run}@{JOBS}" in err) == (1, True, True)
 
@@ -252,8 +252,8 @@ def test_data_that_changed_in_mid_training_is_refused_with_both_ways_out(
 def test_without_the_jobs_records_the_same_data_goes_on_and_other_data_begins_anew(
     tandem, server, run
 ) -> None:
-    """TANDEM_KEEP_DAYS has removed them. The checkpoints name the jobs that made them, and nothing
-    says any more whether a training with other data was complete."""
+    """TANDEM_KEEP_DAYS has removed them. The checkpoints name their jobs, but no record says any
+    more whether a training with other data was complete."""
     whole = Path("data.jsonl").read_text()
     with trainer(server, run, 3, failing=(2,)) as first:
         assert tandem("train", "sft", run, *ARGUMENTS)[0] == 3
@@ -273,7 +273,7 @@ def test_without_the_jobs_records_the_same_data_goes_on_and_other_data_begins_an
 
 
 def test_data_that_changed_beside_a_queued_job_is_refused(tandem, server, run) -> None:
-    """Before the first checkpoint, the queue alone says what the run is half trained on."""
+    """Before the first checkpoint, only the queue shows on which data the run is half trained."""
     with trainer(server, run, 0):
         chain = Chain(SFTTraining(run=run, data="data.jsonl", batch_size=4, checkpoint_every=2))
         with Tandem(server.url, api_key=KEY) as client:

@@ -22,14 +22,14 @@ def sizes(allocated: int, pinned: int = 0) -> dict[str, int]:
 
 
 def rank(number: int, uuid: str) -> dict[str, Any]:
-    """The memory that rank `number` reports at its end: 100 + number MiB after `build`, and so
-    on."""
+    """The memory that rank `number` reports at its end. After `build` it is 100 + number MiB; each
+    later phase has another value."""
     phases = {"build": sizes(100 + number), "optimizer": sizes(300 + number, pinned=32)}
     return {"uuid": uuid, "phases": phases, "highest": {"optimizer": sizes(350 + number)}}
 
 
 def attempts(*events: tuple[str, int, dict[str, Any]]) -> list[AttemptMemory]:
-    """Of events given as (type, attempt, data)."""
+    """Builds the memory from events (type, attempt, data)."""
     return by_attempt(
         Event(seq=seq, time=0, job="j", type=kind, attempt=attempt, data=data)
         for seq, (kind, attempt, data) in enumerate(events)
@@ -105,7 +105,7 @@ def test_attempts_are_kept_apart() -> None:
         *[(kind, 2, data) for kind, _, data in DONE],
     ]
     first, second = attempts(*events)
-    # Rank 0, which died without a heartbeat, is known from `loaded`.
+    # Rank 0 died without a heartbeat; its memory is known from the event `loaded`.
     assert first.ranks.keys() == {0, 1}
     assert ("optimizer" in first.ranks[1].phases, "optimizer" in second.ranks[1].phases) == (
         False,

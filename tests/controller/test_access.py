@@ -1,4 +1,4 @@
-"""Keys, hosts and body sizes; and what a controller refuses to start with."""
+"""Keys, hosts and body sizes, and the settings with which a controller refuses to start."""
 
 import json
 import logging
@@ -85,7 +85,7 @@ def test_without_keys_only_localhost_names_are_answered(tmp_path):
         for host in ("evil.example", "evil.example:8080", "127.0.0.1.evil.example", ""):
             answer = http.get("/v1/runs", headers={"Host": host})
             assert (answer.status_code, answer.json()["error"]["field"]) == (422, "Host"), host
-        # A page in a browser on this machine.
+        # The request of a web page in a browser on this machine.
         for origin in ("http://evil.example", "http://127.0.0.1:1", "null"):
             answer = http.post(
                 "/v1/jobs/j/cancel", headers={"Host": "127.0.0.1:8080", "Origin": origin}

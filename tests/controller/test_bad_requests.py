@@ -16,7 +16,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 def refusal(answer: httpx.Response) -> tuple[int, str, str | None]:
-    """Status, type and field of a refusal, which has a message."""
+    """Status, type and field of a refusal. Checks that it has a message."""
     error = answer.json()["error"]
     assert error["message"]
     return answer.status_code, error["type"], error["field"]
@@ -41,7 +41,7 @@ def changed(path: str, value: object) -> dict:
 
 
 T = "groups.0.trajectories.1"
-# Path, its bad value, and the field that is named, where it is another.
+# The path, its bad value, and the field that the error names if it is not the path.
 BAD_VALUES = {
     "no groups": ("groups", []),
     "no variance": (f"{T}.reward", 1.0, None),
@@ -215,7 +215,8 @@ def test_bad_runs(name, http):
 
 
 def test_turns_that_are_too_old_behind_the_queued_jobs(http, server, client, run):
-    """Packed, the request is compared with the newest step; queued, it begins after others."""
+    """When the request is packed, it is compared with the newest step. When it is queued, it begins
+    after other jobs."""
     for _ in range(2):
         client.train(run, rl_request())
     body = rl_request(max_off_policy_steps=1)

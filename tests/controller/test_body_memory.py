@@ -1,4 +1,5 @@
-"""What a body takes of a controller's memory, against the estimate by which bodies are refused."""
+"""The memory that a body takes in a controller, compared with the estimate by which bodies are
+refused."""
 
 import io
 import json
@@ -17,12 +18,12 @@ from tandem.controller.routes_train import MOST_WEIGHT, SEQUENCE_BYTES
 
 MIB = 2**20
 SIZE = 3 * MIB
-# Beyond the estimate: buffers of the connection, and what allocators keep.
+# Allowed beyond the estimate: buffers of the connection, and memory that allocators keep.
 SLACK_BYTES = 48 * MIB
 SEED = int(os.environ.get("FUZZ_SEED", random.SystemRandom().randrange(2**32)))
 TURN = '{"prompt_token_ids":[1],"token_ids":[1],"logprobs":[-1]}'
 TRAJECTORY = '{"reward":1,"turns":[' + TURN + "]"
-# Before, between what is repeated, and after it; `#` is a number of its own.
+# The text before the repetitions, between them and after them; each `#` becomes another number.
 ATTACKS = {
     "objects in an array": ("[", '{"a":{}}', "]"),
     "arrays": ("[", "[]", "]"),
@@ -60,7 +61,7 @@ def repeated(before: str, unit: str, after: str) -> bytes:
 
 
 def attack(name: str) -> bytes:
-    """Refused at the latest when it has been parsed: no run goes on from that step."""
+    """The body is refused after parsing at the latest, because no run has that step."""
     before, unit, after = ATTACKS[name]
     before = before.replace('{"kind', '{"base_step":9,"kind', 1)
     if name.endswith("metrics"):
@@ -94,7 +95,8 @@ def random_body(chance: random.Random) -> bytes:
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[Process]:
-    """A new one for each test: what a body took may stay, and hides what the next one takes."""
+    """A new controller for each test: memory of an earlier body may stay allocated and would hide
+    the memory of the next body."""
     root = make_root(tmp_path / "spool")
     with Process(root, MALLOC_TRIM_THRESHOLD_="0") as process:
         post(process, b'{"name": "a", "lora": {"rank": 2}}', "/v1/runs")
@@ -110,9 +112,9 @@ def post(process: Process, body: bytes, path: str = "/v1/runs/a/train") -> httpx
 
 
 def taken(process: Process, body: bytes) -> tuple[int, httpx.Response]:
-    """By how many bytes the controller's resident set rose at most while it had the body."""
+    """The most bytes by which the controller's resident set rose while it had the body."""
     status = Path(f"/proc/{process.popen.pid}")
-    (status / "clear_refs").write_text("5")  # the highest resident set begins again
+    (status / "clear_refs").write_text("5")  # resets the peak of the resident set
     before = psutil.Process(process.popen.pid).memory_info().rss
     answer = post(process, body)
     lines = (status / "status").read_text().splitlines()
@@ -155,7 +157,7 @@ def test_more_sequences_than_memory_are_refused_before_they_are_packed(tmp_path:
 
 
 def test_a_body_that_would_take_too_much_is_not_parsed(process: Process) -> None:
-    """The 48 MB that took 4.5 GB."""
+    """A body of 48 MB that once took 4.5 GB."""
     body = b"[" + b'{"a":{}},' * 5_300_000 + b"{}]"
     rise, answer = taken(process, body)
     assert (answer.status_code, answer.json()["error"]["field"]) == (413, "body"), answer.text

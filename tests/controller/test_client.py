@@ -63,7 +63,7 @@ def test_sampling_options_request_token_ids_and_logprobs():
     assert sampling_options(top_k=-1, top_p=1.0)["extra_body"]["top_k"] == -1
 
     for name, value in {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}.items():
-        with refused(InvalidInput, name):  # the trainer can't follow it
+        with refused(InvalidInput, name):  # the trainer can't follow the link
             sampling_options(**{name: value})
 
 
@@ -127,8 +127,8 @@ def test_a_lost_controller_is_unreachable_once_patience_is_exhausted():
 
 
 def test_what_fails_late_is_tried_again():
-    """A submission whose answer took longer than the patience, and a stream that was silent for
-    longer."""
+    """The answer to a submission took longer than the client's patience, and a stream was silent
+    for longer than that."""
     event = Event(seq=0, time=0.0, job="j", type="succeeded")
     requests = []
 
@@ -165,7 +165,7 @@ class LosesAnswers(httpx.HTTPTransport):
 
 @pytest.fixture
 def lossy(server):
-    """A client, and the transport that loses its answers."""
+    """A client, and its transport, which loses answers."""
     with Tandem(server.url, KEY, patience=20) as client:
         client._client._transport = LosesAnswers()
         yield client, client._client._transport
@@ -249,7 +249,7 @@ def test_a_download_does_not_overwrite(client, trained, tmp_path):
 def test_a_download_does_not_replace_where_it_runs_a_mount_or_a_link(
     client, trained, tmp_path, monkeypatch
 ):
-    """All are empty, but can't be renamed onto. Nothing is fetched."""
+    """All these paths are empty, but a rename can't replace them. Nothing is fetched."""
     monkeypatch.setattr(client._api, "_stream", None)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

@@ -111,7 +111,7 @@ def test_the_server_stops_reading_when_a_client_hangs_up(server, client, run, mo
 
 
 def test_a_stream_ends_with_its_job_even_without_a_terminal_event(client, server, run, monkeypatch):
-    """The job's state counts where its writer was killed before it wrote the event."""
+    """If the writer was killed before it wrote the terminal event, the job's state decides."""
     monkeypatch.setattr(event_streams, "STATE_SECONDS", 0.2)
     job = client.train(run, rl_request())
     client.cancel(job.id)
@@ -146,7 +146,7 @@ def test_async_client(server, run):
 
 @pytest.fixture
 def reads(server, monkeypatch) -> list[int]:
-    """How many bytes each reading of an event file took."""
+    """The bytes that each read of an event file got."""
     noted, events = [], type(server.spool.events)
     since = events.since
 
@@ -165,7 +165,7 @@ def test_a_stream_reads_its_file_in_parts_and_only_as_its_client_takes_them(
     job = client.train(run, rl_request()).id
     for number in range(300):
         server.spool.events.append(job, "step", metrics={"text": "x" * 1000}, step=number)
-    # Longer than a part.
+    # The event is longer than one part of a read.
     server.spool.events.append(job, "step", metrics={"text": "x" * 3 * PART_BYTES}, step=300)
 
     async def scene() -> int:
@@ -207,7 +207,7 @@ def test_many_readers_of_many_jobs_cost_one_look_at_their_files(
             ) and time.monotonic() < begin + 60:
                 await asyncio.sleep(0.05)
             await asyncio.sleep(1)
-            assert len(reads) == 50 * (2 * number - 1)  # without news nobody reads
+            assert len(reads) == 50 * (2 * number - 1)  # unchanged files are not read
             assert 0 < len(looks) <= 1 + (time.monotonic() - begin) / event_streams.POLL_SECONDS
             for job in jobs:
                 await asyncio.to_thread(server.spool.events.append, job, "step", step=number)
@@ -230,7 +230,8 @@ def test_a_reader_that_is_ahead_of_the_last_look_waits_for_the_next_one(
 
     def look(path: str) -> int:
         seen = size(path)
-        if seen and not appended:  # the second event comes after the look that saw the first one
+        # the second event is written after the read that saw the first one
+        if seen and not appended:
             appended.append(append(job, "step", step=2))
         return seen
 

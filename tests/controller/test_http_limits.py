@@ -1,5 +1,5 @@
-"""Requests whose headers do not end, or whose rest does not come: over sockets, against a
-controller process."""
+"""Requests whose headers do not end, or whose body does not arrive, over sockets to a controller
+process."""
 
 import socket
 import time
@@ -40,7 +40,7 @@ def resident(process: Process) -> int:
 
 
 def send_until_refused(peer: socket.socket, piece: bytes, most: int) -> int:
-    """How many bytes of endless pieces the server took; `most` at most."""
+    """Sends pieces without end, `most` bytes at most. Returns the bytes that the server took."""
     sent = 0
     with suppress(ConnectionError, TimeoutError):
         while sent < most:
@@ -50,7 +50,7 @@ def send_until_refused(peer: socket.socket, piece: bytes, most: int) -> int:
 
 
 def answer(peer: socket.socket) -> bytes:
-    """What the server sent before it closed the connection."""
+    """The bytes that the server sent before it closed the connection."""
     received = b""
     with suppress(ConnectionError):
         while data := peer.recv(2**16):
@@ -76,7 +76,7 @@ def test_what_never_ends_takes_no_memory(process: Process, kind: str) -> None:
     for _ in range(3):
         with connect(process) as peer:
             peer.sendall(start)
-            # What the kernels' buffers hold is taken as well.
+            # Bytes in the kernels' buffers count as taken, too.
             assert send_until_refused(peer, piece, 100 * MIB) < 20 * MIB
     assert resident(process) - before < 16 * MIB
 
@@ -134,7 +134,7 @@ def test_a_half_sent_request_is_closed(process: Process) -> None:
 
 @pytest.mark.slow
 def test_a_long_answer_is_not_cut_off(process: Process) -> None:
-    """A peer that has sent its request owes nothing, however long the answer takes."""
+    """A peer that has sent its whole request is not cut off, even if the answer takes long."""
     key = {"Authorization": f"Bearer {KEY}"}
     request = sft_request(id="j")
     httpx.post(f"{process.url}/v1/runs/a/train", json=request, headers=key).raise_for_status()

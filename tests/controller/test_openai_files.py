@@ -1,5 +1,5 @@
-"""Files by the openai package: what is uploaded, listed and deleted, and what is refused at the
-door."""
+"""Files by the openai package: uploads, lists and deletions, and files that are refused at the
+upload."""
 
 import json
 import shutil
@@ -147,7 +147,7 @@ def test_tools_and_calls_and_weights_are_taken(sdk: OpenAI) -> None:
         {"role": "assistant", "content": "42", "weight": 1, "refusal": None},
     ]
     line = {"messages": chat, "tools": tools, "parallel_tool_calls": False}
-    # A byte order mark, lines that Windows ends, and none at the end.
+    # A byte order mark, lines with Windows line ends, and no line end at the end.
     text = b"\xef\xbb\xbf" + json.dumps(line).encode() + b"\r\n\r\n" + json.dumps(GOOD).encode()
     assert upload(sdk, text).bytes == len(text)
 
@@ -274,7 +274,7 @@ def test_what_is_too_large_is_refused(root: Path) -> None:
     with Server(root, max_request_bytes=2**20) as small, client(small.url) as sdk:
         with refused(413, "body", "larger than 1048576", "request_too_large"):
             upload(sdk, chats(20_000))
-        # In a body that does not say how long it is.
+        # The body does not declare its length.
         parts = iter([PURPOSE + FILE, *[chats(1000)] * 50, END])
         with small.http() as http:
             answer = http.post("/v1/files", content=parts, headers=HEADERS)
@@ -359,7 +359,7 @@ def test_a_listed_file_that_is_a_link_is_not_read(sdk: OpenAI, server: Server) -
 
 
 def test_deleting_and_reading_at_once(server: Server) -> None:
-    """A reader gets the whole file or none of it."""
+    """A reader gets the whole file or an error."""
     content = chats(3000)
     with client(server.url) as sdk:
         for _ in range(10):

@@ -1,5 +1,5 @@
-"""What carries fine-tunings on, without HTTP: its death at every change of the volume, what "auto"
-means, and how long a row is."""
+"""The tuner, which advances fine-tunings, without HTTP: its death at every change of the volume,
+the meaning of "auto", and the length of rows."""
 
 import shutil
 import tempfile
@@ -72,7 +72,7 @@ def advance(root: Path, tuning_id: str, tuner: Tuner | None = None) -> None:
 
 
 def summary(root: Path, tuning_id: str) -> Any:
-    """What does not depend on the time."""
+    """The state without its times."""
     spool = Spool(root)
     tuning = spool.tunings.get(tuning_id)
     shown = tuning.model_dump(exclude={"plan": {"made"}, "end": {"finished"}})
@@ -107,7 +107,7 @@ def served(spool: Spool, tuning: Tuning) -> None:
     serve(spool, tuning.run, 3)
 
 
-# What happens before each look of the controller.
+# The changes before each poll of the controller.
 LOOKS: dict[str, tuple[Callable[[Spool, Tuning], None], ...]] = {
     "validates": (nothing,),
     "submits": (nothing, nothing),
@@ -120,7 +120,7 @@ LOOKS: dict[str, tuple[Callable[[Spool, Tuning], None], ...]] = {
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """In memory: each change of the volume syncs."""
+    """The spool is in memory, because each change of the volume calls fsync."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         yield Path(directory)
 
@@ -129,8 +129,8 @@ def memory() -> Iterator[Path]:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LOOKS)
 def test_dying_anywhere(memory: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """After a death at any change of the volume, the next controller comes to the same state."""
-    for level in ("info", "warning", "error"):  # these writes are none of the volume's
+    """After a death at any change of the volume, the next controller reaches the same state."""
+    for level in ("info", "warning", "error"):  # these writes don't go to the volume
         monkeypatch.setattr(Log, level, lambda *_, **__: None)
     template, dead = memory / f"{name} template", memory / f"{name} dead"
     make_root(template)
@@ -247,7 +247,8 @@ def test_a_full_volume_is_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_events_outlive_their_jobs(tmp_path: Path) -> None:
-    """`TANDEM_KEEP_DAYS` removes ended jobs; the rest of the chain is still told."""
+    """`TANDEM_KEEP_DAYS` removes ended jobs; the fine-tuning still reports the rest of its
+    chain."""
     root = make_root(tmp_path / "spool")
     spool, tuner = Spool(root), Tuner(deployment(root))
     tuning = tuning_of(spool, keep(spool, chats(4)))

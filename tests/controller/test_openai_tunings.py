@@ -1,5 +1,5 @@
-"""Fine-tuning jobs by the openai package: from a file to a model's name, and what is refused. The
-runner's part is played by the test."""
+"""Fine-tuning jobs by the openai package: from a file to a model's name, and refusals. The test
+plays the runner."""
 
 import json
 import time
@@ -128,7 +128,7 @@ def test_a_file_becomes_a_model(sdk: OpenAI, spool: Spool, file: str) -> None:
     assert (job.seed, job.metadata, job.model) == (7, {"team": "a"}, BASE_MODEL)
     run = spool.tunings.get(job.id).run
     assert run.startswith("ft-my-model-1-")
-    assert queued(spool) == ["00000", "00001"]  # one ahead of the one that trains
+    assert queued(spool) == ["00000", "00001"]  # one job waits while another trains
     assert sdk.fine_tuning.jobs.retrieve(job.id).status == "queued"
     spec = spool.jobs.list(run)[0][1].spec
     assert spool.runs.get(run).lora.rank == 8
@@ -175,12 +175,12 @@ def test_a_file_becomes_a_model(sdk: OpenAI, spool: Spool, file: str) -> None:
     )
     assert table[2] == "2,0.5,,0.25,,"
     assert len(table) == 7
-    # As `tandem jobs` and the metrics see it.
+    # The jobs as `tandem jobs` and the metrics see them.
     assert {job.spec.kind for _, job in spool.jobs.list(run)} == {"sft"}
 
 
 def test_answers_are_of_the_packages_types(sdk: OpenAI, spool: Spool, file: str) -> None:
-    """Strictly: the package itself takes any JSON."""
+    """The answer is validated strictly, because the package itself accepts any JSON."""
     jobs, raw = sdk.fine_tuning.jobs, sdk.fine_tuning.jobs.with_raw_response
 
     def parsed(answer: Any) -> FineTuningJob:
@@ -218,7 +218,7 @@ def test_pairs_train_dpo(sdk: OpenAI, spool: Spool) -> None:
     queued(spool)
     specs = [job.spec for _, job in spool.jobs.list(spool.tunings.get(job.id).run)]
     assert [spec.kind for spec in specs] == ["dpo", "dpo"]
-    # One reference for the whole chain.
+    # All jobs of the chain have the same reference.
     assert [(spec.loss.beta, spec.loss.reference) for spec in specs] == [(0.25, 0)] * 2
     assert specs[0].optimizer.learning_rate == pytest.approx(1e-5)
     finish(spool, sdk, job)
@@ -268,7 +268,7 @@ def test_a_pause_lets_the_part_that_trains_end(sdk: OpenAI, spool: Spool, file: 
     work(spool, running)
     succeed(spool, running)
     status(sdk, job, "queued")
-    time.sleep(2.5)  # two looks of the controller
+    time.sleep(2.5)  # two polls of the controller
     assert not spool.jobs.list(states=PENDING)
     assert sdk.fine_tuning.jobs.resume(job.id).status == "running"
     sdk.fine_tuning.jobs.resume(job.id)

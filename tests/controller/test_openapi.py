@@ -71,13 +71,14 @@ def test_whatever_a_client_sends_has_a_bound(server):
     found = list(unbounded(schema["paths"], schema["components"]["schemas"], "paths", seen))
     assert found == []
     assert {"CreateRun", "Fork", "RLRequest", "SFTExample", "PreferencePair", "Turn"} <= seen
-    for pattern in (RUN_NAME_PATTERN, JOB_ID_PATTERN):  # a pattern is a bound where it has one
+    # a pattern is a bound if it limits the length
+    for pattern in (RUN_NAME_PATTERN, JOB_ID_PATTERN):
         assert not re.match(pattern, "a" * 65)
 
 
 def test_the_largest_record_that_a_request_makes(http, server):
-    """Each label and name with as many characters as it may have, of those that JSON writes the
-    longest."""
+    """Each label and name has the most characters that are allowed, and the characters with the
+    longest form in JSON."""
     labels = {f"{i:02}" + "\x01" * 62: "\x01" * 256 for i in range(64)}
     name = "r" * 64
     assert http.post("/v1/runs", json={"name": name, "lora": {"rank": 2}}).status_code == 201

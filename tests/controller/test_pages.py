@@ -1,4 +1,4 @@
-"""Lists in pages, and what a rollback or damage on the volume leaves of them."""
+"""Lists in pages, also after a rollback or damage on the volume."""
 
 import os
 import shutil
@@ -53,15 +53,15 @@ _opened: list[str] | None = None
 
 
 def _note_open(event: str, arguments: tuple[Any, ...]) -> None:
-    # Those of routes: the collectors of metrics have threads of their own.
+    # Only the routes' reads count: the collectors of metrics have threads of their own.
     route = "AnyIO" in threading.current_thread().name
     if _opened is not None and event == "open" and route and not arguments[2] & os.O_DIRECTORY:
         _opened.append(str(arguments[0]))
 
 
 def test_a_page_of_runs_opens_two_files_for_each_of_them(server, client, http):
-    """Whatever is on the spool, also of runs that were not read before and are all served. A hook
-    sees every file that this process opens."""
+    """This holds for any content of the spool, also for runs that were not read before and are all
+    served. A hook sees every file that this process opens."""
     global _opened
     first = server.spool.runs.directory(client.create_run("many", lora={"rank": 1}).spec.name)
     for number in range(300):
@@ -110,7 +110,8 @@ def test_a_discarded_step_is_not_taken_for_the_served_one(client, server, run):
     job = run_one(server.spool)
     assert server.spool.checkpoints.manifest(run, 1).job == job.spec.id
     old = server.spool.served.get(run).model_copy(update={"checkpoint": "0" * 64})
-    server.spool.served.put(run, old)  # what a test's adapter, the same at each step, can't show
+    # the tests' adapter is the same at each step and can't show a difference
+    server.spool.served.put(run, old)
     with pytest.raises(NotServed):
         client.wait_served(run, 1, timeout=0)
     serve(server.spool, run, 1)
@@ -118,7 +119,7 @@ def test_a_discarded_step_is_not_taken_for_the_served_one(client, server, run):
 
 
 def test_who_waits_is_told_that_the_first_step_is_refused(client, server, run):
-    """vLLM serves nothing of the run, and may never do."""
+    """vLLM serves no step of the run, and may never serve one."""
     server.spool.served.put_refused(run, Refused(step=0, reason="other log-probs"))
     with pytest.raises(StepRefused, match=f"the publisher refused {run}@0: other log-probs") as no:
         client.wait_served(run, 0)

@@ -79,15 +79,15 @@ def test_chats_are_tokenised_without_torch(process, client):
     job = client.train_sft("a", CHAT, packing={"sequence_length": 64})
     assert job.spec.data.num_items == len("maybe") + 1  # and the end-of-turn token
     maps = Path(f"/proc/{process.popen.pid}/maps").read_text()
-    assert "tokenizers" in maps  # loaded libraries are seen here
+    assert "tokenizers" in maps  # this file lists the loaded libraries
     assert "libtorch" not in maps
     assert "vllm" not in maps
     client.cancel(job.id)
 
 
 def test_the_first_chats_may_come_at_once(tmp_path):
-    """transformers' lazy imports can't stand two threads, and the first requests of a controller
-    are what imports."""
+    """transformers' lazy imports are not thread-safe, and the first requests of a controller do
+    these imports."""
     root = make_root(tmp_path / "spool")
     with (
         Process(root) as process,
@@ -158,7 +158,8 @@ def test_a_second_controller_on_the_port_fails_visibly(process, root):
 
 
 def test_a_controller_for_ipv6_answers_ipv4_too(root):
-    """In an IPv6-only cluster, others come by IPv6, and `tandem` in the container by 127.0.0.1."""
+    """In an IPv6-only cluster, other pods connect by IPv6, and `tandem` in the container connects
+    to 127.0.0.1."""
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:

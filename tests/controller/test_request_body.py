@@ -15,7 +15,7 @@ from tandem.errors import VolumeFull
 
 
 class Request:
-    """Only what `received` uses of a request."""
+    """A request with only the parts that `received` uses."""
 
     def __init__(self, *parts: bytes) -> None:
         self._parts = parts

@@ -1,4 +1,4 @@
-"""Runs and jobs through the client, while the test does the runner's part."""
+"""Runs and jobs through the client, while the test plays the runner."""
 
 import base64
 import io
@@ -145,7 +145,7 @@ def test_a_log_ends_where_it_ends_however_far_one_reads(client, http, server, ru
 
 
 def test_a_log_and_events_that_are_links_or_fifos_show_nothing(client, http, server, run, tmp_path):
-    """The trainer's side writes them, and the controller has files that it has not."""
+    """The ranks write these files. The controller has other files that the ranks don't have."""
     job = client.train(run, rl_request())
     (tmp_path / "secret").write_text("secret")
     log, events = server.spool.paths.log_file(job.id), server.spool.paths.events_file(job.id)
@@ -197,7 +197,7 @@ def test_the_same_id_is_the_same_job(http, server, run, root):
     first = http.post(f"/v1/runs/{run}/train", json=request)
     assert first.status_code == 202
     before = tree(root)
-    # The same content in other words: defaults are written out, keys have another order.
+    # The same content in another form: defaults are written out, keys have another order.
     respelt = dict(
         reversed(
             list(
@@ -252,7 +252,8 @@ def test_a_run_is_deleted_with_its_jobs(client, server, run):
         client.delete_run(run)
     assert client.get_job(queued).state == "queued"
     with pytest.raises(Conflict, match=running):
-        client.delete_run(run, cancel_jobs=True, timeout=0)  # its runner has not stopped it yet
+        # the runner has not stopped the job yet
+        client.delete_run(run, cancel_jobs=True, timeout=0)
     assert client.get_job(queued).state == "cancelled"
 
     def runner() -> None:
@@ -356,7 +357,7 @@ def test_rows_that_do_not_divide_over_the_ranks_are_refused(deploy):
 
 
 def test_a_run_of_another_base_model_is_not_trained(deploy, tmp_path):
-    """Its examples would be rendered with this deployment's tokenizer."""
+    """The run's examples would be rendered with this deployment's tokenizer."""
     server, client = deploy()
     client.create_run("a", lora={"rank": 2})
     path = server.spool.root / "runs/a/run.json"
@@ -391,8 +392,8 @@ def test_families_without_merged_weights_are_refused(deploy, family, why):
 
 
 def test_merged_weights_of_a_part_of_a_checkpoint_are_refused(deploy):
-    """Their files would lack the tower, or keys and values would be two tensors. Those of Gemma's
-    mixtures have no test."""
+    """The merged files would lack the vision tower, or would have two tensors for keys and values.
+    Merged weights of Gemma's mixtures have no test."""
     text = {
         **SHAPE,
         "tie_word_embeddings": True,
@@ -515,7 +516,7 @@ def test_a_run_of_all_weights_needs_a_deployment_that_serves_whole_weights(deplo
         client.create_run("all", trainable="full", lora={"rank": 2})
     spec = client.create_run("all", trainable="full").spec
     assert (spec.trainable, spec.lora, spec.weights) == ("full", None, "merged")
-    # The same again changes nothing.
+    # The same request again changes nothing.
     assert client.create_run("all", trainable="full").newest_step == 0
     assert server.spool.checkpoints.manifest("all", 0).files == {}
     with pytest.raises(Conflict, match="'all'"):

@@ -1,5 +1,5 @@
-"""Tinker's API by its own package: a program from a model to samples, retries, and what is
-refused. The ranks' part is played by the test, vLLM's by the fake."""
+"""Tinker's API by its own package: a program from a model to samples, retries, and refusals. The
+test plays the ranks, and a fake plays vLLM."""
 
 import ast
 import asyncio
@@ -192,7 +192,7 @@ def test_what_is_asked_of_vllm(client: tinker.ServiceClient, vllm: FakeVllm) -> 
     assert [token for token, _ in found.topk_prompt_logprobs[2] or ()] == [3, 4]
     first, second = [(4, -1.0), (5, -2.0), (6, -3.0)], [(5, -1.0), (6, -2.0), (7, -3.0)]
     assert found.sequences[0].topk_logprobs == [first, second]
-    # Without a limit it is what the context has room for; no stop token ends it.
+    # Without a limit the sample fills the rest of the context, because no stop token ends it.
     sampler.sample(prompt, 1, types.SamplingParams(stop=[])).result(timeout=60)
     body = vllm.calls[-1][1]
     assert (body["max_tokens"], body["ignore_eos"]) == (vllm.max_model_len - 3, True)
@@ -212,7 +212,7 @@ def test_a_model_begins_from_a_checkpoint(
         assert (load.kind, load.run, load.step) == ("load", run_of(model), 1)
         assert load.optimizer is optimizer
         assert spool.runs.get(run).lora == spool.runs.get(run_of(model)).lora
-        # The client counts from 1 behind the load.
+        # After the load, the client counts from 1.
         other.forward_backward([datum([1, 2])], "cross_entropy").result(timeout=60)
         assert spool.requests.get(run, 2).request.kind == "forward_backward"
     with refused(404, "no checkpoint"):
@@ -243,7 +243,7 @@ def test_a_custom_loss_is_computed_by_the_client(
 def test_a_created_custom_loss_is_computed_by_the_client(
     client: tinker.ServiceClient, spool: Spool, model: tinker.TrainingClient
 ) -> None:
-    """Its gradients travel as the weights of cross-entropy."""
+    """The loss's gradients are sent as the weights of cross-entropy."""
 
     def mine(logprobs, advantages):
         loss = (advantages * logprobs * logprobs).sum()
@@ -373,7 +373,7 @@ def test_a_request_that_never_comes_is_given_up(
     for seq in (3, 4):
         body = {"model_id": model.model_id, "seq_id": seq, "adam_params": {}}
         assert post(process, "optim_step", body).status_code == 200
-    for seq in (3, 4):  # they came long ago
+    for seq in (3, 4):  # the requests arrived long ago
         logged = spool.requests.get(run, seq)
         path = spool.requests.data_dir(run, seq) / "request.json"
         path.write_text(logged.model_copy(update={"created": time.time() - 61}).model_dump_json())
@@ -411,7 +411,7 @@ def test_only_the_deployments_keys_open_it(process: Process) -> None:
         assert answer.status_code == 401, key
     assert post(process, "create_session", {}, key=KEY).status_code == 200
     with httpx.Client(base_url=process.url, trust_env=False) as http:
-        # The header is of this API only.
+        # Only this API uses the header.
         assert http.get("/v1/runs", headers={"X-API-Key": TINKER_KEY}).status_code == 401
 
 
@@ -506,7 +506,8 @@ def routes_of_the_package() -> set[tuple[str, str]]:
 
 
 def test_every_route_of_the_package_is_served_or_refused_in_words(process: Process) -> None:
-    """A new package's routes are neither in the document nor refused with words of their own."""
+    """If a new version of the package has a new route, the document or the list of refusals must
+    contain it."""
     found = routes_of_the_package()
     assert len(found) >= 46
     document = (Path(__file__).parents[2] / "docs" / "tinker.md").read_text()

@@ -1,5 +1,5 @@
-"""Bodies of Tinker's API. What its own package writes is read, and what is written here its package
-reads."""
+"""Bodies of Tinker's API. Tandem reads the bodies that Tinker's package writes, and the package
+reads Tandem's bodies."""
 
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -48,7 +48,7 @@ def datum(tokens: Sequence[int], **inputs: Any) -> types.Datum:
 
 
 def encoded(*data: types.Datum, forward_only: bool = False, config: Any = None) -> bytes:
-    """As the package encodes it."""
+    """The body as the package encodes it."""
     request = types.ForwardBackwardRequest(
         forward_backward_input=types.ForwardBackwardInput(
             data=list(data), loss_fn="cross_entropy", loss_fn_config=config
@@ -72,7 +72,8 @@ def data(body: bytes) -> list[Datum]:
 @pytest.mark.parametrize("message", ["ForwardBackwardRequest", "Datum", "Chunk", "Tensor"])
 @pytest.mark.parametrize("written", ["ForwardBackwardOutput", "SampleResponse", "ArrayRecord"])
 def test_fields_have_the_numbers_and_types_of_the_package(message: str, written: str) -> None:
-    """All fields that the package's own description has are there, or are read by none."""
+    """Tandem's description has all fields of the package's own description, except fields that no
+    reader uses."""
     ours = {
         name: one
         for root in (ForwardBackwardRequest, ForwardBackwardOutput, SampleResponse)

@@ -52,8 +52,9 @@ def _base() -> str:
 
 
 def chat_tokenizer(template: str, *, greedy: bool = False) -> Any:
-    """A tokenizer with this chat template. Its special tokens are those that look so in the
-    template; `greedy`: they take the white space beside them, as Phi-3's."""
+    """A tokenizer with this chat template. Texts of the template that look like special tokens
+    become special tokens. `greedy`: special tokens include the white space beside them, as in
+    Phi-3."""
     tokenizer = Tokenizer.from_str(_base())
     special = sorted({"<|im_end|>", "<|begin_of_text|>", *_SPECIAL.findall(template)})
     tokenizer.add_special_tokens(

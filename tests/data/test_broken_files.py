@@ -19,8 +19,7 @@ def call(**function: Any) -> dict[str, Any]:
     return {"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": function}]}]}
 
 
-# File name, content (bytes, text, or records as lines), where it is refused, and what the error
-# says.
+# File name, content (bytes, text, or records as lines), the refused place, and the error's text.
 CASES: list[tuple[str, Any, str, str]] = [
     ("empty.jsonl", "", "FILE", "no record"),
     ("blank.jsonl", "\n \n", "FILE", "no record"),

@@ -1,4 +1,4 @@
-"""Random conversations, written in every format and in files of every kind, are the same tokens."""
+"""Random conversations give the same tokens in every format and every kind of file."""
 
 import csv
 import json
@@ -28,7 +28,7 @@ def text(rng: random.Random) -> str:
 
 
 def conversation(rng: random.Random) -> Record:
-    """As OpenAI writes it; all calls of a turn are answered, by texts."""
+    """A conversation in OpenAI's format. All calls of a turn are answered by texts."""
     messages: list[Record] = [{"role": "system", "content": text(rng)}] * rng.randrange(2)
     tools = rng.random() < 0.5
     for _ in range(rng.randrange(1, 4)):
@@ -59,7 +59,8 @@ def as_messages(record: Record) -> Record:
 
 
 def as_sdk(record: Record) -> Record:
-    """As OpenAI's SDK dumps it, with calls' arguments as text and keys without a value."""
+    """The conversation as OpenAI's SDK dumps it, with the calls' arguments as text, and keys with
+    null."""
     nulls = {"refusal": None, "annotations": [], "audio": None, "function_call": None}
     messages = []
     for message in record["messages"]:
@@ -76,7 +77,7 @@ def as_sdk(record: Record) -> Record:
 
 
 def as_text(record: Record) -> Record:
-    """Its columns as JSON text, as CSV has them."""
+    """The record with its columns as JSON text, as in CSV."""
     return {name: json.dumps(value) for name, value in record.items()}
 
 
@@ -96,7 +97,7 @@ def as_sharegpt(record: Record) -> Record:
 
 
 def as_hermes(record: Record) -> Record:
-    """sharegpt with calls in the texts, and other names."""
+    """The sharegpt format, with calls in the texts and other names of columns."""
     names = {"system": "SYSTEM", "user": "User", "assistant": "GPT", "tool": "tool"}
     said = []
     for message in record["messages"]:
@@ -241,7 +242,7 @@ def test_every_format_of_pairs_gives_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_the_same_table_in_files_of_every_kind(tmp_path: Path) -> None:
-    """Equal tokens, or one sentence: nulls that Arrow may have added are named."""
+    """The file gives equal tokens, or a refusal that names nulls which Arrow may have added."""
     from datasets import Dataset
 
     rng = random.Random(SEED)
@@ -266,7 +267,7 @@ def test_the_same_table_in_files_of_every_kind(tmp_path: Path) -> None:
         csv.writer(file).writerows([["messages"], *([line] for line in lines)])
     with pytest.raises(InvalidInput, match="is a table; save it as JSON lines or Parquet"):
         Examples(tmp_path / "a.csv")
-    # A null in a call as a struct of Arrow's, which other rows' keys bring too.
+    # A null in a call that is an Arrow struct. Keys of other rows bring such nulls, too.
     ask, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     records = [
         {

@@ -1,4 +1,4 @@
-"""Texts become the tokens that transformers' tokenizer gives, whichever package computes them."""
+"""Texts become the same tokens as with transformers' tokenizer, with either package."""
 
 import random
 from types import SimpleNamespace
@@ -49,7 +49,7 @@ PIECES = [
 
 
 def made(kind: str) -> Any:
-    """A tokenizer of a kind that models have."""
+    """A tokenizer like those of published models."""
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer: Any = trainers.BpeTrainer(
         vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
@@ -89,7 +89,8 @@ def test_tokens_are_those_of_transformers(kind: str) -> None:
     tokenizer, draw = made(kind), random.Random(1)
     texts = ["".join(draw.choices(PIECES, k=draw.randrange(40))) for _ in range(3000)]
     encoder = Encoder(tokenizer)
-    assert (encoder._fast is None) == (kind == "wordpiece")  # else nothing is compared
+    # otherwise the test would compare nothing
+    assert (encoder._fast is None) == (kind == "wordpiece")
     for text, tokens in zip(texts, encoder.encode_all(texts), strict=True):
         assert tokens.dtype == np.int32
         assert tokens.tolist() == tokenizer.encode(text, add_special_tokens=False), text

@@ -1,5 +1,5 @@
-"""Records as tools and clients write them: each is read as the messages that it means, or refused
-with its format's name and what to do."""
+"""Records as tools and clients write them: each record is read as the intended messages, or refused
+with its format's name and the remedy."""
 
 import json
 from pathlib import Path
@@ -72,7 +72,7 @@ TWO_CALLS = {
 }
 THINKING = CHAT | {"chat_template_kwargs": {"enable_thinking": False}}
 
-# What writes it so, the record, and the record that it means.
+# The program that writes it, the record, and the record that it means.
 READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("OpenAI's SDK: nulls", {"messages": [ASK | SDK, ANSWER | SDK]}, CHAT),
     ("OpenAI's SDK: empty texts", {"messages": [ASK, ANSWER | {"refusal": "", "name": ""}]}, CHAT),
@@ -358,7 +358,7 @@ def parsed(path: Path, record: Any) -> SFTExample | PreferencePair:
 
 
 def meant(item: SFTExample | PreferencePair) -> Any:
-    """What templates get of it."""
+    """The messages that templates get."""
 
     def messages(given: list[Message]) -> list[dict[str, Any]]:
         return [message.for_template() | {"trained": message.trained} for message in given]
@@ -383,7 +383,7 @@ def test_read(writer: str, record: Any, expected: dict[str, Any], tmp_path: Path
 
 
 HALF = '{"messages": [{"role": "user", "content": "a \\ud83d"}, {"role": "assistant"}]}'
-# What writes it so, the record, where it is refused, and what the refusal says.
+# The program that writes it, the record, the refused place, and the text of the refusal.
 REFUSED: list[tuple[str, Any, str, str]] = [
     ("half a letter", HALF, "line 1: messages.0.content", "half of a pair.*correct it or leave it"),
     ("half a letter in a column's name", '{"\\ud83d": 1, "text": "a"}', "line 1", "half of a pair"),
@@ -516,7 +516,7 @@ def test_refused(writer: str, record: Any, where: str, problem: str, tmp_path: P
         parsed(tmp_path / "data.jsonl", record)
     assert str(refused.value.field).startswith("data.jsonl line 1")
     assert where in str(refused.value.field)
-    # As any record of a file, and not only the first.
+    # The record may be any record of a file, not only the first.
     (tmp_path / "data.jsonl").write_text(
         json.dumps(CHAT) + "\n" + (record if isinstance(record, str) else json.dumps(record)) + "\n"
     )

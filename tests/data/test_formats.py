@@ -1,4 +1,4 @@
-"""The formats that people have become examples and pairs; files of each kind are read at random."""
+"""Records of each format become examples and pairs. Files of each kind allow random access."""
 
 import json
 import random
@@ -21,7 +21,7 @@ CALL = {"name": "f", "arguments": {"x": 1}}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 PAIR = {"prompt": [ASK], "chosen": [ANSWER], "rejected": [WORSE]}
 
-# Format, record, what it becomes.
+# Format, record, and the example or pair that it becomes.
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("messages", {"messages": [ASK, ANSWER], "id": 7}, {"messages": [ASK, ANSWER]}),
     (
@@ -319,7 +319,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_lines_take_little_memory(tmp_path: Path) -> None:
-    """16 bytes of each are held."""
+    """The reader keeps 16 bytes per record."""
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "some text that is not held in memory"}\n' * 200_000)
     tracemalloc.start()

@@ -1,5 +1,5 @@
-"""The chat templates in TRL's package: our tokens are transformers', our masks those of `{%
-generation %}`."""
+"""The chat templates in TRL's package: our tokens equal transformers' tokens, our masks equal the
+masks of `{% generation %}`."""
 
 import json
 import random
@@ -88,8 +88,8 @@ def turns_of(sequences: list[LinearSequence]) -> list[tuple[list[int], list[int]
 def expected_turns(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Any
 ) -> list[tuple[list[int], list[int]]]:
-    """The same, message by message: each is rendered and tokenised by transformers after its own
-    prompt."""
+    """The same runs, message by message: transformers renders and tokenises each message after its
+    own prompt."""
     found = []
     special = set(tokenizer.all_special_ids) | {
         n for n, t in tokenizer.added_tokens_decoder.items() if t.special
@@ -135,7 +135,7 @@ def test_tokens_and_masks_are_transformers(path: Path) -> None:
             ):
                 render(tokenizer, [example], ["x"])
             continue
-        # Without the tools' descriptions.
+        # Templates that leave out the tools' descriptions.
         shown = tokenizer.decode(theirs["input_ids"]).rpartition("weather?")[2]
         wanted = {"tool_calls": "get_weather", "system": "be brief"}
         missing = [
@@ -156,10 +156,10 @@ def test_tokens_and_masks_are_transformers(path: Path) -> None:
     assert rendered or path.stem in REFUSED | WITHOUT_TEXTS
 
 
-# Their prompt ends with <think>, which the answer's rendering leaves out; or content must be a
-# list, for images.
+# The prompt of these templates ends with <think>, and their rendering of an answer leaves it out;
+# or content must be a list, for images.
 REFUSED = {"deepseek_r1_distill", "deepseekv3", "llava_next", "llava_next_training"}
-# Content must be a list, too, and a text is left out silently.
+# For these templates content must be a list, too. They silently leave out a plain text.
 WITHOUT_TEXTS = {"idefics3", "idefics3_training", "smolvlm", "smolvlm_training"}
 
 
@@ -195,15 +195,15 @@ def test_any_text_is_tokenised_as_message_by_message(name: str, greedy: bool) ->
         assert turns_of(sequences) == expected
         compared += 1
     assert compared > 75
-    # White space that a special token has taken is in no token of an answer that is tokenised
-    # alone.
+    # If an answer is tokenised alone, its tokens lack the white space that a special token
+    # includes.
     assert all("a token spans the border" in message for message in refused)
     assert greedy or not refused
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_training", "llama3_1", "llama3_training"])
 def test_messages_that_are_not_trained(name: str) -> None:
-    """By `weight` and `train`, and as a prompt."""
+    """Messages are left untrained by `weight`, by `train`, and as a prompt."""
     tokenizer = chat_tokenizer((TEMPLATES / f"{name}.jinja").read_text())
     ask, first, again, second = CONVERSATIONS["plain"]["messages"][:4]
     everything = turns_of(
@@ -266,11 +266,12 @@ def test_a_tool_without_its_wrapper_is_rendered_as_vllm_gets_it(bare: dict[str, 
     ],
 )
 def test_a_tools_text_is_that_of_vllm(function: dict[str, Any]) -> None:
-    """SFT's prompts are those of RL: the same keys in the same order, and nulls."""
+    """SFT's prompts equal RL's: the same keys in the same order, including nulls."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 
     sent = {"function": function, "type": "function", "of_the_client": 1}
-    left = {key: one for key, one in function.items() if key != "strict"}  # as the door does
+    # as the rollout door does
+    left = {key: one for key, one in function.items() if key != "strict"}
     theirs = ChatCompletionToolsParam.model_validate({**sent, "function": left}).model_dump()
     ours = SFTExample.model_validate(CONVERSATIONS["tools"] | {"tools": [sent]}).tools
     assert json.dumps(ours) == json.dumps([theirs])
@@ -313,8 +314,8 @@ def test_texts() -> None:
 
 
 def test_a_text_that_gets_a_space_where_it_is_tokenised_alone_is_refused() -> None:
-    """Llama 2's tokenizer begins each text with a space, which it leaves out where it decodes that
-    text alone."""
+    """Llama 2's tokenizer begins each text with a space, and leaves the space out when it decodes
+    the text alone."""
     vocabulary = [(token, -1.0) for token in ("<unk>", "</s>", "▁Answer:", "▁Paris", "▁")]
     backend = Tokenizer(Unigram([*vocabulary, *((c, -9.0) for c in "AnswerPai:")], unk_id=0))
     backend.pre_tokenizer = Metaspace(prepend_scheme="first", split=False)

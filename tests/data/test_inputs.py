@@ -1,4 +1,4 @@
-"""Input at the door: what vLLM answers becomes turns; what is wrong is refused naming the field."""
+"""Validation of input: vLLM's answers become turns, and a wrong field is named in the refusal."""
 
 import json
 import math
@@ -79,8 +79,7 @@ def changed(path: str, value: object, of: dict[str, Any]) -> Any:
     return copy
 
 
-# The first choice of a chat completion that came through the rollout door and whose stream was put
-# together.
+# The first choice of a chat completion that was streamed through the rollout door and then joined.
 CHOICE: dict[str, Any] = {
     **CHAT["choices"][0],
     "token_ids": None,
@@ -98,11 +97,12 @@ CHOICE: dict[str, Any] = {
 @pytest.mark.parametrize("as_object", [False, True])
 def test_turn_from_openai(as_object: bool) -> None:
     def given(kind: Any, value: dict[str, Any]) -> Any:
-        """As the openai client builds its objects: extra keys are kept and nothing is validated."""
+        """The object as the openai client builds it: it keeps extra keys and validates nothing."""
         return construct_type(type_=kind, value=value) if as_object else value
 
     chat, completion = given(ChatCompletion, CHAT), given(Completion, COMPLETION)
-    with warnings.catch_warnings():  # not pytest's mark: garbage of other tests may warn meanwhile
+    # pytest's mark would also see warnings from garbage of other tests
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
         turns = [
             turn_from_openai(chat, 1),
@@ -149,7 +149,7 @@ def test_turn_from_openai(as_object: bool) -> None:
             "choices.0.logprobs",
             "did not compute",
         ),
-        # A text of the model's, not a name of an id.
+        # This text is sampled by the model; it is not the name of a token id.
         (CHOICE, "logprobs.content.1.token", "12", "token_ids", "rollout"),
         (CHOICE, "logprobs.content.1.token", "token_id:", "token_ids", "rollout"),
         (CHOICE, "logprobs.content.1.token", "token_id:1x", "token_ids", "rollout"),
@@ -194,7 +194,8 @@ def test_a_message_has_its_content_also_beside_a_tool_call() -> None:
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
 def test_a_message_keeps_its_reasoning_in_the_name_that_vllm_reads(name: str) -> None:
-    """Templates write it into the next prompt, which would not continue the turn without it."""
+    """Templates write the stop token into the next prompt. Without the token the next prompt would
+    not continue the turn."""
     message = {"role": "assistant", "content": "4", name: "2 + 2"}
     builder = inputs.TrajectoryBuilder([])
     made = builder.add_response(changed("message", message, CHOICE))
@@ -249,7 +250,7 @@ def test_bad_groups(changes: dict[str, Any], field: str | None, message: str) ->
 
 
 def test_many_wrong_items_are_one_error() -> None:
-    """Errors of all of them take hundreds of times the memory of the request."""
+    """Errors about all items would take hundreds of times the memory of the request."""
     turn = {"prompt_token_ids": [1], "token_ids": [2] * 1000, "logprobs": [math.nan] * 1000}
     for value in (
         {"trajectories": [{"turns": [turn] * 5, "reward": 1.0}] * 5},

@@ -77,7 +77,7 @@ def test_close_releases_every_map(tmp_path: Path) -> None:
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
-    """A damaged one, one of another version, and none."""
+    """A damaged file, a file of another version, and a missing file."""
     sha256 = pack(tmp_path)
     whole = (tmp_path / FILE).read_bytes()
     for damaged in (
@@ -102,7 +102,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     assert refused.value.field == FILE
 
 
-# The slots alone are larger, or only all arrays together.
+# Either the slots alone are larger, or only the sum of all arrays is.
 @pytest.mark.parametrize("limit", [100, 200])
 def test_more_than_a_numpy_record_can_hold_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int

@@ -22,7 +22,7 @@ VOCAB = 5
 def turn(
     prompt: list[int], sampled: list[int], first_logprob: float = -0.5, step: int | None = None
 ) -> Turn:
-    """Log-probs tell apart what is equal otherwise: first, first - 1/8, ..."""
+    """Log-probs (first, first - 1/8, ...) distinguish turns that are otherwise equal."""
     logprobs = [first_logprob - index / 8 for index in range(len(sampled))]
     return Turn(prompt_token_ids=prompt, token_ids=sampled, logprobs=logprobs, policy_step=step)
 
@@ -49,7 +49,7 @@ def run(
     vocab_size=VOCAB,
     **more: object,
 ) -> PackedData:
-    """`more`: settings of the advantages."""
+    """`more`: further settings of the advantages."""
     packing = PackingSettings.model_validate({"sequence_length": length, "too_long": too_long})
     advantage = AdvantageSettings.model_validate(more)
     return prepare_rl(
@@ -58,8 +58,8 @@ def run(
 
 
 def lineages(row: PackedRow) -> list[list[int]]:
-    """Of each slot the slots from the root to itself, from tokens' depths alone: a slot's parent is
-    the nearest earlier slot one level up."""
+    """For each slot the slots from the root to the slot. They are computed only from depths: a
+    slot's parent is the nearest earlier slot one level up."""
     path: list[int] = []
     return [path := [*path[: row.positions[slot]], slot] for slot in range(row.num_tokens)]
 
@@ -94,8 +94,8 @@ def batches(draw: st.DrawFn) -> list[Group]:
 def linear(
     trajectory: Trajectory,
 ) -> list[tuple[tuple[int, ...], tuple[tuple[int, float, int], ...]]]:
-    """The sequences a trajectory means: (tokens, ((index, log-prob, step) of the trained ones)),
-    written the slow way."""
+    """The sequences of a trajectory, computed in a slow and simple way: (tokens, ((index, log-prob,
+    step) of the trained tokens))."""
     found: list[tuple[list[int], list[tuple[int, float, int]]]] = []
     for sampled in trajectory.turns:
         if found and sampled.prompt_token_ids[: len(found[-1][0])] == found[-1][0]:
@@ -112,7 +112,7 @@ def linear(
 
 
 def cut(sequence: tuple, length: int) -> tuple | None:
-    """The rule for `truncate`, the slow way."""
+    """The rule for `truncate`, in a slow and simple way."""
     tokens, trained = sequence
     if len(tokens) <= length:
         return sequence
@@ -135,10 +135,10 @@ def read_back(batch: PackedBatch) -> Counter:
         for query in range(used, batch.sequence_length):
             assert np.flatnonzero(mask[query]).tolist() == [query]
             assert row.tokens[query] == row.positions[query] == 0
-        # Nothing is stored twice: no two slots have the same prefix.
+        # No prefix is stored twice: two slots never have the same prefix.
         prefixes = [tuple(row.tokens[path]) for path in lineage]
         assert len(set(prefixes)) == used
-        # Nothing is stored for nothing: each slot is on the way to a trained one.
+        # Every slot is needed: each slot is on the path to a trained slot.
         assert set(range(used)) == {slot for target in row.item_target for slot in lineage[target]}
 
         for sequence in np.unique(row.item_sequence):
@@ -208,7 +208,7 @@ def test_nothing_is_lost(groups: list[Group], length: int, too_long: str) -> Non
             assert batch.trajectory_group.tolist() == renumbered.tolist()
             per_group = np.bincount(renumbered, weights=counts)
             assert batch.group_num_items.tolist() == per_group.tolist()
-            # A group that fits one row is in one row.
+            # A group that fits into one row is stored in one row.
             for g in range(len(batch.group_num_items)):
                 own = [tokens for t, tokens, _ in expected if renumbered[t] == g]
                 nodes = {tokens[: depth + 1] for tokens in own for depth in range(len(tokens))}
@@ -233,7 +233,8 @@ def test_nothing_is_lost(groups: list[Group], length: int, too_long: str) -> Non
 SYSTEM = list(range(30))
 LAYOUTS = {
     "split groups fill each other's rows": (
-        # 5 completions of 10 behind 20: rows of 60 and 30; the second group starts in the 30 left.
+        # 5 completions of 10 tokens after a prompt of 20 fill 60 slots of one row and 30 of the
+        # next. The second group starts in the 30 slots that are left.
         [group([one([g] * 20, [10 * g + i] * 10, i) for i in range(5)]) for g in (1, 2)],
         60,
         (3, 60 + 60 + 60),
@@ -266,7 +267,7 @@ def test_zero_variance_is_dropped_and_counted(tmp_path: Path) -> None:
     varied = group([one([2], [2], 0.0), one([2], [3], 1.0)])
     data = run(tmp_path / "a", [flat, varied])
     assert (data.dropped_groups, data.num_groups, data.num_trajectories) == (1, 1, 2)
-    # Of everything that was sampled.
+    # The counts cover all sampled tokens.
     assert data.reward_mean == pytest.approx(1.3 / 5)
     assert data.reward_std == pytest.approx(np.std([0.1, 0.1, 0.1, 0, 1]))
     assert (data.reward_min, data.reward_max) == (0.0, 1.0)

@@ -1,5 +1,5 @@
-"""The experts of turns reach the slots of their tokens; what a sampler can't have chosen is
-refused."""
+"""The experts of turns reach the slots of their tokens. Experts that a sampler can't have chosen
+are refused."""
 
 import base64
 import io
@@ -18,7 +18,7 @@ MIXTURE = Mixture(layers=3, num_experts=300, per_token=2)
 
 
 def encoded(array) -> str:
-    """As vLLM's responses have it."""
+    """The array as in vLLM's responses."""
     buffer = io.BytesIO()
     np.save(buffer, array)
     return base64.b64encode(buffer.getvalue()).decode()
@@ -58,8 +58,8 @@ def prepare(out, *trajectories: list[Turn], mixture: Mixture | None = MIXTURE):
 
 
 def test_each_slot_has_the_experts_of_its_token(tmp_path):
-    """A shared slot those of the first sequence in the row, a later turn's prompt those of the turn
-    that sampled it."""
+    """A shared slot gets the experts of the first sequence in the row. The prompt of a later turn
+    gets the experts of the turn that sampled its tokens."""
     first, second, other = experts(4), experts(7, 100), experts(4, 50)
     row = prepare(
         tmp_path / "data",
@@ -75,7 +75,7 @@ def test_each_slot_has_the_experts_of_its_token(tmp_path):
 
 @pytest.mark.parametrize("dense", [0, 1])
 def test_turns_without_experts_leave_their_slots_to_the_router(tmp_path, dense):
-    """vLLM returns zeros for layers without experts, as GLM-4.5's first ones."""
+    """vLLM returns zeros for layers without experts, such as GLM-4.5's first layers."""
     given = experts(3)
     given[:, :dense] = 0
     mixture = MIXTURE._replace(dense=dense)

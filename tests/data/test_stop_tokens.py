@@ -28,8 +28,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 # Family: the template's names, eos_token_id of the checkpoints' generation_config.json (with
 # tokenizer's EOS first), and the tokens at the end of an answer, of an answer that another one
-# follows, of a call, and of an answer with a thought. None: the template refuses it, or leaves it
-# out, and so do we.
+# follows, of a call, and of an answer with a thought. None: the template refuses or leaves out such
+# a message, and so does Tandem.
 REFUSED = None
 FAMILIES: dict[str, tuple[str, list[str], list[str | None]]] = {}
 
@@ -103,7 +103,7 @@ family(
     "<|call|>",
     "<|return|>",
 )
-# TRL's tags train an earlier answer as it is in a history, not as it is sampled.
+# TRL's tags train an earlier answer in its form in a history, not in its sampled form.
 family(
     "gptoss_training",
     "<|return|> <|endoftext|> <|call|>",
@@ -133,7 +133,8 @@ CHATML = (
 )
 family(CHATML, "<|im_end|> <|endoftext|>", *["<|im_end|>"] * 4)
 family("qwen3_5_nothink", "<|im_end|> <|endoftext|>", *["<|im_end|>"] * 3, REFUSED)
-# Their prompt ends with <think>, which an answer without a thought does not begin with.
+# The prompt of these templates ends with <think>, but an answer without a thought does not begin
+# with it.
 family(
     "nemotron_3_5_lightning nemotron_3_nano nemotron_3_super nemotron_3_ultra",
     "<|im_end|> </s>",
@@ -150,7 +151,7 @@ family(
 family("llama3_1 llama3_2", "<|end_of_text|> <|eom_id|> <|eot_id|>", *["<|eot_id|>"] * 4)
 family("muse_glimmer muse_glimmer_training", "<|eot|>", *["<|eot|>"] * 4)
 family("phi3 phi3_5", "<|endoftext|> <|assistant|> <|end|>", *["<|end|>"] * 2, REFUSED, "<|end|>")
-# The tags enclose what the template puts behind a conversation, too.
+# The tags also enclose the text that the template adds after a conversation.
 family(
     "phi3_training phi3_5_training",
     "<|endoftext|> <|assistant|> <|end|>",
@@ -166,7 +167,8 @@ ENDLESS = {("diffusion_gemma_training", "call"), ("gptoss_training", "earlier")}
 
 
 def saved(template: str, stops: list[str], directory: Path) -> Any:
-    """A tokenizer with these stop tokens as a model's directory has them: the first is its EOS."""
+    """A tokenizer in a model's directory with these stop tokens; the first stop token is its
+    EOS."""
     tokenizer = chat_tokenizer(template)
     tokenizer.add_special_tokens({"additional_special_tokens": stops, "eos_token": stops[0]})
     tokenizer.save_pretrained(directory)
@@ -197,7 +199,7 @@ def test_each_kind_of_turn_ends_where_vllm_stops(name: str, tmp_path: Path) -> N
         assert shown.endswith(end), (kind, shown)
         ends = Stops(tokenizer).endings(sequences)
         assert (ends[0] is not None) == endless, (kind, shown)
-        # Sampling ends at the first stop token. The tags of a template may go on.
+        # Sampling ends at the first stop token. The tags of a template may enclose further tokens.
         if "endgeneration" not in tokenizer.chat_template:
             assert [i for i, token in enumerate(first) if token in stop_ids(tokenizer)] == [
                 len(first) - 1
@@ -213,7 +215,7 @@ def turns(sequences: list[Any]) -> list[list[int]]:
 
 
 def vllm_stops(directory: Path) -> set[int]:
-    """vLLM's own: how its engine completes the parameters of a request."""
+    """Request parameters, completed by vLLM's own engine code."""
     from transformers import AutoTokenizer, GenerationConfig
     from vllm import SamplingParams
 
@@ -226,7 +228,8 @@ def vllm_stops(directory: Path) -> set[int]:
 
 
 def test_a_turn_after_a_stop_token_continues_the_sequence(tmp_path: Path) -> None:
-    """As in a sampled trajectory: GLM-4.5 samples `<|user|>`, and the next prompt has it there."""
+    """The tokens equal those of a sampled trajectory: GLM-4.5 samples `<|user|>`, and the next
+    prompt contains it at the same place."""
     _, stops, _ = FAMILIES["glm4moe"]
     tokenizer = saved((TEMPLATES / "glm4moe.jinja").read_text(), stops, tmp_path)
     messages = [*KINDS["call"]["messages"], turn("tool", "18"), turn("assistant", "yo"), ASK]
@@ -272,7 +275,7 @@ def test_training_that_never_ends_is_refused(template: str, remedy: str, tmp_pat
     shown = preview(tokenizer, [example, SFTExample(text="It is.")], [pair])
     assert [(one.trained_turns, one.endless_turns) for one in shown] == [(1, 1), (0, 0), (2, 2)]
     assert not out.exists()
-    # A text has no template, and ends with EOS; token ids are as they are given.
+    # A plain text uses no template, and ends with EOS. Token ids are used unchanged.
     out.mkdir()
     rest = [SFTExample(text="It is."), SFTExample(token_ids=[1, 2], trainable=[False, True])]
     prepare_sft(

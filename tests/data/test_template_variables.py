@@ -1,4 +1,5 @@
-"""What a chat template reads besides the conversation reaches it, is named, or is fixed."""
+"""Each variable that a chat template reads besides the conversation is passed to it, named in a
+refusal, or fixed."""
 
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -27,7 +28,8 @@ def tokenizer_of(name: str) -> Any:
 
 
 def both(tokenizer: Any, one: LinearSequence) -> tuple[str, str]:
-    """Context and trained text; a mark where context is between trained tokens."""
+    """Context and trained text, with a mark at each place where context lies between trained
+    tokens."""
     runs = np.split(one.trained, np.flatnonzero(np.diff(one.trained) > 1) + 1)
     return (
         tokenizer.decode(one.tokens[: runs[0][0]]),
@@ -44,7 +46,7 @@ def test_sft_and_sampling_see_the_same_prompt(name: str) -> None:
             prompt=[ASK], chosen=[ANSWER], rejected=[WORSE], chat_template_kwargs=more
         )
         ((one,), (chosen, rejected)) = render(tokenizer, [item, pair], ["x", "y"])
-        # As vLLM renders the request of a sampler with these.
+        # The request of a sampler with these variables, as vLLM renders it.
         prompt = tokenizer.apply_chat_template(
             [ASK], add_generation_prompt=True, tokenize=False, **more
         )
@@ -156,6 +158,6 @@ def test_empty_thoughts_are_counted(name: str, more: dict[str, Any], thoughts: i
     said = turn("assistant", "yo", reasoning_content="Hm")
     items = [SFTExample(messages=[ASK, one], chat_template_kwargs=more) for one in (ANSWER, said)]
     found = preview(tokenizer_of(name), items, [])
-    # Where the prompt has closed the thought, an answer can't have one.
+    # If the prompt has closed the thought, an answer can't have a thought.
     assert (found[1].error is None) == (not more)
     assert [one.empty_thoughts for one in found] == [thoughts, 0]

@@ -1,7 +1,7 @@
 """`docker compose config` of the files: GPUs per role, published ports, hardening, secrets and
 variables.
 
-`tests/helm/test_drift.py` compares which variables a role has with the chart.
+`tests/helm/test_drift.py` compares each role's variables with the chart.
 """
 
 import re
@@ -421,7 +421,7 @@ NOT_PASSED = {
         "ADMIN_TOKEN_FILE",
         # The chart mounts it.
         "JOB_TEMPLATE",
-        # Of executors that compose has not.
+        # Settings of executors that compose does not offer.
         "PARALLEL_JOBS",
         "LINGER_SECONDS",
         # In docker-compose.hosts.yml.
@@ -431,9 +431,9 @@ NOT_PASSED = {
         "HOST_ADDRESS",
         "START_SECONDS",
         "ORPHAN_SECONDS",
-        # The images have none of Slurm's programs.
+        # The images contain no Slurm programs.
         "SLURM_ARGS",
-        # Fixed, or without effect.
+        # These settings are fixed, or have no effect.
         "INFERENCE_URL",
         "DOCKER",
     )
@@ -459,7 +459,7 @@ def test_settings_reach_the_containers_that_have_their_variables(files):
         }.keys() <= NOT_PASSED
         passed |= {name for name, value in found.items() if value == given[name]}
     assert passed == fields - NOT_PASSED
-    # Preflight checks what several roles must agree on, and both roles' devices.
+    # Preflight checks the settings on which several roles must agree, and both roles' devices.
     several = {
         name for name in passed if sum(name in environment(config, role) for role in SERVICES) > 1
     }

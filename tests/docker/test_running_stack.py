@@ -39,7 +39,7 @@ def test_the_example_learns_through_the_published_ports(stack, monkeypatch):
     monkeypatch.setenv("TANDEM_INFERENCE_URL", stack.inference_url)
     monkeypatch.setenv("TANDEM_API_KEY_FILE", str(stack.secrets_dir / "api_key"))
     monkeypatch.delenv("TANDEM_API_KEY", raising=False)
-    # tests/stack has all of them.
+    # tests/stack runs all of them.
     report = asyncio.run(yes_no_maybe.train(RUN, rl_steps=6, tell=lambda *_: None))
     assert abs(report["sft_reward"] - 0.75) <= 0.05
     assert report["rl_reward"] > report["sft_reward"] + 0.02

@@ -16,7 +16,7 @@ from tandem.spool.schema import TERMINAL
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
 RUN = "faulty"
-# Longest times of a job with one fault and until a step is served, in seconds.
+# The longest time of a job with one fault, and the longest time until a step is served, in seconds.
 JOB_BOUND, SERVED_BOUND = 120, 240
 
 
@@ -112,8 +112,8 @@ def test_kill_supervisord(stack):
 
 @pytest.mark.sample(2, of="ends of the trainer's container")
 def test_kill_the_first_process(stack):
-    """As the kernel does when memory runs out: 137, everything in the container is gone, and it is
-    started again."""
+    """SIGKILL, as from the kernel when memory runs out: status 137, every process in the container
+    is gone, and the container is started again."""
     before, begin = restarts(stack, "trainer"), time.time()
     job = submit_running(stack)
     stack.kill_first("trainer")
@@ -136,7 +136,8 @@ def test_docker_kill_of_the_trainer(stack):
     assert succeeds(stack, job) == (2, ["runner_lost"])
 
 
-# What `docker stop` does first, in the moment that the ranks begin to write a checkpoint.
+# SIGTERM, the first signal of `docker stop`, at the moment when the ranks begin to write a
+# checkpoint.
 _STOP_IN_CHECKPOINT = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -158,8 +159,8 @@ sys.exit("no checkpoint was begun")
 
 @pytest.mark.sample(2, of="ends of the trainer's container")
 def test_sigterm_during_a_checkpoint(stack):
-    """Exit status 0; the checkpoint is whole or isn't there; the job succeeded or goes on without a
-    counted attempt."""
+    """The exit status is 0. The checkpoint is complete or does not exist. The job succeeded, or
+    goes on without a counted attempt."""
     begin = time.time()
     job = submit(stack, epochs=100)
     done = docker(
@@ -172,7 +173,7 @@ def test_sigterm_during_a_checkpoint(stack):
 
 
 def test_docker_kill_of_the_controller(stack):
-    """A job runs on without it, and a client that asks again finds it done."""
+    """A job runs on without the controller, and a client that asks again finds the job done."""
     job = submit_running(stack)
     stack.kill_container("controller")
     stack.run("up", "-d", "controller")

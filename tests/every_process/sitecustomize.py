@@ -1,16 +1,16 @@
-"""What every Python process that a test starts does first: tests/conftest.py puts this directory
-into its PYTHONPATH.
+"""Every Python process that a test starts runs this module first, because tests/conftest.py puts
+this directory into PYTHONPATH.
 
-By default Python's garbage collector looks for cycles at every 700 new objects. While torch and
-vLLM are imported nothing is garbage, and the search takes an eighth of a start's CPU; of all tests
-together it took a tenth. vLLM looks for garbage six times more while it starts, when there is none:
-2.4 of the 13 s of CPU of a start.
+By default Python's garbage collector looks for cycles at every 700 new objects. During the imports
+of torch and vLLM there is no garbage, but the search takes an eighth of a start's CPU time. In all
+tests together it took a tenth of the CPU time. vLLM searches six more times during its start, also
+without finding garbage; this takes 2.4 of the 13 s of CPU time of a start.
 
 vLLM imports gRPC to send traces, 1 s of CPU, and transformers looks for the files of all packages,
 0.8 s; both at each start. No test sends traces, and the packages stay as they are. Ranks import
 Weights & Biases through torch and Megatron, 0.5 s of 4 s; deployments do not have it.
 
-TEST_CLOCK_SECONDS: error of the clock of the host that the process stands for.
+TEST_CLOCK_SECONDS: the error of the process's clock; the process plays a host of its own.
 """
 
 import gc

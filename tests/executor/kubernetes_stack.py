@@ -44,7 +44,7 @@ class KubernetesStack(AgentStack):
         return [job["metadata"]["name"] for job in self.jobs()]
 
     def failed(self, name: str) -> bool:
-        """Whether the Job says so itself."""
+        """Whether the Job's own conditions say it."""
         found = [job for job in self.jobs() if job["metadata"]["name"] == name]
         conditions = [c for job in found for c in job["status"].get("conditions", [])]
         return any(c["type"] == "Failed" and c["status"] == "True" for c in conditions)
@@ -56,7 +56,7 @@ class KubernetesStack(AgentStack):
             self.api.answer("DELETE", f"{path}?propagationPolicy=Foreground", b"")
 
     def until_phase(self, words: str) -> None:
-        """Waits until a lease says for what its job waits."""
+        """Waits until a lease records the reason for which its job waits."""
 
         def found() -> bool:
             leases = [self.spool.leases.get(key.id) for key in self.spool.jobs.index.running()]
@@ -65,7 +65,7 @@ class KubernetesStack(AgentStack):
         self.until(found, f"phase {words!r}")
 
     def until_empty(self) -> None:
-        """Waits until no Job, no pod and no process of one is left."""
+        """Waits until no Job, no pod and no process of a pod is left."""
         self.until(
             lambda: not (self.jobs() or self.nodes.pods() or self.nodes.left()), "no Job", 60
         )

@@ -1,5 +1,5 @@
-"""The Job controller, Kueue's part in a Job, and one node's kubelet, for the API server of
-`helm.kubernetes_api`. The pods' containers are processes of this machine."""
+"""The Job controller, the part of Kueue that concerns Jobs, and one node's kubelet, for the API
+server of `helm.kubernetes_api`. The pods' containers are processes of this machine."""
 
 import random
 import signal
@@ -23,10 +23,10 @@ TICK_SECONDS = 0.03
 
 
 class Nodes:
-    """Runs until the end of the block. What is set here happens to the pods from then on."""
+    """Runs until the end of the block. A fault that is set here affects the pods from then on."""
 
     def __init__(self, api: ApiServer, logs: Path, environment: dict[str, str]) -> None:
-        """`environment`: of all containers, before what their pods say."""
+        """`environment`: variables of all containers; the pods' own variables take precedence."""
         self.api, self._logs, self._environment = api, logs, environment
         self.command: list[str] | None = None
         """In place of what pods say."""
@@ -76,11 +76,11 @@ class Nodes:
         return self.api.objects("Pod")
 
     def left(self) -> list[processes.Process]:
-        """Living processes of containers."""
+        """The containers' processes that live."""
         return [p for uid in list(self._running) for p in processes.marked(MARK, uid)]
 
     def evict(self, reason: str = "EvictionByEvictionAPI", message: str = "drained") -> None:
-        """All pods get the condition, and are deleted."""
+        """Gives the condition to all pods and deletes them."""
 
         def mark(pod: Object) -> None:
             condition = {"type": "DisruptionTarget", "status": "True"}
@@ -300,7 +300,7 @@ class Nodes:
         process, status = self._running[uid], pod["status"]
         code = process.poll()
         if code is not None:
-            self._kill(uid)  # what it left goes with the container
+            self._kill(uid)  # processes that the agent left end with the container
             reason = "Completed" if code == 0 else "Error"
             if uid in self._oom:
                 reason = "OOMKilled"

@@ -1,4 +1,5 @@
-"""What the chart renders for `trainer.executor: kubernetes`, as a cluster and a runner get it."""
+"""The objects that the chart renders for `trainer.executor: kubernetes`, as a cluster and a runner
+get them."""
 
 import json
 from functools import cache
@@ -32,7 +33,8 @@ def template_of(rendered: Rendered) -> Object:
 
 
 def install(api: ApiServer, rendered: Rendered, directory: Path) -> dict[str, str]:
-    """What Helm would install of it; the variables of a runner that finds it."""
+    """The objects that Helm would install, and the environment variables of a runner that uses
+    them."""
     api.add(json.loads(json.dumps(rendered.one("StatefulSet", "-trainer"))))
     api.rules = rendered.one("Role")["rules"]
     (directory / "job.json").write_text(json.dumps(template_of(rendered)))

@@ -1,5 +1,5 @@
-"""A real Slurm on this machine, of several nodes: munged, slurmctld, and a slurmd for each node. No
-cgroups, and no other user's files."""
+"""A real Slurm on this machine, of several nodes: munged, slurmctld, and a slurmd for each node. It
+uses no cgroups and only this user's files."""
 
 import os
 import pwd
@@ -107,7 +107,7 @@ class SlurmCluster:
         return "\n".join(path.read_text()[-3000:] for path in sorted(self.base.glob("*.log")))
 
     def run(self, *command: str) -> str:
-        """What a program of Slurm prints; the empty string where it fails."""
+        """The output of a Slurm program; an empty string if the program fails."""
         done = subprocess.run(
             command, env=self._environment, capture_output=True, text=True, check=False, timeout=60
         )
@@ -117,13 +117,13 @@ class SlurmCluster:
         return self.run("sinfo", "--noheader", "--Node", "--partition=main", "-o", "%t").split()
 
     def jobs(self, prefix: str = "") -> list[tuple[str, str]]:
-        """Names and states of all Slurm jobs, those that ended too."""
+        """Names and states of all Slurm jobs, including ended ones."""
         lines = self.run("squeue", "--noheader", "--states=all", "-o", "%j %T").splitlines()
         found = [(name, state) for name, _, state in (line.partition(" ") for line in lines)]
         return [one for one in found if one[0].startswith(prefix)]
 
     def submit_urgent(self) -> None:
-        """A Slurm job that preempts those of other partitions."""
+        """Submits a Slurm job that preempts the Slurm jobs of other partitions."""
         script = ["--nodes=1", "--wrap=sleep 1", "--output=/dev/null"]
         self.run("sbatch", "--partition=urgent", "--job-name=urgent", *script)
 

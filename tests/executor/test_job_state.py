@@ -1,5 +1,5 @@
-"""The state of an attempt follows from the status of its Kubernetes Job, its pods and Kueue.
-The tests set the clock."""
+"""The meaning that the states of a Job, its pods and its Kueue Workload have for an attempt. The
+tests set the clock."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def workload(kind: str, status: str, message: str) -> Object:
 
 
 def end_of(*pods: Object, condition: str = "Failed", now: float = 10.0) -> Ended:
-    """How an attempt ends whose Job has this condition."""
+    """How an attempt ends if its Job has this condition."""
     states = JobStates(GRACE)
     seen = Seen(job(condition), list(pods))
     assert not isinstance(states.read(seen, now), Ended), "what the agents wrote may come later"
@@ -69,7 +69,7 @@ def end_of(*pods: Object, condition: str = "Failed", now: float = 10.0) -> Ended
     ("pods", "kind", "words"),
     [
         ([pod(phase="Failed", conditions=[DISRUPTED])], "preempted", "PreemptionByScheduler"),
-        # The others of a job are stopped for the one that failed, or was disrupted.
+        # When one pod of a Job fails or is disrupted, the other pods are stopped.
         ([exited(75), pod(phase="Failed", conditions=[DISRUPTED])], "preempted", "higher priority"),
         ([exited(75), exited(1)], None, None),
         ([exited(75)], "job_deleted", "somebody deleted it"),
@@ -150,7 +150,7 @@ def test_a_complete_job_has_ended_well():
             Waiting("pod j-0-abcde waits: ContainerCreating"),
         ),
         (Seen(job(), [RUNS]), Running()),
-        # Some run: the time in which the others have to come counts.
+        # Some pods run, so the time in which the other pods have to start counts.
         (Seen(job(), [RUNS, pod(phase="Pending", conditions=[FULL])]), Running()),
         (
             Seen(job(suspend=True), workload=workload("QuotaReserved", "False", "no flavor fits")),
@@ -197,7 +197,7 @@ def test_an_image_that_does_not_come_ends_the_attempt_after_a_while():
     seen = Seen(job(), [PULLS])
     assert isinstance(states.read(seen, 100), Waiting)
     assert isinstance(states.read(seen, 100 + IMAGE_SECONDS), Waiting)
-    # It came once: the time begins again.
+    # The pod came once, so the time begins again.
     assert isinstance(states.read(Seen(job(), [pod(phase="Pending")]), 221), Waiting)
     assert isinstance(states.read(seen, 222), Waiting)
     ended = states.read(seen, 223 + IMAGE_SECONDS)
@@ -208,7 +208,7 @@ def test_an_image_that_does_not_come_ends_the_attempt_after_a_while():
 
 
 def test_a_pod_on_a_lost_node_ends_the_attempt():
-    """It has the condition, and stays for ever."""
+    """The pod has the condition and is never deleted."""
     states = JobStates(GRACE)
     lost = pod({"running": {}}, conditions=[DISRUPTED | {"reason": "DeletionByTaintManager"}])
     assert states.read(Seen(job(), [lost]), 0) == Running()

@@ -1,5 +1,6 @@
-"""The executor's calls of an API server, on the stand-in: which answers it survives, and what it
-asks for. Pods are processes that only wait; test_kubernetes_stack.py has real agents.
+"""The executor's calls of an API server, on the stand-in API server: the answers that it survives,
+and the requests that it sends. Pods are processes that only wait; test_kubernetes_stack.py has real
+agents.
 
 With TANDEM_TEST_KUBECONFIG the tests of `plane` run on that control plane, in the namespace of its
 context, and the others are left out.
@@ -60,7 +61,7 @@ class Runner:
 def until(
     execution: KubernetesExecution, state: type, words: str = ""
 ) -> Waiting | Running | Ended:
-    """The execution's state once it is such a one."""
+    """Polls the execution until its state has this type; returns the state."""
     end = time.monotonic() + 20
     found = execution.poll()
     while not isinstance(found, state) or words not in str(found):
@@ -249,7 +250,7 @@ def test_kueue_admits_preempts_and_admits_again(cluster):
     cluster.nodes.preempt(name)
     ended = until(execution, Ended, "preempted")
     assert "Kueue: Preempted to accommodate a workload" in str(ended)
-    # The same Job could be admitted again: it is deleted before the next attempt.
+    # The same Job could be admitted again, so it is deleted before the next attempt.
     execution.kill()
     gone(cluster)
 
@@ -276,7 +277,8 @@ def test_hours_in_kueues_queue_do_not_count_as_the_hosts_time_to_arrive(cluster,
 @scripted
 @pytest.mark.parametrize("began", [True, False])
 def test_a_new_runner_finds_a_job_that_is_suspended(cluster, began):
-    """Kueue may have preempted it meanwhile; then its hosts are taken, and nothing can go on."""
+    """Kueue may have preempted the Job in between. Its hosts' tickets are taken then, and the
+    attempt can't go on."""
     cluster.nodes.kueue = True
     execution = cluster.runner.begin()
     until(execution, Waiting, "Kueue has not said why")
@@ -344,7 +346,8 @@ def test_another_runner_finds_the_job_and_deletes_those_of_nobody(cluster):
 
 @scripted
 def test_a_job_of_an_old_release_goes_on_as_it_is(cluster):
-    """The chart's template has changed under it. Labels and annotations say which attempt it is."""
+    """The chart's template changed while the Job ran. The Job's labels and annotations name its
+    attempt."""
     execution = cluster.runner.begin()
     until(execution, Waiting, "has not arrived")
     made = image_of(cluster)
@@ -365,7 +368,7 @@ def test_a_job_of_an_old_release_goes_on_as_it_is(cluster):
 
 @pytest.fixture
 def stayed(cluster, monkeypatch) -> SimpleNamespace:
-    """The `cluster`, and a Job whose pods have stayed after the first attempt of its job."""
+    """The `cluster`, with a Job that lingers after the first attempt of its job."""
     monkeypatch.setenv("TANDEM_LINGER_SECONDS", "300")
     cluster.runner.executor = cluster.runner.make()
     cluster.runner.executor.prepare()
@@ -423,7 +426,7 @@ def test_a_new_runner_adopts_an_attempt_in_pods_that_stayed(stayed):
     again = stayed.runner.begin(second)
     until(again, Waiting, "has not arrived")
     assert jobs(stayed) == [stayed.name]
-    # Kueue would start pods that find their first attempt ended.
+    # Otherwise Kueue would start pods again whose first attempt has ended.
     stayed.nodes.preempt(stayed.name)
     end = time.monotonic() + 20
     while stayed.nodes.pods():

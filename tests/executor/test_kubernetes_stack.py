@@ -1,10 +1,10 @@
 """Jobs under a real runner whose attempts are Kubernetes Jobs; their pods are real agents.
 
-Whatever happens to a Job, its pods, its queue, the API server or the runner, the job has one end.
-Other files have the rest: an image that is not there, what admission refuses, and another release's
-template (test_kubernetes.py); a second runner (runner/test_runner_lives.py); a cable that is cut,
-and clocks that differ (rank/test_hosts.py); volumes that are slow or gone (spool/test_spool_fence,
-agent/test_one_attempt.py and test_hosts_meet.py).
+Whatever happens to a Job, its pods, its queue, the API server or the runner, the job ends exactly
+once. Other files have the rest: an image that is not there, what admission refuses, and another
+release's template (test_kubernetes.py); a second runner (runner/test_runner_lives.py); a cable that
+is cut, and clocks that differ (rank/test_hosts.py); volumes that are slow or gone
+(spool/test_spool_fence, agent/test_one_attempt.py and test_hosts_meet.py).
 """
 
 import re
@@ -50,7 +50,7 @@ def test_a_job_trains_in_the_pods_of_one_job(stack):
     assert stack.jobs() == [], "an idle release has no pod with a GPU"
     job_id, state, job = stack.ended("trains", attempts=1)
     assert (state, job.attempt) == ("succeeded", 1), (job.result, stack.job_log(job_id))
-    # A slow answer is asked for again, and the Job is found then.
+    # The runner repeats a request whose answer is slow, and then finds the Job.
     made = re.findall(r"(?:created|found) Job (\S+)", stack.job_log(job_id))
     assert len(made) == 1
     released = stack.event(job_id, "released")
@@ -80,7 +80,7 @@ def test_an_evicted_pod_is_another_attempt_that_does_not_count(stack, reason):
     state, job = stack.wait(job_id)
     assert (state, job.attempt) == ("succeeded", 2), job.result
     assert stack.counted(job_id) == [("preempted", False)]
-    # The pods may be gone before the runner sees them; the Job says it, too.
+    # The pods may be gone before the runner sees them. The Job reports the reason, too.
     why = rf"{reason}: node-1 is drained|has condition DisruptionTarget"
     assert re.search(why, stack.job_log(job_id))
     stack.until_empty()
@@ -112,7 +112,8 @@ def test_ranks_that_fail_say_why(stack):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_the_next_runner_goes_on_with_the_attempt(stack, how):
-    """Also while the API server is away: nobody starts or ends anything then."""
+    """The time in which the API server is away counts too: nothing is started or ended in this
+    time."""
     job_id = stack.submit(stack.run(how), attempts=1, do="wait_for_go")
     stack.until_beating(job_id, ranks=2)
     (made,) = stack.jobs()
@@ -171,7 +172,7 @@ def test_jobs_of_two_runs_train_at_once_and_are_adopted_by_the_next_runner(stack
 
 @of_pods
 def test_a_node_that_is_lost_keeps_nobody_waiting(stack):
-    """Its pods stay, its ranks go on for a while; they change nothing any more."""
+    """The Job's pods stay and the ranks go on for a while, but they change nothing any more."""
     job_id = stack.submit(stack.run("lost"), attempts=2, stall=5, do="hang", until=1)
     stack.until_beating(job_id, ranks=2)
     stack.nodes.lost = True
@@ -186,7 +187,8 @@ def test_a_node_that_is_lost_keeps_nobody_waiting(stack):
 
 @of_pods
 def test_kueue_admits_preempts_and_admits_the_next_job(stack):
-    """A job waits in Kueue's words, for hours if need be, and its preemption does not count."""
+    """A waiting job shows Kueue's words, and may wait for hours. A preemption by Kueue does not
+    count."""
     stack.nodes.kueue = True
     job_id = stack.submit(stack.run("queued"), attempts=1, do="wait", until=1)
     stack.until_phase("waiting: its Job is suspended; Kueue has not said why")
@@ -199,7 +201,7 @@ def test_kueue_admits_preempts_and_admits_the_next_job(stack):
     stack.until_beating(job_id, ranks=2)
     stack.nodes.preempt(first)
     stack.until(lambda: first not in stack.names(), "the end of the preempted Job")
-    # With its pods it would be admitted again as it is.
+    # With its pods the unchanged Job would be admitted again.
     (second,) = stack.until(stack.names, "the Job of the next attempt")
     assert stack.counted(job_id) == [("preempted", False)]
     assert "Kueue: Preempted to accommodate a workload" in stack.job_log(job_id)
@@ -211,7 +213,8 @@ def test_kueue_admits_preempts_and_admits_the_next_job(stack):
 
 @of_pods
 def test_a_job_that_kueue_admits_again_without_a_runner_trains_nothing(stack):
-    """Its hosts' tickets are taken, so the same Job ends, and the next runner makes another."""
+    """The hosts' tickets of the Job are taken, so this Job ends, and the next runner makes
+    another."""
     stack.nodes.kueue = True
     job_id = stack.submit(stack.run("admitted"), attempts=1, do="wait", until=1)
     (first,) = stack.until(stack.names, "the Job")

@@ -5,6 +5,7 @@ import pytest
 
 from executor.kubernetes_stack import KubernetesStack
 
+pytestmark = pytest.mark.slow
 SECONDS = 15
 
 

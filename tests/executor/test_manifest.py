@@ -44,7 +44,7 @@ def test_a_filled_template_is_a_job_of_kubernetes(tmp_path, job, version, uid):
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
     assert (spec["backoffLimit"], spec["podReplacementPolicy"]) == (0, "Failed")
     assert pod["restartPolicy"] == "Never"
-    # The start, the job's own deadline, and the grace period.
+    # The sum of the start, the job's own deadline, and the grace period.
     assert (
         pod["activeDeadlineSeconds"] == START_SECONDS + 100 + pod["terminationGracePeriodSeconds"]
     )
@@ -70,7 +70,7 @@ def test_each_attempt_has_a_name_of_its_own(tmp_path, job):
     )
     names = {made.name(one) for one in (job, second, again)}
     assert len(names) == 3
-    # A pod's name has an index and five characters more, and is a label.
+    # A pod's name adds an index and five characters to the Job's name, and must be a valid label.
     assert all(len(name) + len("-1023-abcde") <= 63 for name in names)
     filled = made.fill(job, None)
     assert filled["metadata"]["name"] == made.name(job)

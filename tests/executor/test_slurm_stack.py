@@ -1,5 +1,5 @@
-"""A real runner, real agents and a real Slurm of two nodes: whatever Slurm, somebody or the
-runner's own end does to a Slurm job, the job has one end."""
+"""A real runner, real agents and a real Slurm of two nodes: whatever Slurm, a user or the end of
+the runner does to a Slurm job, Tandem's job ends exactly once."""
 
 import os
 import time
@@ -39,7 +39,7 @@ def running(
 
 @pytest.fixture
 def stack(running: SlurmStack, cluster: SlurmCluster) -> Iterator[SlurmStack]:
-    """With a runner, idle nodes and no job."""
+    """A stack with a runner, idle nodes and no job."""
     if running.runner.poll() is not None:
         running.start()
     running.forget()
@@ -169,7 +169,7 @@ def order_of(spool: Spool, said: list[str]) -> Order:
 
 
 def polled(execution: Execution) -> Waiting | Running | Ended:
-    """What the execution says once it has asked Slurm twice."""
+    """The execution's state after two questions to Slurm."""
     end = time.monotonic() + 2.5 * POLL_SECONDS
     while time.monotonic() < end and not isinstance(execution.poll(), Ended):
         time.sleep(0.1)
@@ -211,7 +211,7 @@ def test_jobs_of_two_runs_are_in_slurms_queue_at_once_and_adopted(
 def test_a_runner_that_is_killed_after_the_submission_finds_it(
     cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was killed before anything on the volume told of the submission."""
+    """The runner was killed before it recorded the submission on the volume."""
     spool = spool_with_run(tmp_path)
     first, second = (executor_of(cluster, spool, monkeypatch, "--hold") for _ in range(2))
     said = list[str]()

@@ -1,4 +1,4 @@
-"""What Slurm's words mean for an attempt, and the words by which attempts are submitted."""
+"""The meaning that Slurm's states have for an attempt, and the arguments of submissions."""
 
 import shlex
 import subprocess
@@ -19,7 +19,7 @@ from tandem.trainer.executor.slurm_state import SlurmJob, _seconds, read
 
 
 def line(state: str, reason: str = "None", **fields: str) -> str:
-    """As squeue of 22.05 prints it."""
+    """A line as squeue of Slurm 22.05 prints it."""
     known = {"left": "UNLIMITED", "preempted": "N/A", "code": "0", "nodes": "n[0-1]"} | fields
     parts = ["12", "tandem-0-j.1", state, *known.values(), reason]
     return "|".join(f"{part:<20}" for part in parts) + "|"

@@ -1,5 +1,5 @@
-"""The executors, each with all that its ranks run on: this host, an agent in each of two network
-namespaces, the pods of a Job, or the nodes of a real Slurm."""
+"""The executors, each with the hosts of its ranks: this host, two network namespaces with an agent
+each, the pods of a Job, or the nodes of a real Slurm."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -29,7 +29,8 @@ def two_ranks(executor: str, root: Path) -> Iterator[dict[str, str]]:
     `executor` is local."""
     variables = {
         "TANDEM_TRAINER_RANKS": "2",
-        "OMP_NUM_THREADS": "1",  # as the agents have, for all decide the order of sums
+        # the agents have the same number, because it decides the order of sums
+        "OMP_NUM_THREADS": "1",
     }
     with ExitStack() as opened:
         if executor == "local":

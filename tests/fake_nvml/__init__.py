@@ -1,5 +1,5 @@
-"""A made-up NVIDIA driver, for this process and for its children: what `pynvml.py` beside this file
-answers."""
+"""A fake NVIDIA driver for this process and its children. It sets the answers of `pynvml.py` beside
+this file."""
 
 import json
 import os
@@ -13,8 +13,8 @@ MIB = 2**20
 
 
 def gpu(uuid: str, used: int = 0, **answers: object) -> dict:
-    """A GPU with `used` bytes in use, and 1 GiB that the driver reserves. `answers`: of NVML
-    functions, by name."""
+    """A GPU with `used` bytes in use, and 1 GiB that the driver reserves. `answers`: the results of
+    NVML functions, by name."""
     # Some drivers count the reserved memory in `used`.
     memory = {
         "total": 100 * 2**30,
@@ -36,7 +36,7 @@ class FakeNvml:
         self.set(*gpus)
 
     def set(self, *gpus: dict, **raises: int) -> None:
-        """The GPUs from now on, and the functions that fail."""
+        """Sets the GPUs from now on, and the functions that fail."""
         staged = self.path.with_suffix(".new")
         staged.write_text(json.dumps({"gpus": gpus, "raises": raises}))
         staged.replace(self.path)

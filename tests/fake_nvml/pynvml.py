@@ -1,5 +1,5 @@
-"""In pynvml's place: its constants and errors, and functions that answer from the file $FAKE_NVML
-(see FakeNvml)."""
+"""Takes the place of pynvml: its constants and errors, and functions that answer from the file
+$FAKE_NVML (see FakeNvml)."""
 
 import json
 import os
@@ -68,7 +68,8 @@ def _only(matches: list[dict]) -> dict:
 
 
 def _memory_of(directory: Path) -> SimpleNamespace:
-    """Of a GPU that is a directory, where each living process has written the MiB it uses."""
+    """The memory of a GPU that is a directory, to which each living process has written the MiB
+    that it uses."""
     from runner import fake_gpu
 
     used = (3 + sum(fake_gpu.living(directory).values())) * 2**20

@@ -4,8 +4,8 @@ leaves no trace.
     python -m tests.fuzz.api [--minutes 30] [--seed S]
 
 A controller process with a key, on a spool with runs, jobs in the queue (nobody runs them), an
-ended job and two checkpoints. Schemathesis reads the OpenAPI document and sends what it allows and
-what it does not. Each round has a new spool and controller, and the next seed.
+ended job and two checkpoints. Schemathesis reads the OpenAPI document and sends requests that it
+allows and requests that it forbids. Each round has a new spool and controller, and the next seed.
 """
 
 import argparse
@@ -26,8 +26,8 @@ from tandem.spool import Spool
 
 TESTS = str(Path(__file__).parents[1])
 ROUND_SECONDS = 150.0
-# OpenAPI can't tell rules between fields. Pydantic takes "1" and true for 1; unknown query
-# parameters are ignored.
+# OpenAPI can't tell rules between fields. Pydantic accepts "1" and true as 1, and the API ignores
+# unknown query parameters.
 LEFT_OUT = "positive_data_acceptance,negative_data_rejection"
 
 
@@ -52,8 +52,8 @@ def controller(directory: Path) -> Iterator[tuple[str, Path]]:
 
 
 def fuzz(directory: Path, seed: int, seconds: float, arguments: tuple[str, ...] = ()) -> str:
-    """What Schemathesis found in a round of `seconds`: its report, or empty. AssertionError if the
-    controller died."""
+    """Runs Schemathesis for `seconds`. Returns its report of problems, or an empty string.
+    AssertionError if the controller died."""
     with controller(directory) as (url, root):
         command = [
             str(Path(sys.executable).with_name("schemathesis")),

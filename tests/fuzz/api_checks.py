@@ -21,7 +21,7 @@ def names() -> Iterator[str]:
         name = path.relative_to(ROOT).as_posix()
         if name.startswith("jobs/locks") or name.endswith("/lock"):
             continue
-        with suppress(FileNotFoundError):  # what was set aside is being removed
+        with suppress(FileNotFoundError):  # a directory that was set aside is being removed
             status = path.stat()
             yield f"{name} {status.st_size if S_ISREG(status.st_mode) else ''}"
 
@@ -46,7 +46,7 @@ def refusal_leaves_no_trace(_: Any, response: Any, case: Any) -> None:
     """After an answer of 4xx or 5xx the spool has the same files with the same sizes."""
     global _before
     now = set(names())
-    # What a request before this one has set aside may go now.
+    # A directory that an earlier request set aside may be removed now.
     changed = (now - _before) | {name for name in _before - now if "/.tmp-" not in f"/{name}"}
     if response.status_code >= 400 and case.method not in ("GET", "HEAD"):
         assert not changed, f"{response.status_code}, but the spool changed: {sorted(changed)[:10]}"

@@ -46,7 +46,8 @@ _VALUES = (
 
 
 def damage(path: Path, root: Path, chosen: random.Random, *, node: bool) -> str:
-    """Damages the file; returns how. `node`: something else is in its place."""
+    """Damages the file; returns the kind of damage. `node`: another kind of file takes its
+    place."""
     ways = list(_NODES) if node else [*_BYTES, *_NODES]
     if not node and _parsed(path) is not None:
         ways += 3 * [_splice, _splice_line, _key]
@@ -83,7 +84,7 @@ def _places(value: Any, of: Any = None, key: Any = None) -> list[tuple[Any, Any]
 
 
 def _splice(path: Path, _: Path, chosen: random.Random) -> str:
-    """One value of the JSON is another."""
+    """Replaces one value of the JSON."""
     lines = path.read_bytes().splitlines(keepends=True)
     whole = [b"".join(lines)]
     try:
@@ -105,7 +106,7 @@ def _splice(path: Path, _: Path, chosen: random.Random) -> str:
 
 
 def _splice_line(path: Path, _: Path, chosen: random.Random) -> str:
-    """The whole is another value, or has one as a line of its own."""
+    """Replaces the whole content by another value, or adds another value as a line."""
     raw = chosen.choice(_VALUES)
     content = path.read_bytes() if chosen.random() < 0.5 else b""
     path.write_bytes(content + raw.encode() + b"\n")
@@ -113,7 +114,7 @@ def _splice_line(path: Path, _: Path, chosen: random.Random) -> str:
 
 
 def _key(path: Path, _: Path, chosen: random.Random) -> str:
-    """A key is missing, renamed, or there are more of them."""
+    """Removes, renames or adds a key."""
     content = path.read_text()
     keys = sorted({key for of, key in _places(_parsed(path)) if isinstance(of, dict)})
     if not keys:
@@ -192,20 +193,20 @@ def _symlink(path: Path, root: Path, chosen: random.Random) -> str:
 
 
 def _fifo(path: Path, _: Path, __: random.Random) -> str:
-    """Nobody writes into it: who opens it in the plain way waits for ever."""
+    """A FIFO without a writer: a plain open waits for ever."""
     path.unlink()
     os.mkfifo(path)
     return ""
 
 
 def _sparse(path: Path, _: Path, __: random.Random) -> str:
-    """2 GiB that take no space."""
+    """A sparse file of 2 GiB."""
     os.truncate(path, 2**31)
     return ""
 
 
 def _swapped(path: Path, root: Path, chosen: random.Random) -> str:
-    """It has the content of another file with the same ending."""
+    """Copies the content of another file with the same ending."""
     others = [other for other in root.rglob(f"*{path.suffix}") if other.is_file() and other != path]
     other = chosen.choice(others or [root / "spool.json"])
     path.write_bytes(other.read_bytes())
@@ -213,7 +214,7 @@ def _swapped(path: Path, root: Path, chosen: random.Random) -> str:
 
 
 def _unreadable(path: Path, _: Path, __: random.Random) -> str:
-    """Only where this process is not root."""
+    """Only if this process is not root."""
     path.chmod(0)
     return ""
 

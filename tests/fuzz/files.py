@@ -58,14 +58,14 @@ class Fuzzer:
         assert not problems, f"an undamaged spool has problems: {problems}"
 
     def round(self, number: int) -> tuple[str, list[str]]:
-        """(what was damaged and how, what went wrong)"""
+        """(the damaged file and the damage, the problems)"""
         chosen = random.Random(f"{self.seed} {number}")
         kind = chosen.choice(sorted(self.kinds))
         name = chosen.choice(self.kinds[kind])
         root = self.stage.copy("copy")
         path = self.stage.directory / USED if name == USED else root / name
         if name == USED:
-            shutil.rmtree(path, ignore_errors=True)  # what an earlier round put there
+            shutil.rmtree(path, ignore_errors=True)  # left by an earlier round
             path.unlink(missing_ok=True)
             path.write_text('{"main": 1.0, "lost": 2.0}')
         api = readers.Api(self.stage, root) if chosen.random() < 0.5 else None
@@ -85,7 +85,7 @@ class Fuzzer:
             and made.get(f"{WITNESS}@2") != self.good[f"{WITNESS}@2"]
         ):
             problems.append("the witness was not trained")
-        if how == "unreadable":  # trouble with the volume, about which programs say so, and wait
+        if how == "unreadable":  # errors of the volume: programs report them, and wait
             problems = [
                 problem
                 for problem in problems

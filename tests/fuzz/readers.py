@@ -1,7 +1,7 @@
 """Every program that reads the spool, in this process, on a damaged copy; for `fuzz.files`.
 
-A function returns what it found wrong: an exception that would end a program or be answered by 500,
-an undamaged run that is not served, a job that succeeded with other weights.
+Each function returns the problems that it found: an exception that would end a program or be
+answered by 500, an undamaged run that is not served, or a job that succeeded with wrong weights.
 """
 
 import asyncio
@@ -59,14 +59,14 @@ _GROUP = {"trajectories": [{"turns": [_TURN], "reward": 1.0}, {"turns": [_TURN],
 TRAIN = {"kind": "rl", "groups": [_GROUP], "packing": {"sequence_length": 16}}
 Problems = Iterator[str]
 _LOOP = asyncio.new_event_loop()
-# Making it takes longer than all answers, and nothing of it depends on the spool.
+# Building the application takes longer than all answers, and it does not depend on the spool.
 _OPENAPI = {"paths": dict[str, Any]()}
 
 
 def guarded(
     what: str, action: Callable[[], object], allowed: tuple[type[BaseException], ...] = ()
 ) -> Problems:
-    """What `action` raises, but for `allowed`."""
+    """The exception that `action` raises, unless it is one of `allowed`."""
     try:
         action()
     except allowed:
@@ -80,7 +80,7 @@ def guarded(
 
 
 class Api:
-    """The routes of a controller that started now."""
+    """The routes of a newly started controller."""
 
     def __init__(self, stage: Stage, root: Path) -> None:
         with mock.patch.object(app, "_openapi", return_value=_OPENAPI):
@@ -88,7 +88,7 @@ class Api:
         self._problems: list[str] = []
 
     def __call__(self, requests: Callable[["Api"], Awaitable[None]]) -> list[str]:
-        """What is wrong with the answers to `requests`."""
+        """The problems in the answers to `requests`."""
         self._problems = []
 
         async def run() -> None:
@@ -130,7 +130,7 @@ async def read(api: Api, *, witness: bool) -> None:
 
 
 async def write(api: Api, *, witness: bool) -> None:
-    """All routes that change something."""
+    """All routes that change the spool."""
     for number, run in enumerate(RUNS):
         must = witness and run == WITNESS
         await api.ask(
@@ -179,8 +179,8 @@ def doctor(stage: Stage, root: Path) -> Problems:
 
 
 def publish(stage: Stage, root: Path, used: bytes, good: dict[str, str], witness: bool) -> Problems:
-    """Two passes of a publisher. `used`: of its file `used.json`; `good`: SHA-256 of each step's
-    adapter by name."""
+    """Two passes of a publisher. `used`: the content of the publisher's file `used.json`. `good`:
+    SHA-256 of each step's adapter by name."""
     copies = copies_directory(root, stage.vllm.url)
     shutil.rmtree(copies, ignore_errors=True)
     copies.mkdir(mode=0o700)
@@ -244,7 +244,7 @@ class _Here:
 
 
 def run_jobs(stage: Stage, root: Path) -> Problems:
-    """A new runner: it settles what a dead one left, and runs all jobs."""
+    """A new runner: it settles the attempts of a dead runner, and runs all jobs."""
     runner = loop.Runner(stage.settings(root), "")
     runner.stop = _Impatient()
     with (
@@ -281,7 +281,7 @@ def clean(stage: Stage, root: Path, unusable: tuple[type[BaseException], ...]) -
 
 @contextmanager
 def quiet() -> Iterator[Callable[[], str]]:
-    """What programs print goes to a file; the value reads it."""
+    """The programs' output goes to a file. The yielded function reads the file."""
     with tempfile.TemporaryFile() as log:
         sys.stdout.flush()
         sys.stderr.flush()

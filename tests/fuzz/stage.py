@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-# A model this small is computed in one thread; several wait for one another where the machine has
-# other work.
+# A model this small is computed in one thread. Several threads would wait for one another on a busy
+# machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import fake_vllm

@@ -117,7 +117,7 @@ class Cut(Exception):
 
 @dataclass
 class Fault:
-    """What becomes of requests with this method and resource, `times` times."""
+    """The fault of the next `times` requests with this method and resource."""
 
     method: str
     plural: str
@@ -192,7 +192,7 @@ class ApiServer:
         )
 
     def reset(self, *objects: Object) -> None:
-        """Replace all objects by these."""
+        """Replace all stored objects with `objects`."""
         self._objects = {
             (_plural(obj["kind"]), obj["metadata"]["name"]): copy.deepcopy(obj) for obj in objects
         }
@@ -211,7 +211,7 @@ class ApiServer:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Meanwhile nobody gets an answer."""
+        """No request is answered until the block ends."""
         self.fail("*", "*", "cut", times=10**9)
         fault = self.faults[-1]
         try:
@@ -239,8 +239,8 @@ class ApiServer:
             return self._store(obj)
 
     def change(self, kind: str, name: str, action: Callable[[Object], None]) -> Object | None:
-        """Changes an object as a controller does; None where it is gone. A deleted object without
-        finalizers goes."""
+        """Changes an object as a controller does; None if the object is gone. A deleted object
+        without finalizers goes."""
         with self.changed:
             obj = self._objects.get((_plural(kind), name))
             if obj is None:
@@ -286,7 +286,7 @@ class ApiServer:
     # ---- requests
 
     def answer(self, method: str, url: str, body: bytes) -> Object:
-        """The body of the response to one request. Refused for an error response."""
+        """The body of the response to one request. Raises Refused for an error response."""
         split = urlsplit(url)
         self.requests.append((method, split.path))
         if split.path == "/version":
@@ -322,7 +322,7 @@ class ApiServer:
         return answer
 
     def _inject(self, method: str, plural: str) -> bool:
-        """Whether the answer is to be lost after the request was carried out."""
+        """Whether the answer must get lost although the request was carried out."""
         for fault in self.faults:
             if fault.method in ("*", method) and fault.plural in ("*", plural) and fault.times:
                 fault.times -= 1
@@ -454,7 +454,7 @@ class ApiServer:
             )
 
     def _replace(self, obj: Object, plural: str, name: str, *, status: bool) -> Object:
-        """PUT, or Helm's PATCH, which creates what is not there and sends whole objects."""
+        """PUT, or Helm's PATCH, which sends whole objects and creates missing objects."""
         obj["metadata"].setdefault("name", name)
         old = self._objects.get((plural, name))
         if old is None:
@@ -477,7 +477,8 @@ class ApiServer:
         return self._store(obj)
 
     def _delete(self, obj: Object, *, foreground: bool) -> None:
-        """What has finalizers, or a container to stop, is only marked."""
+        """An object with finalizers, or with a container that must stop, is only marked as
+        deleted."""
 
         def mark(obj: Object) -> None:
             finalizers = obj["metadata"].setdefault("finalizers", [])

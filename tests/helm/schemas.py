@@ -58,7 +58,7 @@ def _of_crd(kind: str) -> Draft202012Validator:
 
 
 def _strict(schema: Any) -> Any:
-    """The schema with unknown fields refused wherever it lists fields."""
+    """The schema, changed to refuse unknown fields wherever it lists fields."""
     if isinstance(schema, list):
         return [_strict(part) for part in schema]
     if not isinstance(schema, dict):

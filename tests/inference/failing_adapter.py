@@ -1,5 +1,5 @@
-"""python -m inference.failing_adapter: what vLLM's executor of two workers says of adapters; `bad`
-can't be loaded.
+"""python -m inference.failing_adapter: prints the answers of vLLM's executor, with two workers, to
+orders about adapters. The adapter `bad` can't be loaded.
 
 Executor and workers are vLLM's own classes, with the plugin, in this process and without a model.
 """

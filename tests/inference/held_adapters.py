@@ -1,7 +1,7 @@
-"""python -m inference.held_adapters DIRECTORY: what vLLM's worker says of adapters that it holds.
+"""python -m inference.held_adapters DIRECTORY: the worker's check of adapters that vLLM holds.
 
 vLLM and its worker run in this process, with the plugin's change. Prints one line per case as JSON:
-the case's name, and the refusal's words, which are empty where the adapter is served.
+the case's name, and the text of the refusal, which is empty if the adapter is served.
 """
 
 import json
@@ -65,7 +65,7 @@ def one_value(tensors: Tensors) -> Tensors:
 
 
 def one_more_rank(tensors: Tensors) -> Tensors:
-    """The product is another one, and the file's part of both matrices is right."""
+    """The product of the matrices is wrong, although both matrices contain the file's values."""
     return {
         name: torch.cat([t, t[:, :1]], 1) if "lora_B" in name else torch.cat([t, t[:1]])
         for name, t in tensors.items()
@@ -122,7 +122,7 @@ class Worker:
         return ""
 
     def load_changed(self, adapter: Path, change: Callable[[Tensors], Tensors]) -> str:
-        """`load`, where vLLM makes something else of the file."""
+        """`load` in a vLLM that makes other weights of the file."""
         load = LoRAModel.from_lora_tensors.__func__  # type: ignore[attr-defined]
 
         def changed(cls: type, *args: Any, tensors: Tensors, **options: Any) -> Any:
@@ -135,7 +135,7 @@ class Worker:
             LoRAModel.from_lora_tensors = classmethod(load)
 
     def overwrite(self, layer: str, matrix: str) -> str:
-        """Why the check refuses an adapter, one value of which changed after the load."""
+        """Why the check refuses an adapter after one of its values changed in vLLM."""
         adapter = self.write("overwritten", LORA)
         assert not (problem := self.load(adapter)), problem
         request = LoRARequest(f"run@{self.number}", self.number, str(adapter))

@@ -11,7 +11,7 @@ from tandem.config import load_settings
 from tandem.inference.publisher.publisher import Publisher
 from tandem.vllm_client.client import VllmClient
 
-# The client's call, and when: before it, during it, or after it.
+# The client's call, and whether the signal comes before, during or after the call.
 PHASES = {
     "ordered": ("swap_merged", "during"),
     "swapped": ("swap_merged", "after"),

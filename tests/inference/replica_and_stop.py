@@ -1,7 +1,7 @@
-"""`python replica_and_stop.py PHASE GO`: the publisher of a replica that is ready, and kills itself
-when it reaches a phase of the next publication: of an adapter (`PHASES`) or of merged weights
-(`publish_and_stop.PHASES`). That begins when the file GO is there; the file GO.ready says that it
-may."""
+"""`python replica_and_stop.py PHASE GO`: the publisher of a ready replica. It kills itself when the
+next publication reaches a phase. `PHASES` are the phases of an adapter's publication,
+`publish_and_stop.PHASES` the phases with merged weights. The publication begins when the file GO
+exists. The program writes GO.ready when it is ready for that."""
 
 import os
 import signal

@@ -21,7 +21,8 @@ from tiny import write_random_model
 from waiting import until
 
 FAMILIES = {
-    # The template of TRL's wheel: its special tokens, those that end a turn, vLLM's parsers.
+    # A chat template of TRL's wheel: its special tokens, its tokens that end a turn, and vLLM's
+    # parsers for it.
     "qwen3": ("<think> </think> <tool_call> </tool_call>", "<|im_end|>", "hermes", "qwen3"),
     "qwen3_5_think": (
         "<think> </think> <tool_call> </tool_call>",
@@ -73,7 +74,7 @@ class ScriptedEngine:
         ids = tokenizer.encode(text, add_special_tokens=False)[: params.max_tokens]
         self.sampled.append(ids)
         ended = ids[-1] in self.model_config.try_get_generation_config()["eos_token_id"]
-        # Of the token that ends a turn, vLLM shows nothing.
+        # vLLM does not show the token that ends a turn.
         told = ids[:-1] if ended else ids
         shown = tokenizer.decode(told, skip_special_tokens=params.skip_special_tokens)
         reason, stop = ("stop", None) if ended else ("length", None)
@@ -83,7 +84,7 @@ class ScriptedEngine:
         logprobs = [{token: Logprob(logprob=-0.5)} for token in ids]
         assert params.logprobs is not None
         delta = params.output_kind.name == "DELTA"
-        # A stream has the answer in two parts.
+        # A stream contains the answer in two parts.
         cuts = [len(ids) // 2, len(ids)] if delta and stop is None else [len(ids)]
         begin, done = 0, ""
         for cut in cuts:
@@ -117,7 +118,7 @@ class ScriptedEngine:
 
 
 class Scripted:
-    """`url`: of the server; `engine`: its script."""
+    """`url`: the server's URL. `engine`: the engine with the script."""
 
     def __init__(self, url: str, engine: ScriptedEngine) -> None:
         self.url, self.engine = url, engine

@@ -1,4 +1,4 @@
-"""A spool with runs for the publisher's tests, and a fake vLLM for those that need no real one."""
+"""A spool with runs for the publisher's tests, and a fake vLLM for tests that need no real vLLM."""
 
 import shutil
 import time
@@ -42,8 +42,8 @@ def commit(
     probe: Probe | None,
     job: str | None = None,
 ) -> Manifest:
-    """The next checkpoint of a run, with the adapter of that directory, or the one that the
-    callable writes."""
+    """Commits the next checkpoint of a run, with the adapter in a directory or with the adapter
+    that a callable writes."""
     staged = spool.root / "jobs" / fs.new_ulid()
     staged.mkdir(parents=True)
     if callable(adapter):
@@ -57,8 +57,7 @@ def commit(
 class Stage:
     """The run `run` on a spool, a fake vLLM, and publishers between them.
 
-    An adapter of this stage moves the fake's log-probs by one number, which is also the
-    checkpoint's "effect".
+    An adapter of this stage moves the fake's log-probs by one number, the checkpoint's "effect".
     """
 
     def __init__(self, directory: Path, vllm: FakeVllm) -> None:
@@ -97,12 +96,13 @@ class Stage:
         return Probe(tokens=PROMPTS, logprobs=now, previous=previous, base=base)
 
     def step(self, effect: float, *, weights: float | None = None, job: str | None = None) -> None:
-        """Commit a checkpoint whose probe has `effect`, with weights that have it too, or another
-        one."""
+        """Commit a checkpoint whose probe has `effect`. Its weights have the same effect, or the
+        one in `weights`."""
         adapter = partial(self.write_adapter, effect if weights is None else weights)
         if job is not None:
             submit(self.spool, job, "run")
-            self.spool.queue.cancel(job)  # any end: its events get `served` all the same
+            # the kind of end does not matter: the job's events get `served` in any case
+            self.spool.queue.cancel(job)
         commit(self.spool, "run", adapter, self.probe(effect), job)
         self.effects.append(effect)
 

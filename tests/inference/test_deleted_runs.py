@@ -1,4 +1,5 @@
-"""What the publisher does when a run is deleted, or its old checkpoints and jobs are removed."""
+"""The publisher's actions when a run is deleted, or old checkpoints and jobs of a run are
+removed."""
 
 import shutil
 

@@ -16,7 +16,7 @@ NAME, LAST = "ft:tiny:tandem:my-suffix:ft-my-suffix-0123@7", "ft-my-suffix-0123@
 
 @pytest.fixture
 def seen() -> list[bytes]:
-    """The bodies that arrive behind the names."""
+    """The bodies of the requests that the app receives."""
     return []
 
 

@@ -59,7 +59,7 @@ def client() -> TestClient:
 
 
 def _asgi(path: str, root_path: str = "", scheme: str = "http") -> int:
-    """The status for exactly this `path`. An HTTP client would normalise it first."""
+    """The status of a request with exactly this `path`, which an HTTP client would normalise."""
     statuses = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -80,7 +80,8 @@ def _asgi(path: str, root_path: str = "", scheme: str = "http") -> int:
 def test_without_a_key_only_programs_on_this_machine_are_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A page can rebind its name to 127.0.0.1, and send requests without reading the answers."""
+    """A web page can make its own host name resolve to 127.0.0.1, and then send requests without
+    reading the answers."""
     for key, status in (("the-key", 200), ("", 422)):
         monkeypatch.setenv("VLLM_API_KEY", key)
         guarded = client()

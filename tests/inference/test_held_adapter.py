@@ -66,9 +66,10 @@ INPUTS, OUTPUTS, EXPERTS = 32, 48, 8  # of the tiny mixture of experts; 24 insid
 
 
 def layer(kind: str, rank: int, sizes: list[int], inputs: int, **values: Any) -> Any:
-    """A layer of vLLM on one of two workers, with its own functions that cut adapters.
+    """A layer as vLLM builds it on one of two workers, with vLLM's own functions that cut adapters.
 
-    vLLM takes 5 s to import, so no worker that collects this file imports it.
+    An import of vLLM takes 5 s, so functions import it: a worker that only collects this file does
+    not.
     """
     from vllm.lora import layers
 
@@ -85,7 +86,7 @@ def layer(kind: str, rank: int, sizes: list[int], inputs: int, **values: Any) ->
 
 
 def mixture_layer(rank: int) -> Any:
-    """vLLM's experts without the layer that has the sizes."""
+    """vLLM's LoRA layer of experts, without the inner layer that knows the sizes."""
     from vllm.lora.layers import FusedMoEWithLoRA
 
     kind = type("Experts", (FusedMoEWithLoRA,), {"intermediate_size_per_partition": 12})
@@ -164,7 +165,7 @@ def test_a_layer_that_is_not_in_the_file_must_be_empty() -> None:
     gate_up.set_lora(0, [torch.ones(4, INPUTS), None], [torch.ones(48, 4), None])
     held = held_adapter._linear(gate_up, 0, parts, modules, 1.0)
     assert not [each.wrong() for each in held if each.wrong()]
-    gate_up.lora_b_stacked[1][0, 0, 0, 0] = 1.0  # of an adapter that had the slot before
+    gate_up.lora_b_stacked[1][0, 0, 0, 0] = 1.0  # left by the adapter that had the slot before
     held = held_adapter._linear(gate_up, 0, parts, modules, 1.0)
     assert [each.wrong() for each in held if each.wrong()] == [
         "mlp.up_proj.lora_B is not in the file"

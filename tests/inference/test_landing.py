@@ -23,7 +23,7 @@ def test_the_version_before_comes_back_without_its_files(dense: Model, tmp_path:
     workers = Workers(dense, 2, whole=True)
     workers.serve(first)
     workers.stage(second)
-    workers.check(first)  # live weights do not change while others arrive
+    workers.check(first)  # the live weights do not change while new weights arrive
     workers.serve(second)
     (first / WEIGHTS_FILE).rename(tmp_path / "kept")
     workers.serve(first)
@@ -36,7 +36,8 @@ def test_the_version_before_comes_back_without_its_files(dense: Model, tmp_path:
 def test_a_version_is_lost_from_the_moment_that_another_one_is_ordered(
     dense: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a swap to it could exchange what the thread of the other one has begun to write."""
+    """Otherwise a swap to these weights could exchange pieces that the other publication's thread
+    has begun to write."""
     first, second = (dense.adapter(tmp_path, seed) for seed in (1, 2))
     workers = Workers(dense, whole=True)
     workers.serve(first)
@@ -60,7 +61,7 @@ def test_a_version_is_lost_from_the_moment_that_another_one_is_ordered(
 def test_files_that_do_not_fit_are_refused_and_the_next_version_is_whole(
     dense: Model, tmp_path: Path, change: Callable[[dict[str, Tensor]], object], match: str
 ) -> None:
-    """A part of the second copy has other weights then."""
+    """A part of the second copy contains other weights then."""
     wrong, right = dense.adapter(tmp_path, 1), dense.adapter(tmp_path, 2, SOME)
     source = whole_model(dense, wrong, tmp_path / "whole")
     tensors = load_file(tmp_path / "whole/model.safetensors")
@@ -82,7 +83,7 @@ def test_files_that_do_not_fit_are_refused_and_the_next_version_is_whole(
 def test_a_tensor_that_comes_in_part_is_refused(
     dense: Model, monkeypatch: pytest.MonkeyPatch, rows: slice, match: str
 ) -> None:
-    """The ranks and vLLM's workers agree on what is sent, so this would be a fault of theirs."""
+    """Ranks and vLLM's workers agree beforehand on the tensors, so a difference would be a bug."""
 
     def receive(*_: Any) -> Iterator[tuple[Part, Tensor]]:
         name = (
@@ -102,7 +103,7 @@ def test_a_tensor_that_comes_in_part_is_refused(
 
 
 class BrokenCopy:
-    """The copy of a parameter, whose second piece can't be written."""
+    """The second copy of a parameter; writing the parameter's second piece fails."""
 
     def __init__(self, copy: Tensor) -> None:
         self.copy = copy
@@ -115,7 +116,7 @@ class BrokenCopy:
 def test_torn_weights_are_whole_after_the_next_swap(
     dense: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy fails within a parameter, so nobody knows what it has."""
+    """A copy fails within a parameter, so the parameter's content is unknown."""
     monkeypatch.setattr(extension, "_tend", lambda *_: {})
     monkeypatch.setattr(landing, "SPARE_BYTES", 1000)
     old, new = (dense.adapter(tmp_path, seed) for seed in (1, 2))

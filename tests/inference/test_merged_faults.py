@@ -1,5 +1,6 @@
-"""The real vLLM on the CPU with merged weights: whoever dies in a publication, the name says what
-is served, and the next publication succeeds. Also: 500 publications cost no memory."""
+"""The real vLLM on the CPU with merged weights: whichever process dies in a publication, the served
+name matches the served weights, and the next publication succeeds. Also: 500 publications cost no
+memory."""
 
 import os
 import signal
@@ -100,8 +101,8 @@ def test_a_publisher_that_dies_or_stops(
                 assert not request.done(), "nobody has verified these weights"
             trainer._publisher = Publisher(trainer.settings, trainer.client, grace=0.5)
             assert trainer.publish(trainer.run).step == 2
-            # A request that came before the order has the old step's weights, or during the swap
-            # both.
+            # A request that arrived before the order is answered by the old step's weights. If it
+            # runs during the swap, both steps answer it.
             old, new = f"{trainer.run}@1", f"{trainer.run}@2"
             expected = [old, f"{old},{new}", new] if phase == "ordered" else [new]
             assert request.result().headers["x-tandem-weights"] in expected
@@ -119,7 +120,7 @@ def test_a_publisher_that_dies_or_stops(
 
 
 def engine_of(vllm: VllmServer) -> int:
-    # The kernel cuts names.
+    # The kernel truncates process names.
     [engine] = [p.pid for p in processes.descendants(vllm.pid) if "EngineCor" in p.command]
     return engine
 
@@ -130,8 +131,8 @@ def engine_of(vllm: VllmServer) -> int:
 def test_a_server_or_engine_that_dies_in_mid_swap(
     vllm: VllmServer, trainer: MergedTrainer, dies: str, moment: str
 ) -> None:
-    """`drain`: while the swap waits for a running request. `call`: while a worker owes an
-    answer."""
+    """The server dies in phase `drain` while the swap waits for a running request, in phase `call`
+    while a worker has not answered yet."""
     trainer.step(1)
     trainer.publish(trainer.run)
     trainer.step(2)
@@ -207,7 +208,7 @@ def memory(vllm: VllmServer) -> dict[str, int]:
 def test_500_publications_cost_no_memory(
     vllm: VllmServer, trainer: MergedTrainer, tmp_path: Path
 ) -> None:
-    """An adapter has 1 MB, so that its copies would show."""
+    """An adapter has 1 MB, so that leaked copies are visible."""
     trainer.step(1)
     trainer.publish(trainer.run)
     lora = LoraShape(rank=128, alpha=1.0)

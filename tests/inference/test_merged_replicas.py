@@ -1,5 +1,6 @@
-"""Two real vLLMs on the CPU with merged weights, of which one dies by kill -9, with its publisher,
-in a phase of a publication: no answer is older than the announced step, and it comes back."""
+"""Two real vLLMs on the CPU with merged weights, and a kill -9 of one of them and its publisher in
+a phase of a publication. No answer is older than the announced step, and the killed replica comes
+back."""
 
 import os
 import signal
@@ -54,7 +55,8 @@ def vllms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VllmSe
 
 
 class Asker(threading.Thread):
-    """Asks both servers, without a break, and writes down what is older than what was announced."""
+    """Asks both servers without a break, and records answers of steps that are older than the
+    announced step."""
 
     def __init__(self, trainer: MergedTrainer, vllms: dict[str, VllmServer]) -> None:
         super().__init__(daemon=True)
@@ -118,7 +120,7 @@ def publishing(trainer: MergedTrainer) -> Iterator[None]:
 def trainer(
     vllms: dict[str, VllmServer], alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[MergedTrainer]:
-    """Its publisher is replica a's."""
+    """The publisher belongs to replica a."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     trainer = MergedTrainer(vllms["a"], tmp_path, replica="a")
     with publishing(trainer):

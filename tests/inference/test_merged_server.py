@@ -28,8 +28,8 @@ RANDOM = "0a1b2c3d"  # what vLLM appends to each sequence's id
 
 
 class Engine:
-    """vLLM's engine client. `on`: what the workers answer to a method, or what happens then;
-    `tokens`: how many each sequence has."""
+    """vLLM's engine client. `on`: for each method, the workers' answer or a function to run.
+    `tokens`: the number of tokens of each sequence."""
 
     def __init__(self) -> None:
         self.errored = False
@@ -84,8 +84,8 @@ def anyio_backend() -> str:
 
 
 class World:
-    """The server with a fake vLLM inside. A request ends when `proceed` is set; it reaches the
-    engine at once, or, where `tokenised` is set to an event, after that."""
+    """The server with a fake vLLM inside. A request reaches the engine at once, or after the event
+    `tokenised` if there is one. It ends when `proceed` is set."""
 
     def __init__(self) -> None:
         self.engine = Engine()
@@ -109,7 +109,7 @@ class World:
         )  # type: ignore
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
-        """What the guard gives to the server."""
+        """The request as the guard passes it to the server."""
         await self.server(
             {**scope, "app": SimpleNamespace(state=self.state), ADMIN: self.admin}, receive, send
         )
@@ -186,8 +186,8 @@ class World:
     async def end(
         self, running: asyncio.Task[httpx.Response], tokens: dict[str, int], step: int = 2
     ) -> httpx.Response:
-        """The answer to a running request, after a swap to `step` that finds so many `tokens` of
-        each sequence."""
+        """The answer to a running request, after a swap to `step`. At the swap each sequence has
+        `tokens` tokens."""
         self.engine.tokens = tokens
         await self.publish(step)
         self.proceed.set()
@@ -215,7 +215,7 @@ def world() -> World:
 
 
 async def settled(task: asyncio.Task[Any]) -> bool:
-    """Whether it ends within a moment."""
+    """Whether the task ends soon."""
     await asyncio.wait([task], timeout=0.05)
     return task.done()
 
@@ -282,7 +282,8 @@ async def test_a_request_waits_no_longer_than_the_deadline(
 async def test_a_swap_that_fails_leaves_the_old_weights(
     world: World, method: str, told: str, status: int
 ) -> None:
-    """422 means that the same order fails again, 503 that it can succeed later."""
+    """422 means that the same order would fail again; 503 means that the order may succeed
+    later."""
     await world.publish(1)
     running = await world.running()
     world.engine.on[method] = FAULTS[told]
@@ -329,7 +330,7 @@ async def test_torn_weights_answer_nobody_until_a_swap_succeeds(
 async def test_a_dead_engine_ends_every_wait(
     world: World, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM never answers a call that its engine had when it died."""
+    """vLLM never answers a call that its engine had received before it died."""
     monkeypatch.setattr(merged_server, "_CHECK_SECONDS", 0.05)
     await world.publish(1)
     running = await world.running()
@@ -394,11 +395,10 @@ async def test_two_swaps_at_once_come_one_after_the_other(world: World) -> None:
     world.engine.on["swap"] = swap
     answers = await asyncio.gather(world.swap(2), world.swap(3))
     assert [answer.status_code for answer in answers] == [200, 200]
-    # The engine may come to the order much later, when the server has given up.
+    # The engine may carry out the order much later, when the server has given up.
     assert all(begin + 5 <= deadline <= time.monotonic() + 5 for deadline in deadlines)
     assert await world.phase() == ("unverified", "run@3")
-    # The first of the two publishers can neither announce nor take back what the second has swapped
-    # in.
+    # The first of two publishers can neither announce nor undo the second publisher's swap.
     assert (await world.order("announce", path="/2")).status_code == 409
     assert (await world.order("revert", path="/2")).status_code == 200
     assert await world.phase() == ("unverified", "run@3")
@@ -418,7 +418,7 @@ async def test_a_refused_step_is_reverted(world: World) -> None:
     answer = await world.order("revert", path="/2")
     assert (answer.status_code, answer.json()["phase"]) == (200, "served")
     assert (await held).headers["x-tandem-weights"] == world.paths[0].name == "run@1"
-    # A second publisher writes announced weights again, and may find them wrong.
+    # A second publisher writes announced weights again, and may find that they fail verification.
     await world.swap(1)
     assert await world.phase() == ("unverified", "run@1")
     await world.order("revert", path="/1")
@@ -528,8 +528,9 @@ async def test_several_swaps_in_one_request(world: World) -> None:
     answer = await world.end(running, world.engine.tokens, 1)
     assert answer.headers["x-tandem-weights"] == "run@1,run@2,run@3,run@2,run@1"
     assert {entry["prompt"]: entry["spans"] for entry in answer.json()["weight_versions"]} == {
-        0: [["run@2", 0], ["run@1", 3]],  # it waited in the queue at the first swap
-        1: [["run@1", 0]],  # and the last swap came back to the weights that it had
+        0: [["run@2", 0], ["run@1", 3]],  # the request waited in the queue at the first swap
+        # and the last swap returned to the weights that the request had at first
+        1: [["run@1", 0]],
         2: [["run@1", 0], ["run@2", 6]],  # it ended before the second swap
     }
 

@@ -1,4 +1,5 @@
-"""From where a merged vLLM is told to take the weights of a run that trains all of them."""
+"""The source from which a vLLM with merged weights is told to take the weights of a run of all
+weights."""
 
 from collections.abc import Callable, Mapping
 from hashlib import sha256
@@ -33,7 +34,8 @@ OFFER = {
 
 
 class FakeVllm:
-    """Takes weights by every way but `broken`, and has those of `model`."""
+    """A fake vLLM that accepts weights by every way except `broken`. Its weights are the weights of
+    `model`."""
 
     def __init__(
         self, model: Path, log: list[str], broken: str, state: dict[str, str] | None
@@ -126,7 +128,7 @@ def test_a_meeting_outside_of_the_jobs_own_directory_is_passed_over(scene: Scene
 
 
 def test_a_server_that_the_ranks_do_not_await_reads_files(scene: Scene) -> None:
-    """It was not ready when they offered the weights."""
+    """The server was not ready when the ranks offered the weights."""
     data = OFFER | {"servers": ["1"]}
     scene.offers = [SimpleNamespace(type="offered", attempt=1, data=data)]
     scene.load()
@@ -142,7 +144,7 @@ def test_an_offer_of_an_attempt_that_was_ended_is_passed_over(scene: Scene) -> N
 def test_files_that_ranks_still_write_are_waited_for(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such an offer has no meeting."""
+    """An offer without ranks has no meeting."""
     monkeypatch.setattr(liveness, "beat", lambda _: None)
     written = SimpleNamespace(type="sent", attempt=1, data={"transport": "volume"})
     scene.offers = [SimpleNamespace(type="offered", attempt=1, data={"transport": "volume"})]
@@ -189,7 +191,7 @@ def test_hashing_the_whole_weights_of_a_lora_run_is_no_hang(
 def slower(
     monkeypatch: pytest.MonkeyPatch, directory: Path
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a function wait until the publisher gives a sign of life, in that directory."""
+    """Makes a function wait until the publisher's sign of life in this directory changes."""
     monkeypatch.setenv(liveness.VARIABLE, str(directory))
     monkeypatch.setattr(transports, "BEAT_SECONDS", 0.01)
     sign = directory / "publisher.alive"
@@ -250,7 +252,8 @@ def test_after_a_wait_in_vain_requests_are_let_in_for_as_long(
 
 @pytest.mark.parametrize("phase", get_args(MergedPhase))
 def test_only_announced_weights_count(scene: Scene, phase: MergedPhase) -> None:
-    """Others were not verified, or are torn: the publisher must write and check them again."""
+    """Weights without an announcement were not verified, or are torn. The publisher must write and
+    check them again."""
     transport = scene.transport(
         state={"phase": phase, "name": "r@1", "path": "/1", "transport": "merge"}
     )
@@ -259,7 +262,7 @@ def test_only_announced_weights_count(scene: Scene, phase: MergedPhase) -> None:
 
 
 def test_weights_that_took_the_place_of_others_make_their_records_stale(scene: Scene) -> None:
-    """A fork's first step is loaded over its source's, whose record must go."""
+    """A fork's first step replaces its source's step in vLLM, so the source's record must go."""
     state = {"phase": "served", "name": "a@5", "path": "/5", "transport": "merge"}
     transport = scene.transport(state=state)
     assert not transport.refresh()

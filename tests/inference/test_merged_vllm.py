@@ -74,7 +74,7 @@ def client(vllm: VllmServer) -> VllmClient:
 
 
 class MergedTrainer(Trainer):
-    """One run at a time: its adapters touch every linear layer."""
+    """Adapters of one run at a time, on every linear layer."""
 
     def __init__(self, vllm: VllmServer, directory: Path, **settings: Any) -> None:
         super().__init__(vllm, directory)
@@ -94,7 +94,8 @@ class MergedTrainer(Trainer):
         self.adapters = [self.adapter(0, 0.0, EVERYWHERE)]
 
     def step(self, seed: int, *, probe_of: int | None = None) -> Path:
-        """Commit a checkpoint with a random adapter, and a probe of it or of another one."""
+        """Commit a checkpoint with a random adapter, and a probe that matches this adapter or
+        another one."""
         adapter = self.adapter(seed, lora=EVERYWHERE)
         told = adapter if probe_of is None else self.adapter(probe_of, lora=EVERYWHERE)
         commit(self.spool, self.run, adapter, self.probe(told, lora=EVERYWHERE))
@@ -116,7 +117,7 @@ class MergedTrainer(Trainer):
         }
 
     def check_bits(self, adapter: Path) -> None:
-        """Rows of every tensor are the float64 merge, rounded once."""
+        """Rows of every tensor equal the merge in float64, rounded once."""
         check = SpotCheck(str(self.model), "float32")
         for _ in range(20):
             expected = check.adapter_rows(adapter, EVERYWHERE)
@@ -146,7 +147,7 @@ def complete(
 
 
 def stream(vllm: VllmServer, model: str, tokens: Sequence[int], begun: Event) -> str:
-    """1500 tokens as a stream, which sets `begun` at the first one; all that came."""
+    """Requests a stream of 1500 tokens, and sets `begun` at the first token. Returns all events."""
     body = {
         "model": model,
         "prompt": list(tokens),
@@ -166,7 +167,7 @@ def stream(vllm: VllmServer, model: str, tokens: Sequence[int], begun: Event) ->
 
 
 def check_session(vllm: VllmServer, body: dict[str, Any], model: str) -> None:
-    """Each turn continues the sampled tokens of the one before, in each dialect, with log-probs."""
+    """In each API, a turn continues the sampled tokens of the turn before, and has log-probs."""
     url, messages = f"{vllm.url}/rollout", [{"role": "user", "content": "?"}]
     headers, more = API | {"X-Session-ID": "real"}, {"role": "user", "content": "more"}
     ask = {**body, "logprobs": False}

@@ -1,5 +1,5 @@
-"""Where each weight lies in vLLM's workers, what a swap makes of it, and what the publisher's check
-of it finds."""
+"""Where each weight lies in vLLM's workers, its value after a swap, and the result of the
+publisher's check."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +30,7 @@ KINDS = pytest.mark.parametrize("whole", [False, True], ids=["merged", "whole"])
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_workers_blocks_are_the_whole_model(model: Model, tp: int) -> None:
-    """With 2 heads of keys and values, 4 workers have each of them twice."""
+    """With 2 heads of keys and values and 4 workers, two workers have each head."""
     times = {name: np.zeros(value.shape, int) for name, value in model.tensors.items()}
     for rank in range(tp):
         worker = model.worker(tp, rank)
@@ -78,7 +78,7 @@ def test_the_workers_blocks_are_the_whole_model(model: Model, tp: int) -> None:
 def test_many_versions_leave_no_trace(
     directory: Path, tmp_path: Path, whole: bool, way: str, dtype: torch.dtype, tp: int
 ) -> None:
-    """Adapters of all layers and of some, in turn."""
+    """Adapters of all layers and adapters of some layers, in turn."""
     model = Model(directory, dtype)
     adapters = [model.adapter(tmp_path, seed, lora) for seed, lora in enumerate((LORA, SOME, LORA))]
     sources = [
@@ -270,7 +270,7 @@ def test_versions_that_were_not_in_use_last_are_forgotten(dense: Model, tmp_path
 
 @pytest.fixture
 def breakable(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The merges or exchanges that fail, counted from now."""
+    """Numbers of the merges or exchanges that fail, counted from now."""
     fail, merge, exchange, count = list[int](), model_weights.merge, LandingWeights._exchange, 0
 
     def fails() -> bool:
@@ -300,7 +300,7 @@ def breakable(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_swap_that_fails_restores_the_old_bits_on_all_workers(
     model: Model, tmp_path: Path, breakable: list[int], whole: bool, where: str
 ) -> None:
-    """The old adapter leaves out what the failing swap writes."""
+    """The old adapter has no tensors for the layers that the failing swap writes."""
     old, new = model.adapter(tmp_path, 1, SOME), model.adapter(tmp_path, 2)
     workers = Workers(model, 2, whole=whole)
     core = Core(workers)
@@ -344,7 +344,7 @@ def test_an_order_that_comes_too_late_is_not_carried_out(dense: Model, tmp_path:
 def test_an_order_that_reaches_a_sleeping_vllm_is_not_carried_out(
     dense: Model, tmp_path: Path
 ) -> None:
-    """Whoever ordered it has died, and the weights are not in memory."""
+    """The process that ordered the swap has died, and the weights are not in memory."""
     workers = Workers(dense)
     core = Core(workers)
     workers.stage(adapter := dense.adapter(tmp_path, 1))
@@ -354,7 +354,7 @@ def test_an_order_that_reaches_a_sleeping_vllm_is_not_carried_out(
 
 
 class Served(Workers):
-    """Workers that serve an adapter, and what the publisher's check says of them."""
+    """Workers that serve an adapter, and the result of the publisher's check."""
 
     def __init__(self, model: Model, adapter: Path, tp: int, scale: float = 2.5) -> None:
         super().__init__(model, tp)
@@ -367,7 +367,7 @@ class Served(Workers):
         change: Callable[[list[Any]], object] = lambda _: None,
         **of: int,
     ) -> str:
-        """`of`: the row to look at, of some tensors."""
+        """`of`: the row to compare, for some tensors."""
         check = SpotCheck(str(self.model.directory), str(self.model.dtype).removeprefix("torch."))
         expected = check.adapter_rows(adapter or self.adapter, LORA)
         expected.rows |= of
@@ -421,7 +421,7 @@ def test_the_spot_check_finds_swapped_modules(model: Model, tmp_path: Path) -> N
 
 
 def test_the_spot_check_refuses_what_is_no_adapter_of_the_run(model: Model, tmp_path: Path) -> None:
-    """An exception of another kind would end the publisher, again and again."""
+    """An exception of another type would end the publisher at every try."""
     check = SpotCheck(str(model.directory), "float32")
     adapter = model.adapter(tmp_path, 1)
     whole = (adapter / WEIGHTS_FILE).read_bytes()
@@ -459,7 +459,7 @@ def test_the_spot_check_finds_a_missing_part(model: Model, tmp_path: Path) -> No
         return [i for i, part in enumerate(found) if part["name"] == name]
 
     assert f"of {name}" in served.wrong(change=lambda found: found.pop(at(found)[1]))
-    # Both workers say that they have the left half.
+    # Both workers claim the left half.
     assert f"of {name}" in served.wrong(
         change=lambda found: found.__setitem__(at(found)[1], found[at(found)[0]])
     )

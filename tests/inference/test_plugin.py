@@ -73,7 +73,7 @@ def test_the_engine_dies_with_its_server(tmp_path) -> None:
 
 
 def test_the_api_server_collects_garbage_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its engine as often as Python does."""
+    """vLLM's engine collects garbage as often as Python does by default."""
     monkeypatch.setattr(patches, "bound_http_requests", lambda: None)
     monkeypatch.setattr(plugin, "_fork_the_engine_on_the_cpu", lambda: None)
     before, found = gc.get_threshold(), []
@@ -123,7 +123,7 @@ def test_adapters_on_the_cpu_change_their_own_tokens_only(monkeypatch: pytest.Mo
 
 
 def test_adapters_on_the_cpu_give_what_vllm_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several slices, one adapter or two, and an output that is padded more or less than the
+    """Cases: several slices, one adapter or two, and an output with more or less padding than the
     weights."""
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu

@@ -1,4 +1,5 @@
-"""What the publisher loads, refuses, keeps and unloads, and that it may be killed at any point."""
+"""The steps that the publisher loads, refuses, keeps and unloads. A kill at any point does no
+harm."""
 
 import os
 import shutil
@@ -51,7 +52,7 @@ def test_each_step_is_served_and_its_job_gets_one_event(
     sha256 = stage.spool.checkpoints.manifest("run", 1).files["adapter_model.safetensors"].sha256
     assert (record.model, record.checkpoint, record.tokens_checked) == ("run@1", sha256, 7 + 19)
     assert stage.listed() == ["run@0", "run@1"]
-    stage.publisher().once()  # a second publisher loads nothing, and verifies for itself
+    stage.publisher().once()  # a second publisher loads nothing, but verifies the step itself
     assert stage.vllm.loads() == []
     (_, event) = stage.spool.events.read("job-1")
     assert (event.type, event.data["step"], event.data["model"]) == ("served", 1, "run@1")
@@ -80,7 +81,7 @@ def then(
     ("wrong", "word"),
     [
         (lambda stage: stage.step(0.5, weights=0.9), "differ from the trainer's"),
-        # The weights of the step before, which are within the tolerance.
+        # The weights are the previous step's, whose log-probs are within the tolerance.
         (
             lambda stage: stage.step(0.305, weights=0.3),
             "nearer to those of the checkpoint before it",
@@ -120,15 +121,15 @@ def test_a_wrong_checkpoint_is_refused_once_and_the_older_step_stays(
     stage.vllm.calls.clear()
     publisher.once()
     assert stage.vllm.loads() == []
-    # Behind many refused steps the last good one stays.
+    # After many refused steps, the last good step is still served.
     stage.rollback(1)
     for effect in (0.4, 0.5, 0.6):
         stage.step(effect, weights=-0.9)
     publisher.once()
     publisher.once()
     assert (stage.served(), stage.listed()) == ((1, 4), ["run@1"])
-    # A refused step is tried again when it changes. A good one after it is served, and the record
-    # names no refused one.
+    # A refused step is tried again when its files change. A later good step is served, and the
+    # record then names no refused step.
     stage.rollback(1)
     stage.step(0.7)
     good = stage.weights(2).read_bytes()
@@ -141,7 +142,7 @@ def test_a_wrong_checkpoint_is_refused_once_and_the_older_step_stays(
 
 
 def test_a_first_step_that_is_refused_is_told_though_nothing_is_served(stage: Stage) -> None:
-    """Whoever waits for it would wait for ever."""
+    """Clients that wait for this step would wait for ever."""
     publisher = stage.publisher()
     good = stage.weights(0).read_bytes()
     stage.weights(0).write_bytes(good[:-1])
@@ -157,7 +158,7 @@ def test_a_first_step_that_is_refused_is_told_though_nothing_is_served(stage: St
 
 
 def test_a_record_names_the_manifest_that_is_on_the_volume(stage: Stage) -> None:
-    """By which the controller knows the checkpoint without opening its manifest."""
+    """The controller identifies the checkpoint by this record, without opening the manifest."""
     publisher = stage.publisher()
     stage.step(0.3)
     publisher.once()
@@ -182,7 +183,7 @@ def test_an_adapter_whose_file_appears_late_is_not_refused_but_tried_again(
     stage.weights(2).unlink()
     for _ in range(3):
         publisher.once()
-    assert stage.served() == (1, None)  # nobody who waits is told that it is refused
+    assert stage.served() == (1, None)  # waiting clients are not told that the step is refused
     told = [trouble for trouble in publisher._troubles.values() if "run@2" in trouble]
     assert len(told) == 1
     assert told[0].startswith("run@2 is tried again until 60 s after it was made, since its")
@@ -333,7 +334,7 @@ def test_a_restarted_vllm_gets_all_checkpoints_again_and_no_record_names_one_bef
                 records.extend([stage.spool.served.get("run"), stage.spool.served.get("zero")])
             super().load_lora(name, path)
 
-    # Between two polls of one publisher, and of a publisher that died with vLLM.
+    # vLLM restarts between two polls of a publisher, or together with the publisher.
     for second in (publisher, stage.publisher()):
         stage.vllm.adapters.clear()
         second._transport._client = Client(stage.settings())
@@ -341,7 +342,7 @@ def test_a_restarted_vllm_gets_all_checkpoints_again_and_no_record_names_one_bef
         assert records == [None, None]
         records.clear()
         assert stage.served() == (1, None)
-    # The next one serves the step wrongly.
+    # The next vLLM serves the step wrongly.
     stage.vllm.adapters.clear()
     stage.vllm.ignores_weights = True
     publisher.once()
@@ -349,7 +350,7 @@ def test_a_restarted_vllm_gets_all_checkpoints_again_and_no_record_names_one_bef
     stage.vllm.stop()
     assert not publisher.once()
     assert stage.spool.served.get("run") is None
-    # The refusal was vLLM's fault: the checkpoint is tried again on the next server.
+    # vLLM caused the refusal, so the checkpoint is tried again on the next server.
     stage.vllm.ignores_weights = False
     stage.vllm.start()
     assert publisher.once()
@@ -404,7 +405,7 @@ def test_a_restarted_vllm_gets_the_last_good_step_however_many_behind_it_are_ref
 def test_the_prefix_cache_is_reset_where_it_could_hold_the_old_adapter(
     stage: Stage, version: str, resets: int, lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`lost`: vLLM loads the old adapter, but its answer does not arrive."""
+    """`lost`: vLLM loads the old adapter, but the answer gets lost."""
     stage.vllm.stop()
     stage.vllm.version = version
     publisher = stage.publisher()
@@ -434,7 +435,7 @@ def test_the_prefix_cache_is_reset_where_it_could_hold_the_old_adapter(
 
 def test_old_steps_stay_in_use_and_for_the_grace_unless_there_are_too_many(stage: Stage) -> None:
     for number in range(5):
-        # Nobody uses them, and they push nothing out.
+        # No client uses these steps, and they displace no other step.
         make_run(stage.spool, f"idle-{number}", stage.model)
     for step in range(1, 7):
         stage.step(step / 10)
@@ -465,7 +466,8 @@ def test_the_run_that_was_used_last_is_served_first(stage: Stage) -> None:
     publisher = stage.publisher()
     publisher.once()
     stage.vllm.used = {"sampled@0": time.time() + 60}
-    stage.publisher().once()  # it notices that, and a third publisher knows it
+    # the publisher notices it, and a third publisher reads it in the record
+    stage.publisher().once()
     stage.vllm.stop()
     stage.vllm.used.clear()
     stage.vllm.start()
@@ -485,7 +487,7 @@ def test_a_new_checkpoint_does_not_wait_for_old_runs_after_a_restart(stage: Stag
             super().load_lora(name, path)
 
     stage.publisher(client=Client(stage.settings())).once()
-    # And no run's newest step waits for another's older ones.
+    # The newest step of each run is loaded before older steps of other runs.
     assert stage.vllm.loads() == ["zero@0", "run@1", "another@0", "run@0"]
 
 
@@ -561,7 +563,7 @@ def test_a_copy_that_was_damaged_under_this_publisher_is_made_again(
 
 
 def test_the_files_of_listed_copies_look_used(stage: Stage, tmp_path: Path) -> None:
-    """systemd-tmpfiles removes what is old, file by file."""
+    """systemd-tmpfiles removes old files one by one."""
     publisher = stage.publisher()
     publisher.once()
     [copy] = tmp_path.rglob("run@0-*")
@@ -581,7 +583,8 @@ def test_copies_of_unloaded_adapters_are_removed_when_no_request_is_left(
     publisher.once()  # loads only step 1
     stage.vllm.in_use = {"run@1"}
     stage.step(0.4)
-    # The volume has neither step any more, and vLLM drops step 1 at once, under a running request.
+    # The volume contains neither step any more. vLLM drops step 1 at once, although a request with
+    # it runs.
     stage.rollback(0)
 
     def copies() -> list[str]:
@@ -695,7 +698,7 @@ def test_verification_passes_waiting_requests_and_waits_for_one_place(stage: Sta
     stage.step(0.3)
     stage.publisher(keep_served=1).once()
     bodies = [body for path, body in stage.vllm.calls if path == "/v1/completions"]
-    # Of the step, and of the base model for vLLM's own error.
+    # One request is for the step. The other is for the base model and measures vLLM's own error.
     assert [body["model"] for body in bodies] == ["run@1", "base"]
     assert [(body["prompt"], body["priority"]) for body in bodies] == [(PROMPTS, -1)] * 2
     queued = VllmClient(stage.settings())
@@ -712,12 +715,12 @@ def raise_timeout(_: httpx.Request) -> httpx.Response:
 
 
 class Killed(BaseException):
-    """Not an Exception, so that no handler catches it, as none runs after kill -9."""
+    """A BaseException, so that no handler catches it: after kill -9 no handler runs either."""
 
 
 class DyingClient(VllmClient):
-    """Dies at one call: before the server gets it (`calls_left` is even), or after, so that nobody
-    sees the answer."""
+    """Dies at one call: before the server gets the call (`calls_left` is even), or after it, so
+    that the answer is lost."""
 
     calls_left = 0
 

@@ -1,5 +1,5 @@
-"""The real vLLM on the CPU, with a mixture of experts: the guard, the client, retention, and what
-it serves right.
+"""The real vLLM on the CPU, with a mixture of experts: the guard, the client, retention, and that
+it serves the right weights.
 
 All tests share one server and name their runs apart. Dense models are served in tests/stack.
 """
@@ -78,7 +78,7 @@ def identity(vllm: VllmServer, tmp_path: Path) -> Path:
 def test_the_guard_closes_every_route_of_the_app(vllm: VllmServer) -> None:
     routes = re.findall(r"Route: (\S+), Methods: (.+)", vllm.log.read_text())
     paths = {re.sub(r"\{[^}]*\}", "x", path) for path, _ in routes}
-    # Fails if vLLM prints its routes in another way.
+    # This line fails if vLLM prints its routes in another form.
     known = [
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
@@ -106,7 +106,7 @@ def test_the_guard_closes_every_route_of_the_app(vllm: VllmServer) -> None:
             )
             for spelling in (path, *around):
                 for method in ("GET", "POST", "DELETE", "OPTIONS"):
-                    # httpx would normalise a path that it is given as text.
+                    # httpx would normalise a path in a string.
                     url = httpx.URL(vllm.url).copy_with(raw_path=spelling.encode())
                     assert http.request(method, url, headers=API).status_code == 401, (
                         method,
@@ -128,7 +128,7 @@ def test_the_guard_closes_every_route_of_the_app(vllm: VllmServer) -> None:
 
 @pytest.mark.parametrize("piece", [b"X-A: b\r\n" * 2**13, b"a" * 2**16])
 def test_headers_that_never_end_take_no_memory(vllm: VllmServer, piece: bytes) -> None:
-    """Nobody needs a key for that: headers come before the guard."""
+    """this request needs no key, because the server parses headers before the guard runs."""
     server, sent = psutil.Process(vllm.pid), 0
     before = server.memory_info().rss
     address = urlsplit(vllm.url)
@@ -151,8 +151,8 @@ def test_a_half_sent_request_is_closed(vllm: VllmServer) -> None:
 
 
 def test_what_the_processes_of_vllm_show(vllm: VllmServer) -> None:
-    """Secrets are on no command line and in no log. The engine, which is forked from the server,
-    does not listen on its port: a port that outlives the server would let clients wait."""
+    """No command line and no log contains a secret. The engine is forked from the server, but does
+    not listen on the server's port: clients would hang on a port that outlives the server."""
     port, server = int(vllm.url.rpartition(":")[2]), psutil.Process(vllm.pid)
     children = server.children(recursive=True)
     assert children
@@ -193,7 +193,7 @@ def test_the_client_loads_scores_and_unloads(
     assert client.reset_prefix_cache()
     client.unload_lora(name)
     assert name not in client.models()
-    client.unload_lora(name)  # a name that vLLM does not have is no error
+    client.unload_lora(name)  # unloading an unknown name is not an error
 
 
 def test_the_client_reports_what_is_wrong(
@@ -240,7 +240,8 @@ def test_an_adapter_in_use_is_not_unloaded(
         assert (
             retention.expired({name: str(identity)}, runs={run}, wanted=(), existing={name}) == []
         )
-        # A step that a rollback discarded goes at once. The request that uses it continues.
+        # A step that a rollback discarded is unloaded at once. A request that uses the step
+        # continues.
         assert retention.expired({name: str(identity)}, runs={run}, wanted=(), existing=()) == [
             name
         ]
@@ -255,7 +256,7 @@ def test_an_adapter_in_use_is_not_unloaded(
 def test_prompt_logprobs_are_right_while_others_sample(
     vllm: VllmServer, client: VllmClient, tmp_path: Path
 ) -> None:
-    """The publisher verifies while clients sample, and every slot of vLLM's for adapters is in
+    """The publisher verifies a step while clients sample and all adapter slots of vLLM are in
     use."""
     adapters = [f"{next(names)}@1" for _ in range(Settings().max_loras)]
     for seed, name in enumerate(adapters):
@@ -278,8 +279,8 @@ def test_prompt_logprobs_are_right_while_others_sample(
 def test_requests_to_a_sleeping_vllm_wait_and_end_as_without_the_sleep(
     vllm: VllmServer, client: VllmClient, identity: Path
 ) -> None:
-    """On the CPU no memory moves, but the engine stops, drops its cache and continues as on a
-    GPU."""
+    """On the CPU a sleep frees no memory, but the engine stops, drops its cache and continues as on
+    a GPU."""
     name = f"{next(names)}@1"
     client.load_lora(name, str(identity))
 
@@ -316,7 +317,7 @@ def test_requests_to_a_sleeping_vllm_wait_and_end_as_without_the_sleep(
         client.wake_up()
         assert not client.is_sleeping()
         assert (running.result(), coming.result()) == undisturbed
-    client.wake_up()  # nor does a second wake
+    client.wake_up()  # a second wake changes nothing either
     assert not asleep()
     assert undisturbed[0]["finish_reason"] == "length"
 
@@ -414,7 +415,7 @@ def test_adapters_on_attention_are_served_and_those_on_experts_are_refused(
         served[lora] = trainer.publish(run)
     assert (served[ATTENTION].step, served[ATTENTION].refused_step) == (1, None)
     assert served[ATTENTION].tokens_checked == 149 + 32 + 63
-    # float32 on both sides: the error is far below the 0.02 that is allowed.
+    # Both sides compute in float32, so the error is far below the allowed 0.02.
     assert served[ATTENTION].mean_abs_logprob_error < 1e-4
     # vLLM (0.32, CPU) loads the file without an error and leaves the experts' adapters out.
     assert (served[EVERYWHERE].step, served[EVERYWHERE].refused_step) == (0, 1)
@@ -427,7 +428,8 @@ def test_adapters_on_attention_are_served_and_those_on_experts_are_refused(
 def test_a_small_step_is_told_apart_from_the_step_before(
     trainer: Trainer, client: VllmClient
 ) -> None:
-    """It is so small that it is within the tolerance, and that no token changes its experts."""
+    """The change is so small that it is within the tolerance and moves no token to other
+    experts."""
     run = make_run(trainer.spool, next(names), trainer.model, ATTENTION).name
     right, small = trainer.adapter(1), trainer.adapter(1, 1.0001)
     commit(trainer.spool, run, right, trainer.probe(right))

@@ -1,5 +1,5 @@
-"""Whole weights from the trainer's ranks to vLLM's workers, over Gloo: what arrives, and what
-happens when somebody dies or stands still."""
+"""Whole weights from the trainer's ranks to vLLM's workers, over Gloo: the tensors that arrive, and
+the outcome when a process dies or hangs."""
 
 import os
 import signal
@@ -33,8 +33,8 @@ CASES = [("qwen3", 1, 1), ("qwen3", 2, 1), ("qwen2", 2, 1), ("qwen3_moe", 1, 1),
 def senders(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Senders]:
-    """Trainers of one rank, two tensor-parallel ones, and two stages; tied embeddings with biases,
-    and experts."""
+    """Trainers of one rank, of two tensor-parallel ranks, and of two stages. Models with tied
+    embeddings and biases, and with experts."""
     family, tp, pp = request.param
     directory = tmp_path_factory.mktemp("senders")
     with start_ranks(directory, write_model(family, tmp_path_factory), tp, pp) as ranks:
@@ -53,7 +53,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def offered(senders: Senders, adapter: Path, server: str = ONLY) -> Source:
-    """Offer the adapter's weights; what vLLM's workers of a server are told of it."""
+    """Offer the adapter's weights. Returns the order that the server's workers get."""
     job = senders.offer(adapter)
     [event] = [event for event in senders.spool.events.read(job) if event.type == "offered"]
     meeting = str(senders.spool.root / event.data["meeting"])
@@ -84,7 +84,7 @@ def test_twenty_publications_leave_no_trace(senders: Senders, tmp_path: Path, co
 
 
 def failed(workers: Workers, version: Path) -> float:
-    """Wait until a worker says that nothing will come; after how many seconds."""
+    """Wait until a worker reports that no weights will come. Returns the seconds that this took."""
     begin = time.monotonic()
     while time.monotonic() < begin + 60:
         try:
@@ -109,7 +109,7 @@ def adapters(dense: Model, tmp_path: Path) -> list[Path]:
 
 
 def arriving(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], object]) -> None:
-    """Do something when so many buffers have arrived at a worker."""
+    """Calls `action` when the buffer with this number arrives at a worker."""
     arrived, count = landing._arrived, 0
 
     def arrive(*args: Any) -> Iterator[Any]:
@@ -128,7 +128,7 @@ def arriving(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], 
 def test_ranks_that_die_or_stop(
     dense: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, sig: signal.Signals
 ) -> None:
-    """The live weights stay, and the same weights come from the adapter."""
+    """The live weights do not change, and the new weights are merged from the adapter instead."""
     adapter = dense.adapter(tmp_path, 1)
     workers = Workers(dense, 2, whole=True)
     begin = [0.0]
@@ -156,7 +156,7 @@ def test_ranks_that_die_or_stop(
 def test_a_rank_that_stops_alone(
     ranks: Senders, dense: Model, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one and the workers notice; the next publication succeeds."""
+    """The other rank and the workers notice the death, and the next publication succeeds."""
     first, second = adapters
     workers = Workers(dense, whole=True)
     arriving(monkeypatch, 6, lambda: os.kill(ranks.ranks[1].pid, signal.SIGSTOP))
@@ -175,7 +175,7 @@ def test_a_rank_that_stops_alone(
 def test_a_worker_whose_connection_is_cut(
     ranks: Senders, dense: Model, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gives up in the middle: the ranks notice, and the job goes on."""
+    """The worker gives up in the middle of a publication. The ranks notice, and the job goes on."""
     workers = Workers(dense, 2, whole=True)
 
     def cut() -> None:
@@ -192,7 +192,7 @@ def test_a_worker_whose_connection_is_cut(
 
 
 def test_one_worker_does_not_get_all(ranks: Senders, dense: Model, adapters: list[Path]) -> None:
-    """The order to take another way comes while the other worker still waits."""
+    """The order to take the weights in another way comes while the other worker still waits."""
     workers = Workers(dense, 2, whole=True)
     workers.weights[0].stage(str(adapters[0]), SCALE, offered(ranks, adapters[0]))
     workers.serve(adapters[0])
@@ -239,7 +239,7 @@ def test_another_version_takes_the_landing_place(
 
 @pytest.fixture
 def servers(ranks: Senders) -> Iterator[None]:
-    """Two inference servers are ready, and one lives and isn't."""
+    """Two inference servers are ready; a third is alive but not ready."""
     record = Replica(
         replica="0",
         url="",
@@ -280,7 +280,7 @@ def test_two_servers_get_the_weights_at_once(
 def test_ranks_go_on_without_a_server_that_does_not_come(
     ranks: Senders, dense: Model, adapters: list[Path]
 ) -> None:
-    """Who comes when the list is fixed is told at once to take another way."""
+    """A server that comes after the list is fixed is told at once to take another way."""
     there, late = Workers(dense, whole=True), Workers(dense, 2, whole=True)
     source = offered(ranks, adapters[0], "0")
     late.weights[0].stage(str(adapters[0]), SCALE, {**source, "server": "1"})  # its other one waits
@@ -337,7 +337,7 @@ def test_a_server_that_starts_again_does_not_come_twice(
     for workers in both:
         workers.order(adapters[0], source)
     ranks.send()
-    # Each comes in a thread of its own, so that either may be the first.
+    # Each server joins in a thread of its own, so either may be the first.
     with pytest.raises(RuntimeError, match="an earlier vLLM of this server has come"):
         until_failed(both, adapters[0])
     assert ranks.sent()["servers"] == ["0"]
@@ -356,7 +356,7 @@ def test_ranks_do_not_wait_where_no_server_is_ready(
 
 
 def until_failed(servers: list[Workers], version: Path) -> None:
-    """Raises what a worker says of weights that did not arrive."""
+    """Polls the workers until one raises its error about weights that did not arrive."""
     end = time.monotonic() + BOUND
     while time.monotonic() < end:
         for weights in [weights for workers in servers for weights in workers.weights]:

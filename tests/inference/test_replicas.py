@@ -1,5 +1,5 @@
-"""Several vLLM servers on one spool: a step is announced when every ready one serves it, and who is
-slow, dead or new is never asked for a step that it doesn't have."""
+"""Several vLLM servers on one spool: a step is announced when every ready server serves it. A slow,
+dead or new server never gets a request for a step that it doesn't have."""
 
 import asyncio
 import json
@@ -63,7 +63,8 @@ class Several:
             self.publishers[name].once()
 
     def ready(self) -> str:
-        """The replicas that are ready by their records. Only their vLLMs answer requests."""
+        """The replicas that are ready according to their records. Only their vLLMs answer
+        requests."""
         ready = {name for name, r in self.stage.spool.replicas.living().items() if r.ready}
         answering = {name for name, vllm in self.vllms.items() if vllm.ready}
         assert answering <= ready, "a vLLM answers that others don't wait for"
@@ -107,7 +108,7 @@ def several(
 
 
 def die(several: Several, name: str, seconds: float = replicas_module.DEAD_SECONDS + 1) -> None:
-    """A replica whose record nobody renews, long after."""
+    """A replica whose record has not been renewed for a long time."""
     several.member(name).stop()
     replicas = several.stage.spool.replicas, *(several.member(n)._replicas for n in several.vllms)
     for each in replicas:
@@ -167,7 +168,8 @@ def test_a_laggard_takes_itself_out_and_comes_back(
 def test_a_laggard_is_asked_nothing_before_the_others_go_on(
     several: Callable[..., Several], stage: Stage
 ) -> None:
-    """Its vLLM does not answer whether it stopped, so the others wait until its permission ends."""
+    """The replica's vLLM does not answer whether it has stopped, so the others wait until its
+    permission to answer ends."""
     two = several(publish_seconds=0.01)
     two.once("a", "b", "a")
     stage.step(0.3)
@@ -196,7 +198,7 @@ def test_nobody_waits_for_a_dead_replica(
     three.member("a").beat()
     assert (three.announced(), three.served_events("job")) == (1, 1)
     three.check()
-    # It comes to itself, and does not answer before it has what was announced.
+    # The hanging replica continues, and does not answer before it has the announced step.
     member = three.member("c")
     monkeypatch.setattr(member, "_beaten", time.monotonic() - replicas_module.DEAD_SECONDS)
     member.beat()
@@ -210,7 +212,8 @@ def test_nobody_waits_for_a_dead_replica(
 def test_a_publisher_that_is_killed_in_any_phase(
     several: Callable[..., Several], stage: Stage, tmp_path: Path, phase: str
 ) -> None:
-    """No server answers without the announced step, the others go on, and it comes back."""
+    """No server answers without the announced step. The other servers go on, and this server comes
+    back."""
     two = several()
     two.once("a", "b", "a")
     two.member("b").stop()
@@ -256,7 +259,7 @@ def test_a_publisher_that_is_killed_in_any_phase(
 def test_a_clock_that_is_wrong_kills_nobody(
     several: Callable[..., Several], stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hosts' clocks differ, and are set: only a record that does not change is of a dead one."""
+    """Hosts' clocks differ and may be set, so only an unchanged record means a dead replica."""
     two = several()
     two.once("a", "b", "a")
     stage.step(0.3)
@@ -274,7 +277,7 @@ def test_a_clock_that_is_wrong_kills_nobody(
 def test_one_that_is_about_to_be_stopped_leaves(
     several: Callable[..., Several], stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The proxy has it no more, its requests end, and the others announce without it."""
+    """The proxy has removed the replica, its requests end, and the others announce without it."""
     two = several()
     two.once("a", "b", "a")
     leaving = stage.spool.root.parent / "leaving"
@@ -378,7 +381,7 @@ def test_a_replica_whose_vllm_starts_again_loses_its_permission(
     assert (two.ready(), two.announced()) == ("a", 0), "it has no adapters yet"
     two.once("b")
     assert two.ready() == "ab"
-    # So fast that its publisher notices nothing.
+    # The restart is so fast that the publisher does not notice it.
     two.vllms["b"].stop()
     two.vllms["b"].start()
     two.member("b").beat()

@@ -61,7 +61,7 @@ class Pod:
         self._programs: list[subprocess.Popen[bytes]] = []
 
     def start(self, version: str) -> None:
-        # A new pod has a new one. Below /tmp, because a socket's path is short.
+        # A new pod has a new `/dev/shm`. Below /tmp, because a socket's path is short.
         self._runtime = Path(tempfile.mkdtemp(prefix="pod-", dir="/tmp"))
         self._environment["XDG_RUNTIME_DIR"] = str(self._runtime)
         for command in (
@@ -77,7 +77,7 @@ class Pod:
             )
 
     def ready(self) -> bool:
-        """As the chart's readiness probe asks."""
+        """The same request as the chart's readiness probe."""
         return answers(f"{self.url}{READY_ROUTE}")
 
     def stop(self, *, drained: bool) -> None:
@@ -94,7 +94,7 @@ class Pod:
 
 
 class Clients:
-    """Ask the proxy for the announced step without a break, and count what they get."""
+    """Ask the proxy for the announced step without a break, and count the answers."""
 
     def __init__(self, stage: Stage, url: str) -> None:
         self._stage, self._url = stage, url
@@ -130,7 +130,7 @@ class Clients:
 
 @pytest.fixture
 def pods(tmp_path: Path, stage: Stage) -> Iterator[tuple[list[Pod], str]]:
-    """Two that are ready, and the proxy's address."""
+    """Two ready servers, and the proxy's address."""
     front, *ports = free_ports(3)
     made = [Pod(tmp_path / f"pod-{n}", stage, str(n), port) for n, port in enumerate(ports)]
     path = tmp_path / "haproxy.cfg"
@@ -155,7 +155,8 @@ def pods(tmp_path: Path, stage: Stage) -> Iterator[tuple[list[Pod], str]]:
 def test_no_request_fails_in_a_rolling_upgrade(
     pods: tuple[list[Pod], str], stage: Stage, drained: bool
 ) -> None:
-    """`drained`: without it answers that have begun are cut off, and the clients see that."""
+    """`drained`: whether the server is drained first. Without a drain, running answers are cut off
+    and the clients see errors."""
     both, url = pods
     clients = Clients(stage, url)
     try:

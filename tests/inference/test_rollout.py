@@ -48,7 +48,7 @@ def events(model: str) -> Iterator[str]:
 
 @pytest.fixture
 def seen() -> list[dict[str, Any]]:
-    """The bodies that arrive behind the door."""
+    """The bodies of the requests that the app receives."""
     return []
 
 

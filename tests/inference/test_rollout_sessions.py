@@ -1,5 +1,5 @@
-"""Sessions of the rollout door in front of vLLM's own server: each turn continues the sampled
-tokens, whatever the template makes of the answer that the client sends back."""
+"""Sessions of the rollout door in front of vLLM's own server. Each turn continues the
+sampled tokens, even if the template renders the client's copy of an answer differently."""
 
 import asyncio
 import itertools
@@ -65,7 +65,8 @@ def breaks(vllm: Scripted) -> dict[str, float]:
 
 
 def call(family: str, **arguments: Any) -> str:
-    """A call of the tool, as a model of the family writes it: its own white space and booleans."""
+    """A call of the tool as a model of the family writes it, with the family's white space and
+    booleans."""
     if family == "qwen3":
         body = json.dumps({"name": "look", "arguments": arguments}, separators=(",", ":"))
         return f"<tool_call>{body}</tool_call>"
@@ -81,7 +82,8 @@ def call(family: str, **arguments: Any) -> str:
 
 
 def dialogues(family: str) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
-    """Twenty dialogues: their turns, each with what the model writes and the request's options."""
+    """The turns of twenty dialogues. Each turn has the text that the model writes and the request's
+    options."""
     thought = {"qwen3": "<think>\nhm\n</think>\n\n", "qwen3_5_think": "hm\n</think>\n\n"}
     think = thought.get(family, "\n<think>hm</think>\n")
     to_tool, end = ("<|observation|>", "<|user|>") if family == "glm4moe" else ["<|im_end|>"] * 2
@@ -146,7 +148,7 @@ def streamed(response: httpx.Response) -> dict[str, Any]:
 
 
 def follow_up(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a client sends behind an answer."""
+    """The messages that a client sends after an answer."""
     calls = message.get("tool_calls") or []
     results = [{"role": "tool", "tool_call_id": one["id"], "content": "seen"} for one in calls]
     return results or [{"role": "user", "content": "go on"}]
@@ -155,7 +157,7 @@ def follow_up(message: dict[str, Any]) -> list[dict[str, Any]]:
 def play(
     vllm: Scripted, turns: list[tuple[str, dict[str, Any]]], session: str | None, stream: bool
 ) -> list[tuple[list[int], list[int]]]:
-    """The dialogue; of each turn the engine's prompt and the sampled tokens."""
+    """Runs the dialogue. Returns the engine's prompt and the sampled tokens of each turn."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "look!"}]
     made = []
     for text, options in [*turns, ("last", {})]:
@@ -250,7 +252,7 @@ def test_an_edited_history_is_rendered_in_full_and_counted_by_its_reason(vllm: S
         after = breaks(vllm)
         assert {name for name in after if after[name] != before[name]} == {reason}, changes
         assert after[reason] == before[reason] + 1
-    # Other tools are another prompt.
+    # With other tools the prompt is another prompt.
     other = {"type": "function", "function": {"name": "other"}}
     session, before = next(names), breaks(vllm)
     assert not goes_on(vllm, session, begin(vllm, session, f"yes{end}"), tools=[other])
@@ -288,7 +290,8 @@ def test_what_only_looks_like_an_edit_goes_on(vllm: Scripted) -> None:
         session = next(names)
         messages = begin(vllm, session, text, **options)
         assert goes_on(vllm, session, edited(messages, **changes), **options), changes
-    # A sub-agent's conversation is no edit, nor is what goes on from an earlier turn.
+    # A sub-agent's conversation does not count as an edit, and neither does a continuation of an
+    # earlier turn.
     session = next(names)
     messages = begin(vllm, session, f"yes{end}")
     assert goes_on(vllm, session, messages)
@@ -404,8 +407,9 @@ def test_after_a_restart_turns_are_rendered_in_full_and_finish_has_only_the_late
 def test_what_harmony_renders_is_recorded_and_its_breaks_are_counted(
     vllm: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM renders GPT-OSS past its renderer, without which a session can't continue a turn. The
-    CPU has no GPT-OSS: here vLLM's own rendering of a Qwen3 passes the session by."""
+    """vLLM renders GPT-OSS without its usual renderer, and a session can't continue a turn without
+    this renderer. vLLM on the CPU has no GPT-OSS, so this test lets vLLM render a Qwen3 without the
+    renderer."""
     monkeypatch.setattr(SentMessages, "of", lambda *_: None)
     monkeypatch.setattr(RolloutSession, "find", lambda *_: None)
     session, before = next(names), breaks(vllm)

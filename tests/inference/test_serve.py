@@ -1,4 +1,4 @@
-"""What happens right before the program becomes vLLM."""
+"""The preparations right before the program becomes vLLM."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ from tandem.inference.server import serve
 def environments(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[dict[str, str]]]:
-    """Those of the vLLMs that start."""
+    """The environments of the vLLMs that start."""
     log = logging.getLogger()
     level = log.level
     monkeypatch.setattr(log, "handlers", [])  # the program brings its own
@@ -50,7 +50,7 @@ def start(ends: object = "became vLLM") -> None:
 def test_vllm_keeps_what_it_compiled_in_a_directory_of_this_user(
     environments: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM unpickles what is there. Its TMPDIR is emptied at each start."""
+    """vLLM unpickles files in this directory. vLLM's TMPDIR is emptied at each start."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "vllm"))
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
@@ -110,7 +110,7 @@ def test_a_token_file_that_cannot_be_read_is_a_wrong_setting(
 def test_a_tandem_whose_plugin_vllm_would_not_find_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its modules are on the path, and its metadata is not."""
+    """The package's modules are on the path, but its metadata is not."""
     serve.check_plugin()
     source = Path(serve.__file__).parents[3]
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(source)])

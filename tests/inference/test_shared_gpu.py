@@ -140,7 +140,7 @@ def test_a_hold_of_an_earlier_runner_is_not_live(shared):
         (-2 * own.lease, False),
         (2 * own.lease, False),
     ):
-        now = time.time()  # a beat of the future is by a clock that was wrong, so it says nothing
+        now = time.time()  # a beat in the future comes from a wrong clock, so it proves nothing
         shared.spool.hold.put(own.model_copy(update={"beat": now + seconds}))
         assert (shared.spool.hold.live() is not None) is live
 
@@ -189,7 +189,7 @@ def test_a_publisher_that_was_killed_before_it_answered_is_followed_by_one_that_
 
 
 def test_a_vllm_that_is_not_ready_is_not_put_to_sleep(shared):
-    """It may start, and has looked for a hold before there was one."""
+    """A vLLM may be starting, and may have looked for a hold before the hold was written."""
     publisher = shared.publisher()
     shared.hold(phase="sleeping")
     shared.vllm.dead = True
@@ -200,7 +200,7 @@ def test_a_vllm_that_is_not_ready_is_not_put_to_sleep(shared):
         "vLLM stopped being ready",
     )
     shared.vllm.dead = False
-    # The answer stays: the runner gives up.
+    # The publisher's answer does not change, so the runner gives up.
     assert publisher.once() is False
     assert (shared.said().state, shared.answer()[0]) == ("awake", "refused")
 
@@ -249,7 +249,7 @@ def test_a_volume_that_refuses_to_remove_a_lost_hold_does_not_keep_vllm_asleep(s
 
 
 def test_the_place_of_vllm_is_what_ranks_need(stage):
-    """In a network of its own this machine has another address than loopback."""
+    """In a network namespace of its own, this machine has an address besides loopback."""
     here = stage.publisher(weights="merged", transport="nccl", base_model=str(stage.model))
     [place] = here._spool.inference.places()
     assert same_network(place.network)

@@ -1,6 +1,6 @@
-"""What a swap means for vLLM's requests, as its scheduler has them on a GPU: there the next step
-runs already while the engine takes an order (asynchronous scheduling), so tokens are on their way.
-The CPU's vLLM never does that.
+"""The effect of a swap on vLLM's requests with asynchronous scheduling, as on a GPU: the next step
+already runs while the engine takes an order, so some tokens have not arrived yet. The CPU's vLLM
+never does that.
 """
 
 import sys
@@ -75,7 +75,7 @@ def test_what_is_on_its_way_to_an_evicted_request_is_discarded() -> None:
 
 
 def test_drafts_on_their_way_are_discarded() -> None:
-    """Nobody knows yet how many of them will be accepted."""
+    """The number of accepted tokens is not known yet."""
     scheduler = Scheduler([Request("running", 10, 4, b"first")], [])
     scheduler.num_spec_tokens = 3  # type: ignore[attr-defined]
     told = extension._tend(SimpleNamespace(scheduler=scheduler), "run@1")

@@ -48,7 +48,8 @@ class Servers:
         self.running: list[subprocess.Popen[str]] = []
 
     def use(self, mib: int) -> None:
-        """Memory in use on the second GPU. The first one, which is not vLLM's, is always full."""
+        """Memory in use on the second GPU. The first GPU does not belong to vLLM and is always
+        full."""
         self.driver.set(gpu("GPU-aaaa", 80000 * MIB), gpu("GPU-bbbb", mib * MIB))
 
     def start(self, **variables: str) -> subprocess.Popen[str]:

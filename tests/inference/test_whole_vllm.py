@@ -1,5 +1,5 @@
-"""The real vLLM on the CPU gets whole weights from ranks that run, or from files: by which way, and
-to the bit."""
+"""The real vLLM on the CPU gets whole weights from running ranks or from files. The tests check the
+way, and each bit of the weights."""
 
 import signal
 import tempfile
@@ -60,7 +60,7 @@ class WholeTrainer(MergedTrainer):
         )
 
     def offer(self, seed: int) -> int:
-        """The ranks offer a step, and it is committed; its number."""
+        """Lets the ranks offer a step and commits it. Returns the step's number."""
         adapter = write_random_adapter(
             self.directory / f"whole-{seed}", self.model, EVERYWHERE, seed=seed
         )
@@ -107,8 +107,8 @@ def make(
 
 
 def sample(vllm: VllmServer, run: str, enough: Event) -> list[str]:
-    """The weights of one long answer after another: on a busy machine a swap may take longer than
-    one."""
+    """The steps that served each of several long answers. On a busy machine a swap may take longer
+    than one answer."""
     found = []
     while not enough.is_set():
         found.append(complete(vllm, run, max_tokens=3500).headers["x-tandem-weights"])
@@ -131,7 +131,7 @@ def test_each_step_comes_from_the_ranks(vllm: VllmServer, make: Make) -> None:
             finally:
                 served_yet.set()
             assert served.transport == "nccl"
-            # vLLM's attention has TF32 there.
+            # vLLM's attention uses TF32 on a GPU.
             assert served.mean_abs_logprob_error < (0.02 if GPU else 1e-4)
             assert trainer.senders.sent()["transport"] == "nccl"
             assert f"{trainer.run}@{step - 1},{trainer.run}@{step}" in running.result()
@@ -154,7 +154,7 @@ def test_files_serve_each_step_and_a_server_that_starts_again(vllm: VllmServer, 
     again = trainer.publish(trainer.run)
     assert (again.step, again.transport) == (3, "volume")
     trainer.check_bits(trainer.adapters[3])
-    # Damaged files are no reason to serve nothing.
+    # Even if the files are damaged, vLLM serves a step.
     shard = next(
         (trainer.spool.root / "runs" / trainer.run).glob("merged/00000003-*/*.safetensors")
     )

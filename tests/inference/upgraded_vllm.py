@@ -1,6 +1,7 @@
-"""`python upgraded_vllm.py VERSION`: the fake vLLM as a program and one of several servers. It
-answers clients only with its publisher's permission, as the real one's middleware does, and streams
-answers that take as long as they ask for. SIGTERM ends it at once, with what runs."""
+"""`python upgraded_vllm.py VERSION`: the fake vLLM as a program, one of several servers. It answers
+clients only with its publisher's permission, as the middleware of the real vLLM does. A request
+says how long its streamed answer takes. SIGTERM ends it at once, and with it all running
+answers."""
 
 import json
 import os

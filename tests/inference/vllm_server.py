@@ -24,7 +24,7 @@ GPU = os.environ.get("TANDEM_TEST_GPU")
 # deployment on the CPU has by default, for 1.2 s of CPU at each start.
 SMALL_CACHE = {"TANDEM_VLLM_ARGS": "--num-gpu-blocks-override=256"}
 WHERE = {"TANDEM_DEVICE": "cpu"} | SMALL_CACHE
-SENDERS: dict[str, str] = {}  # variables of the ranks that send weights to it
+SENDERS: dict[str, str] = {}  # environment variables of the ranks that send weights to this server
 if GPU is not None:
     WHERE = {
         "TANDEM_DEVICE": "cuda",
@@ -79,14 +79,14 @@ class VllmServer:
 
     @property
     def pid(self) -> int:
-        """Of vLLM's API server."""
+        """Headers for vLLM's API server."""
         return self._process.pid
 
     def ended(self) -> bool:
         return self._process.poll() is not None
 
     def restart(self) -> None:
-        """End what is left of the server, and start another one on the same port."""
+        """End the remaining processes of the server, and start a new server on the same port."""
         self._kill()
         self.__enter__()
 

@@ -26,7 +26,8 @@ from waiting import until
 
 
 class Senders:
-    """`tp` ranks in each of `pp` stages, of one run. `variables`: more of their environment."""
+    """`tp` ranks in each of `pp` stages, of one run. `variables`: additional environment variables
+    of the ranks."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class Senders:
         self._number = 0
         self._job: Job | None = None
         directory.mkdir()
-        if not spool.inference.places():  # else a publisher has said it
+        if not spool.inference.places():  # otherwise a publisher has already named the reason
             spool.inference.put_place(VllmPlace(address="127.0.0.1", network=network_name()))
         [port] = free_ports(1)
         self._environment = os.environ | {
@@ -84,8 +85,8 @@ class Senders:
         self._until("ready")
 
     def offer(self, adapter: Path) -> str:
-        """A job that runs, and whose ranks offer these weights; its id. The job before has ended
-        then."""
+        """Ends the previous job and starts a job whose ranks offer these weights. Returns the job's
+        id."""
         self.end_job()
         self._number += 1
         job = submit_rl(self.spool, self.run, f"{self.run}-{self.directory.name}-{self._number}")
@@ -103,11 +104,11 @@ class Senders:
             self._job = None
 
     def send(self, step: int | None = None) -> None:
-        """Begin to send what was offered. `step`: of the checkpoint that has it."""
+        """Begin to send the offered weights. `step`: the step of their checkpoint."""
         self._write("send", {"step": step})
 
     def sent(self, seconds: float = 60.0) -> dict[str, Any]:
-        """What the ranks say when they have sent it, or have given up."""
+        """The ranks' report after they have sent the weights or given up."""
         self._until("sent", seconds)
         return dict(json.loads((self.directory / f"sent.{self._number}").read_text()))
 

@@ -1,5 +1,5 @@
-"""What one tensor-parallel worker of vLLM holds of a model: modules with the names and attributes
-that vLLM 0.26 and 0.32 give them, filled by heads, halves and experts, without Tandem's plan."""
+"""A model as one tensor-parallel worker of vLLM holds it: modules with the names and attributes of
+vLLM 0.26 and 0.32. Heads, halves and experts are filled in without Tandem's plan."""
 
 import json
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ def layer(kind: str, **parameters: Tensor | None) -> Any:
 
 
 class Worker:
-    """Tensors of rank `rank` of `tp`. `dtype`: in which it serves."""
+    """Tensors of rank `rank` of `tp`. `dtype`: the dtype in which vLLM serves the model."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], tp: int, rank: int
@@ -192,8 +192,8 @@ class Model:
 
 
 class Workers:
-    """The tensor-parallel workers of one server. `whole`: whole weights may arrive; else they merge
-    adapters."""
+    """The tensor-parallel workers of one server. `whole`: the workers receive whole weights;
+    otherwise they merge adapters."""
 
     def __init__(self, model: Model, tp: int = 1, *, whole: bool = False) -> None:
         self.model = model
@@ -212,7 +212,7 @@ class Workers:
             weights.stage(str(version), scale, source)
 
     def stage(self, version: str | Path, source: Source | None = None, scale: float = SCALE) -> str:
-        """Order it, and wait for it; how it came."""
+        """Order the weights and wait for them. Returns the way by which they came."""
         self.order(version, source, scale)
         ways: set[str] = set()
         for weights in self.weights:
@@ -229,8 +229,8 @@ class Workers:
         return way
 
     def check(self, adapter: Path | None, scale: float = SCALE) -> None:
-        """Every bit is that of a numpy merge of the whole model, cut for the worker; None: the base
-        model's."""
+        """Every bit equals numpy's merge of the whole model, cut for the worker. Without an adapter
+        it equals the base model's bit."""
         tensors = self.model.tensors if adapter is None else self.model.merged(adapter, scale)
         for rank, worker in enumerate(self.each):
             assert worker.bits() == self.model.worker(len(self.each), rank, tensors).bits()

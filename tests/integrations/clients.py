@@ -35,7 +35,7 @@ def python_of(name: str) -> Path:
                 if subprocess.run(install, check=attempt == 2).returncode == 0:
                     break
             # ART's PipelineTrainer imports torch and transformers. They come from Tandem's own
-            # environment, after all that is installed here.
+            # environment, which is searched after the packages that are installed here.
             site = next((ROOT / ".venv/lib").glob("python*/site-packages"))
             next((directory / "lib").glob("python*/site-packages")).joinpath(
                 "zz_tandem.pth"
@@ -45,7 +45,7 @@ def python_of(name: str) -> Path:
 
 
 def run(stack: LocalStack, python: Path | str, program: Path, *arguments: str) -> str:
-    """What a client's program prints. It runs with Tandem's source, the addresses and the key, in
+    """The output of a client's program. It runs with Tandem's source, the addresses and the key, in
     the stack's directory."""
     environment = {
         name: value

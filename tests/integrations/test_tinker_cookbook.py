@@ -110,7 +110,7 @@ def test_supervised_training_on_a_file(common: dict[str, Any], tmp_path: Path) -
     assert len(losses) == 8
     assert losses[-1] < 0.5 * losses[0]
     last = checkpoints(common)[-1]
-    # It goes on from its checkpoint, with the optimizer's state.
+    # The program continues from its checkpoint, with the optimizer's state.
     asyncio.run(sft_train.main(sft_train.Config(**settings | {"num_epochs": 3})))
     assert len(metrics(common, "train_mean_nll")) == 12
     # Another program begins from its weights.
@@ -195,7 +195,7 @@ def test_rl_with_an_environment_of_our_own(
     assert len(right) == len(differences) == 8
     assert right[0] < 0.6
     assert np.mean(right[-3:]) > right[0] + 0.3
-    if not while_training:  # the sampler's log-probs are the trainer's
+    if not while_training:  # sampler and trainer have the same log-probs
         assert max(differences) < 1e-9
 
 
@@ -238,7 +238,7 @@ class Prompts(RLDatasetBuilder):
 
 
 def teacher(common: dict[str, Any]) -> str:
-    """The path of a model that says early letters of the alphabet, any as often as another."""
+    """The path of a model that samples early letters of the alphabet, each equally often."""
     rng = random.Random(1)
     with service(common["base_url"], f"tml-{API_KEY}") as client:
         model = client.create_lora_training_client(base_model=common["model_name"], rank=8).result()
@@ -269,8 +269,8 @@ def test_on_policy_distillation(common: dict[str, Any]) -> None:
 
 
 def test_guess_number(common: dict[str, Any], stack: LocalStack) -> None:
-    """The untrained model never says a number: each of ten turns costs 1, no answer is better than
-    another, and no weight moves."""
+    """The untrained model never answers with a number. Each of ten turns costs 1, so all answers
+    are equally good and no weight moves."""
     builder = GuessNumberDatasetBuilder(
         batch_size=2,
         model_name=common["model_name"],

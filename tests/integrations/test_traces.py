@@ -114,7 +114,7 @@ def test_outputs_of_one_example_are_a_group() -> None:
 
 
 class Agent:
-    """Plays task 0 at once, with or without an error, and the others never to their end."""
+    """Plays task 0 at once, with or without an error. The other tasks never end."""
 
     def __init__(self, *, fails: bool) -> None:
         self.fails, self.running = fails, 0
@@ -187,7 +187,7 @@ def test_all_tasks_of_a_taskset_without_an_end_are_refused() -> None:
 
 @pytest.fixture
 def backend_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """`tandem.client.art` beside an empty ART."""
+    """Imports `tandem.client.art` with an empty package in place of ART."""
     for name, content in {
         "art": {},
         "art.metrics_taxonomy": {"average_metric_samples": dict},
@@ -290,5 +290,5 @@ def test_an_sft_job_of_arts_backend_has_no_options_of_rl(backend_module: ModuleT
         with pytest.raises(NotFound):
             asyncio.run(anext(backend._train_sft(model, [trajectory], config, None)))
     assert sent.keys() == {"labels", "optimizer", "packing"}
-    # SFT's prompts are those of the rollouts.
+    # SFT's prompts equal the rollouts' prompts.
     assert examples == [{"messages": []}, {"messages": [], "chat_template_kwargs": variables}]

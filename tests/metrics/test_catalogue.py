@@ -1,5 +1,5 @@
-"""The catalogue is what docs/metrics.md lists, each metric has one collector, and a stack's series
-are few."""
+"""docs/metrics.md lists the catalogue, each metric has one collector, and a stack has few
+series."""
 
 from docs.source.metrics import DOCUMENT, with_new_tables
 from images.grafana.vllm_metrics import VLLM_METRICS
@@ -10,7 +10,7 @@ from tandem.metrics.policy import PolicyCollector
 
 
 def test_a_metric_can_be_exported_and_documented():
-    """What `promtool check metrics` (tests/monitoring) does not see."""
+    """Rules that `promtool check metrics` (tests/monitoring) does not check."""
     for metric in CATALOGUE:
         assert bool(metric.buckets) == (metric.kind == "histogram"), metric.name
         assert list(metric.buckets) == sorted(set(metric.buckets)), metric.name

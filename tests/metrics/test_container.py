@@ -42,7 +42,7 @@ def test_a_missing_volume_is_a_failure_and_the_others_are_exported(
 
 
 def test_the_volume_of_downloaded_models_has_its_own_series(tmp_path: Path, monkeypatch) -> None:
-    """It is another one than the private cache of kernels, also before the first download."""
+    """The model cache is not the private cache of kernels, even before the first download."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "private"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache" / "huggingface"))
     (tmp_path / "cache").mkdir()

@@ -24,7 +24,7 @@ from tandem.system import ports
 from waiting import until
 
 COMMAND = [sys.executable, "-m", "tandem.metrics.exporter"]
-# What Prometheus 3 accepts.
+# The content types that Prometheus 3 accepts.
 PROMETHEUS_3 = (
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
     "application/openmetrics-text;version=0.0.1;"
@@ -48,7 +48,7 @@ def test_it_starts_without_the_volume_on_a_port_that_tandem_up_holds_and_stops_o
         url = f"http://127.0.0.1:{held.port}"
 
         def succeeds() -> dict[str, float] | None:
-            """Of each collector that has tried; None before the exporter answers."""
+            """The success of each collector that has tried; None before the exporter answers."""
             with suppress(httpx.TransportError):
                 seen = Scraped(httpx.get(f"{url}/metrics").text)
                 tried = seen.by("collector", "tandem_collector_duration_seconds")
@@ -134,7 +134,8 @@ def test_the_role_decides_what_is_collected_and_of_which_devices(
 
 
 def test_prometheus_is_told_where_each_vllm_is() -> None:
-    """At the name by which it has reached the exporter; of one vLLM without a label."""
+    """The targets have the host name by which Prometheus has reached the exporter. A single vLLM
+    has no label."""
     several = inference_ports(Settings(inference_port=8000, inference_replicas=2))
     one = inference_ports(Settings(inference_port=8000))
     of_pod = inference_ports(Settings(inference_port=8000, inference_replicas=2, replica="pod-1"))
@@ -154,7 +155,7 @@ def test_prometheus_is_told_where_each_vllm_is() -> None:
 
 
 def test_the_runner_of_jobs_has_no_gpus_to_look_for(monkeypatch, tmp_path) -> None:
-    """Else a machine without a driver would be an alert."""
+    """Otherwise a machine without a driver would cause an alert."""
     monkeypatch.setenv("TANDEM_ROLE", "trainer")
     for executor, device in (("kubernetes", "cpu"), ("local", "cuda")):
         settings = Settings(root=tmp_path, device="cuda", executor=executor)

@@ -1,4 +1,4 @@
-"""NVML's answers become series; an answer that a device does not have becomes nothing."""
+"""NVML's answers become series; an answer that a device does not support gives no series."""
 
 import pytest
 
@@ -60,7 +60,7 @@ def test_an_answer_that_is_not_supported_is_left_out_and_no_failure(nvml):
     assert seen.get("tandem_collector_success", collector="nvml") == 1
     assert {labels["uuid"] for labels in seen.all("tandem_gpu_info")} == {"GPU-a"}
     names = {name for name in seen.names if name.startswith("tandem_gpu_")}
-    # An older driver's function for that.
+    # Older drivers have another function for this value.
     assert names == {"tandem_gpu_info", "tandem_gpu_temperature_celsius"}
 
 
@@ -109,7 +109,8 @@ def test_a_lost_device_is_a_failure_and_the_others_are_measured(nvml):
         seen = exported.collect()
         assert seen.get("tandem_collector_success", collector="nvml") == 1
         assert len(seen.all("tandem_gpu_memory_used_bytes")) == 2
-    # Afresh after the failure, as a driver that was reloaded needs it; then it stays open.
+    # NVML is initialised again after the failure, because a reloaded driver needs it. Then it stays
+    # open.
     assert pynvml.inits - before == 2
 
 

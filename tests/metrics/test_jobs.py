@@ -177,7 +177,7 @@ def test_a_job_from_queued_to_released(volume: Spool) -> None:
 
 
 def check_running(seen: Scraped) -> None:
-    """After the first step of `test_a_job_from_queued_to_released`."""
+    """The state after the first step of `test_a_job_from_queued_to_released`."""
     assert seen.by("rank", "tandem_rank_up") == {"0": 1, "1": 1}
     seen.check(
         RANK_0,
@@ -248,7 +248,7 @@ def test_failed_attempts_are_counted_by_their_error(volume: Spool) -> None:
     }
     assert seen.get("tandem_job_queue_wait_seconds_count", kind="rl") == 1  # only the first claim
     assert seen.get("tandem_job_duration_seconds_count", kind="rl") == 1  # cancelled jobs never ran
-    assert not seen.all("tandem_job_gpu_left_bytes")  # it could not be measured
+    assert not seen.all("tandem_job_gpu_left_bytes")  # the memory could not be measured
 
 
 def test_events_from_before_the_exporter_are_read_but_not_counted(volume: Spool) -> None:
@@ -412,7 +412,7 @@ def test_all_running_jobs_are_exported(volume: Spool) -> None:
 
 
 def test_a_volume_that_goes_and_comes_back(volume: Spool, tmp_path: Path, monkeypatch) -> None:
-    """Nothing is counted twice, and measurements are not exported for longer than they are true."""
+    """No event is counted twice, and a measurement is exported only while it is true."""
     submit(volume, "j1")
     job = volume.queue.claim("runner")
     beat(volume, job, 0)
@@ -453,7 +453,7 @@ def test_events_of_an_attempt_that_was_ended_are_not_counted(volume: Spool) -> N
     Attempt(volume, "j", 1).event("step", step=1, steps=2, metrics=STEP)
     volume.queue.requeue(job, JobError(type="runner_lost", message="gone", retriable=True))
     late = {"attempt": 1, "step": 2, "steps": 2, "metrics": STEP}
-    volume.events.append("j", "step", **late)  # as a client does that has lost its lock
+    volume.events.append("j", "step", **late)  # as a client that has lost its lock does
     volume.queue.claim("runner")
     volume.events.append("j", "step", **late)
     assert exported.collect().get("tandem_train_tokens_total") == 640
@@ -476,7 +476,7 @@ def test_damaged_jobs_are_left_out_and_the_others_are_counted(volume: Spool, mon
     with monkeypatch.context() as patch:
         patch.setattr(Jobs, "get", full_disk)
         assert not exported.works("jobs")
-    seen = exported.collect()  # what could not be read is counted later
+    seen = exported.collect()  # events that could not be read are counted later
     assert seen.get("tandem_collector_success", collector="jobs") == 1
     assert seen.get("tandem_jobs_finished_total", outcome="failed") == 2
     queue = Exported(QueueCollector(opener(volume))).collect()

@@ -1,4 +1,4 @@
-"""Checkpoints, which of them is served, and what the publisher did, as collectors read them from a
+"""Checkpoints, the served steps and the publisher's actions, as collectors read them from a
 spool."""
 
 import os
@@ -170,7 +170,7 @@ def test_the_phase_of_merged_weights_is_what_the_server_says(volume: Spool, tmp_
 
 
 def test_each_of_several_servers_is_asked_for_its_phase(volume: Spool) -> None:
-    while True:  # three ports in a row: of the proxy, and of two servers
+    while True:  # three consecutive ports, for the proxy and two servers
         [first] = free_ports(1)
         with suppress(OSError):
             servers = [FakeVllm(), FakeVllm()]
@@ -206,7 +206,7 @@ def test_records_and_events_that_no_publisher_writes(volume: Spool, monkeypatch)
     monkeypatch.setattr(
         Checkpoints, "manifest", lambda *step: asked.append(step) or manifest(*step)
     )
-    serve(volume, 5000)  # not each step up to it is looked for
+    serve(volume, 5000)  # the collector does not search for each step up to this one
     exported.collect()
     assert len(asked) <= 2
 

@@ -25,5 +25,5 @@ assert torch.equal(received, values)
 (directory / f"received{rank}").touch()
 while len(list(directory.glob("received*"))) < size:
     time.sleep(0.01)
-time.sleep(0.5)  # whoever watches the sockets looks every 0.1 s
+time.sleep(0.5)  # the thread that watches the sockets looks every 0.1 s
 channel.close()

@@ -1,5 +1,5 @@
-"""Families with what is special in each, and a packed row with its sequences, for comparisons with
-transformers."""
+"""Families with the special features of each, and a packed row with its sequences, for comparisons
+with transformers."""
 
 from typing import Any
 
@@ -84,7 +84,7 @@ CASES: dict[str, dict[str, Any]] = {
     "seed_oss, no biases": {"family": "seed_oss", "attention_bias": False},
     "ministral3": {"family": "ministral3"},
     "ministral3, window": {"family": "ministral3", "sliding_window": 7, "num_key_value_heads": 1},
-    # The norms of latents have transformers' default there, the model's value in vLLM.
+    # transformers uses its default epsilon for the norms of latents; vLLM uses the model's value.
     "glm4_moe_lite": {"family": "glm4_moe_lite", "rms_norm_eps": 1e-6},
     "deepseek_v3": {
         "family": "deepseek_v3",

@@ -1,7 +1,8 @@
 """One of two ranks that tests/model/test_two_ranks.py starts: python rank_of_two.py <directory>
 cpu|cuda.
 
-The ranks read the base weights together. What each did is left in <directory>/rank<r>.pt.
+The ranks read the base weights together. Each rank writes a report of its reads to
+<directory>/rank<r>.pt.
 """
 
 import os
@@ -19,8 +20,9 @@ from tandem.topology.sizes import Sizes
 
 
 def shared_reading(model: Path, groups: parallel.ReadingGroups | None) -> dict[str, object]:
-    """The names of the parameters that this rank read first and then, whether all have the right
-    values in the end, and how many it would read the next time."""
+    """The report of this rank: the names of the parameters that it read at the first and at the
+    second time, whether all values are right at the end, and the number of parameters that it would
+    read at a third time."""
     arch = read_arch(str(model))
     alone, shared = (
         BaseWeights(arch, torch.float32, Sizes(), groups=each) for each in (None, groups)

@@ -43,7 +43,7 @@ def their_loss(model) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers and torch's AdamW compute; tensors by the names of the model's files."""
+    """The results of transformers and torch's AdamW; tensors by the names in the model's files."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
@@ -83,7 +83,7 @@ def reference(model: Path, path: Path) -> Reference:
 
 
 def trained(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without the frozen numbers of Gemma 4's layers, which `saved` doesn't know."""
+    """The tensors without Gemma 4's frozen number of each layer, which `saved` doesn't know."""
     return {name: value for name, value in tensors.items() if "layer_scalar" not in name}
 
 
@@ -128,7 +128,7 @@ def test_master_values_in_bf16_lose_nothing():
     )
     split_master(master.clone(), weights, remainder)
     assert torch.equal(join_master(weights, remainder), master)
-    assert torch.equal(weights, master.bfloat16())  # no exact tie is among random values
+    assert torch.equal(weights, master.bfloat16())  # random values contain no exact tie
     tie = torch.tensor([1.0 + 2.0**-8, -1.0 - 2.0**-8])
     split_master(tie.clone(), weights[:2], remainder[:2])
     assert weights[:2].tolist() == [1.0 + 2.0**-7, -1.0 - 2.0**-7]
@@ -136,8 +136,8 @@ def test_master_values_in_bf16_lose_nothing():
 
 
 def test_bf16_steps_add_up_below_its_resolution(alone, tmp_path):
-    """Steps of a thousandth of a weight's resolution: the master values are those of a model in
-    fp32, bit for bit."""
+    """Steps of a thousandth of a weight's resolution: the master values equal the weights of a
+    model in fp32, bit for bit."""
     model = write_random_model(tmp_path / "model", seed=4, spread=1.0)
     exact, half = make_full(model, SETTINGS), make_full(model, SETTINGS, torch.bfloat16)
     for name, weight in exact.policy.base().items():

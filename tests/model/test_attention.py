@@ -1,4 +1,4 @@
-"""Both attention kernels see the same trees; RoPE; and rows of which only the first slots are
+"""Both attention kernels see the same trees. Also RoPE, and rows in which only the first slots are
 computed."""
 
 import pytest
@@ -35,7 +35,7 @@ def random_tree(length: int, used: int, generator: torch.Generator) -> torch.Ten
 @pytest.mark.parametrize("window", [None, 7])
 def test_the_dense_mask_is_the_definition(window):
     end = random_tree(60, 50, torch.Generator().manual_seed(0))
-    # Of each query, itself included.
+    # The number of keys of each query, including the query's own slot.
     sequence = [[k for k in range(q + 1) if q < int(end[k])] for q in range(60)]
     by_definition = torch.tensor(
         [[k in sequence[q][-(window or 60) :] for k in range(60)] for q in range(60)]

@@ -87,7 +87,7 @@ def test_a_truncated_file_is_named(adapter, keep):
 
 
 def test_a_full_volume_under_an_identity_adapter_is_an_os_error(tmp_path: Path) -> None:
-    """Which the spool turns into an answer."""
+    """The spool turns this error into an answer."""
     (tmp_path / WEIGHTS_FILE).symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
         write_identity_adapter(tmp_path, ARCH, LORA, base_model="tiny", seed=1)

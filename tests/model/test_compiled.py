@@ -189,7 +189,7 @@ def test_a_directory_that_cannot_be_written_is_no_error(files, monkeypatch):
 def test_nothing_is_loaded_from_a_directory_of_others(
     compiles, files, monkeypatch, tmp_path, which, change
 ):
-    """A pickle there is code of whoever wrote it."""
+    """A pickle in this directory could run code of the user who wrote it."""
     Compiled(function)(*arguments())
     directory = files if which == "tandem" else files.parent
     loads = []

@@ -1,6 +1,5 @@
-"""Context parallelism without ranks: who has which blocks, and the mask of some slots.
-
-`test_topologies.py` has what several ranks compute.
+"""Context parallelism without ranks: the blocks of each rank, and the mask of some slots.
+`test_topologies.py` checks the computations of several ranks.
 """
 
 from unittest import mock
@@ -44,7 +43,7 @@ def test_the_masks_of_some_slots_are_the_rows_of_the_whole(window):
 
 
 def test_padding_keeps_a_longer_row_of_the_attention():
-    """The probe computes a few slots of a row that is as long as the job's."""
+    """The probe computes a few slots of a row that is as long as the job's rows."""
     few = RowTensors(
         torch.arange(5), torch.arange(5), torch.arange(512) + 1, torch.arange(4), torch.arange(4)
     )
@@ -55,8 +54,8 @@ def test_padding_keeps_a_longer_row_of_the_attention():
 
 
 def evaluate(tree: TreeParams) -> torch.Tensor:
-    """What FlexAttention sees: of a block that it sees partly the mask's part, of others
-    everything."""
+    """The keys that FlexAttention sees. In a partly visible block the mask decides; a full block is
+    visible as a whole."""
     mask = tree.mask
     assert isinstance(mask, FlexMask)
     assert tree.deal is not None

@@ -54,7 +54,7 @@ def inputs(seed: int, slots: int, heads: tuple[int, int], sizes: tuple[int, int]
 
 
 def token_by_token(q, k, v, g, beta):
-    """The definition, of one sequence."""
+    """The rule's definition, for one sequence."""
     q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
     state, outputs = q.new_zeros(v.shape[1], k.shape[2], v.shape[2]), []
@@ -67,8 +67,8 @@ def token_by_token(q, k, v, g, beta):
 
 
 def compare(tree: Tree, args, weights) -> float:
-    """The largest relative difference of outputs and gradients from the definition's, where each
-    sequence is computed alone."""
+    """The largest relative difference of outputs and gradients from the definition, which computes
+    each sequence alone."""
     ends, paths = tree
     row = recurrence(ends, len(ends), torch.device("cpu"))
     q, k, v, g, beta = args
@@ -131,8 +131,8 @@ def test_the_convolution_follows_each_sequence(number):
 
 
 def test_mistakes_are_seen(monkeypatch):
-    """States that do not pass from a segment to its children, or from a chunk to the next; and a
-    gradient that only one child gives."""
+    """Faults: states that do not pass from a segment to its children or from a chunk to the next,
+    and a parent's gradient from only one child."""
     tree, args, weights = next(c for c in map(case, range(24)) if len(c[0][1]) > 3)
     assert compare(tree, args, weights) < 1e-11
     segments = module._segments
@@ -154,7 +154,8 @@ def test_padding_is_one_segment():
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(8))
 def test_flash_linear_attention_computes_the_same(number):
-    """In bf16, whose rounding is 2^-8: what torch computes of the same inputs in float64."""
+    """In bf16, which rounds by 2^-8, the results agree with torch's float64 results for the same
+    inputs."""
     rule = module._flash_linear_attention()
     if rule is None:
         pytest.skip("needs fla-core")
@@ -205,7 +206,7 @@ def segment_by_segment(
 
 @pytest.mark.parametrize("number", range(8))
 def test_level_by_level_is_chunk_by_chunk(number):
-    """A GPU's kernel is called with whole segments, from their parents' states."""
+    """The GPU's kernel is called with whole segments, which start from their parents' states."""
     (ends, _), args, weights = case(number)
     row = recurrence(ends, len(ends), torch.device("cpu"))
     args = [x.detach().float().requires_grad_() for x in args]
@@ -225,7 +226,8 @@ def test_level_by_level_is_chunk_by_chunk(number):
 
 
 def test_a_parents_state_gets_the_gradients_of_its_children(monkeypatch):
-    """The mistake is seen: without them the parent's keys have another gradient."""
+    """The comparison sees this mistake: without the gradients of states, the parent's keys have
+    another gradient."""
     row = recurrence(torch.tensor([11] * 5 + [8] * 3 + [11] * 3), 11, torch.device("cpu"))
     args = [x.detach().float().requires_grad_() for x in inputs(0, 11, (2, 4), (8, 6))]
 

@@ -1,4 +1,4 @@
-"""CUDA starts beside what a rank does first, and nothing of that waits for it."""
+"""CUDA starts while a rank does its first work, and this work does not wait for CUDA."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tiny import write_random_model
 
-# Without a GPU CUDA fails to start, so whoever asks for it is seen.
+# Without a GPU CUDA fails to start, so code that needs CUDA fails visibly.
 BUILD = """
 import sys, torch, traceback
 from tandem.errors import InvalidInput

@@ -25,12 +25,12 @@ TESTS = Path(__file__).parent.parent
     ],
 )
 def test_grouped_products(sizes, where, dtype, features):
-    """Exact on the CPU; bf16 through torch's grouped product against fp64, with empty and odd
-    groups."""
+    """The products are exact on the CPU. In bf16 torch's grouped product is compared with fp64,
+    with empty and odd groups."""
     generator = torch.Generator().manual_seed(0)
     sizes = sizes if where == "cpu" else tuple(77 * size for size in sizes)
-    # Made on the CPU and moved, because where other tests have run before, `device="cuda"` means
-    # the CPU.
+    # The tensors are made on the CPU and then moved, because after some other tests `device="cuda"`
+    # means the CPU.
     x, y = (
         torch.randn(sum(sizes), size, generator=generator).to(where, dtype)
         for size in (features, 2 * features)
@@ -99,8 +99,8 @@ print("same bits", len(results[0]))
 
 @pytest.mark.gpu
 def test_a_gpu_gives_the_same_bits_twice(tmp_path):
-    """Log-probs and gradients of a mixture of experts: no sum depends on which thread came
-    first."""
+    """Log-probs and gradients of a mixture of experts repeat exactly: no sum depends on the order
+    of threads."""
     command = [sys.executable, "-c", SAME_BITS, str(tmp_path)]
     done = subprocess.run(
         command, cwd=TESTS, capture_output=True, text=True, timeout=600, check=False

@@ -121,9 +121,9 @@ OF_SOME = {  # models with windows, or of mixtures
     "use_qk_norm",
     "full_attention_interval",
     "per_layer_config",  # transformers' own way to write `global_head_dim`
-    "attn_output_gate",  # which transformers and vLLM do not read
+    "attn_output_gate",  # transformers and vLLM do not read it
     "output_gate_type",
-    "topk_method",  # read by vLLM, as the next three; in transformers they are no choice
+    "topk_method",  # vLLM reads this key and the next three; transformers has no such choice
     "scoring_func",
     "moe_layer_freq",
     "index_topk",
@@ -131,8 +131,8 @@ OF_SOME = {  # models with windows, or of mixtures
 
 
 def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
-    """For every other key that Tandem reads: what the architecture says, and what transformers'
-    config `hf` says."""
+    """For every other key that Tandem reads: the value in the architecture, and the value in
+    transformers' config `hf`."""
     ours = vars(arch.rope_scaling) if arch.rope_scaling else {}
     scaled = {key: value for key, value in ours.items() if key != "attention_factor"}
     growth, mscale = arch.query_growth, ("mscale", "mscale_all_dim", "type")
@@ -143,12 +143,12 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
     if "original_max_positions" in scaled:
         scaled["original_max_position_embeddings"] = scaled.pop("original_max_positions")
     unscaled, local = (
-        # `test_same_gradients.py` has the factor that the two of `mscale` make.
+        # `test_same_gradients.py` checks the factor that `mscale` and `mscale_all_dim` make.
         ("partial_rotary_factor", "rope_theta", "rope_type", *(mscale if growth else ())),
         hf.rope_parameters.get("sliding_attention"),
     )
     silu = arch.activation == "silu"
-    # Of the layers with a window, where others have other heads.
+    # The heads of the layers with a window; the other layers may have other heads.
     heads = hf.per_layer_config["sliding_attention"] if arch.global_heads else hf
     found = {
         "num_key_value_heads": (arch.num_kv_heads, heads.num_key_value_heads),
@@ -192,7 +192,7 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
         "decoder_sparse_step": (1, getattr(hf, "decoder_sparse_step", 1)),
         **{key: (False, bool(getattr(hf, key, None))) for key in NOT_BUILT},
     }
-    if arch.model_type == "seed_oss":  # elsewhere it is about the output, too
+    if arch.model_type == "seed_oss":  # in other families it is about the output, too
         found["attention_bias"] = (arch.qkv_bias, hf.attention_bias)
     if gdn := arch.gdn:
         found["layer_types"] = (
@@ -261,13 +261,14 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
         found["mlp_layer_types"] = found["first_k_dense_replace"]
         found["head_dim"] = (arch.head_dim, hf.qk_head_dim)
         found["partial_rotary_factor"] = (mla.rope_size, hf.head_dim)
-        # Their default is that of one published model, whatever the number of heads.
+        # Their default fits one published model and ignores the number of heads.
         found["num_key_value_heads"] = (arch.num_kv_heads, arch.num_heads)
     return found
 
 
 def windowed(hf: Any, arch: Arch) -> list[bool]:
-    """Which layers have a window in transformers' config `hf`; empty: none."""
+    """For each layer, whether it has a window in transformers' config `hf`; empty if no layer has
+    one."""
     if getattr(hf, "sliding_window", None) is None:
         return []
     kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * arch.num_layers
@@ -314,18 +315,21 @@ def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(
 ):
     from vllm.transformers_utils.config import get_config
 
-    # vLLM writes `kimi_k2` into transformers' class, which then saves no model of DeepSeek's names.
+    # vLLM writes `kimi_k2` into transformers' class. The class then saves models under a wrong
+    # name.
     monkeypatch.setattr(transformers.DeepseekV3Config, "model_type", "deepseek_v3")
 
     def of(values: dict[str, Any]) -> dict[str, Any]:
-        # As many layers and experts as its defaults need. Mistral 3's class in transformers writes
-        # into what it is given.
+        # The numbers of layers and experts that its defaults need. Mistral 3's class in
+        # transformers changes its argument.
         more = {"num_hidden_layers": 4, "n_routed_experts": 32} if family in DEEPSEEKS else {}
         values = {key: more.get(key, value) for key, value in values.items()}
         if family.startswith("gemma4"):
-            values["hidden_size_per_layer_input"] = 0  # left out, it is 256, which is refused
+            # if it is left out, it is 256, and 256 is refused
+            values["hidden_size_per_layer_input"] = 0
             del values["num_experts"]
-        if family == "qwen3_vl_moe":  # left out, it means two things
+        # if it is left out, its meaning is ambiguous
+        if family == "qwen3_vl_moe":
             values = {"tie_word_embeddings": False, **values}
         return {
             "model_type": family,
@@ -382,7 +386,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
 @pytest.mark.parametrize(
     ("config", "change", "says"),
     [
-        # Variants that would give other logits.
+        # Variants with other logits.
         (QWEN3, {"attention_bias": True}, "biases on attention"),
         (
             QWEN3,
@@ -531,7 +535,7 @@ def test_a_failure_of_the_hub_that_may_pass_does_not_make_the_model_wrong(monkey
     with pytest.raises(TandemError) as caught:
         model_directory("org/model")
     assert (type(caught.value), caught.value.retriable) == (kind, kind is not InvalidInput)
-    with pytest.raises(InvalidInput):  # of the cache alone nothing else comes later
+    with pytest.raises(InvalidInput):  # nothing that is computed later depends on the cache alone
         model_directory("org/model", cached=True)
 
 

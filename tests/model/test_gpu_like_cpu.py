@@ -35,14 +35,15 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 FP32 = (2e-3, 2e-3)
-# In bf16 some tokens go to other experts than in fp32.
+# In bf16 the router sends some tokens to other experts than in fp32.
 BF16 = {"qwen3": (0.05, 0.15), "qwen3_moe": (0.2, 0.6)}
 """Bounds of the mean difference of log-probs, and of a gradient's difference relative to its
 norm."""
 
 
 def write_model(directory: Path, config: dict[str, Any]) -> None:
-    """Weights of initialisation's size: bf16 changes the log-probs of larger ones by nats."""
+    """Weights have the size of initialised weights: with larger weights, bf16 changes the log-probs
+    by nats."""
     generator = torch.Generator().manual_seed(0)
     shapes = {
         name: shape
@@ -60,7 +61,7 @@ def write_model(directory: Path, config: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module", params=list(BF16))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With an adapter, and `cpu.pt`: what the CPU computes."""
+    """A model with an adapter, and the CPU's results in `cpu.pt`."""
     shape = SHAPE if request.param == "qwen3" else SHAPE | EXPERTS
     directory = tmp_path_factory.mktemp(request.param)
     write_model(directory, shape | {"model_type": request.param})

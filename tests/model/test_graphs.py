@@ -32,7 +32,7 @@ DENSE = ["llama, linear rope", "mistral", "qwen2", "qwen3", "gemma3"]
 
 
 def test_passes_are_captured_where_they_gain_more_than_the_capture_takes():
-    """Of 10 ms that the host needs to launch, two passes are the price of the capture."""
+    """The host needs 10 ms to launch a pass, and a capture costs two passes."""
     cases = {(2, 0.0): False, (3, 2.5): True, (4, 6.0): False, (100, 9.9): False, (300, 9.9): True}
     for (passes, gpu), worth in cases.items():
         assert graphs.worth_capturing(passes, 10.0, gpu) == worth, (passes, gpu)
@@ -177,8 +177,8 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("levels", [[2, 2, 2], [0, 1, 2]])
 @pytest.mark.parametrize("case", DENSE)
 def test_graphs_have_the_same_bits(on_gpu, tmp_path, case, levels):
-    """With other trees than those that they were captured with, after the adapter has changed, and
-    after they were dropped and captured again."""
+    """The graphs run with other trees than at the capture, after the adapter has changed, and after
+    they were dropped and captured again."""
     trained = Trained(tmp_path, case)
     for layer, level in zip(trained.policy.gpt.decoder.layers, levels, strict=True):
         layer.save_level = SaveLevel(level)

@@ -19,7 +19,7 @@ def random():
 
 
 def close(actual, expected, where):
-    """Relative to the norm."""
+    """The tolerance, relative to the norm."""
     error = (actual.double().cpu() - expected).norm() / expected.norm()
     assert error <= BOUND[where], float(error)
 
@@ -152,7 +152,7 @@ def test_heads(random, where, normalised, groups, queries, size):
     for part, wanted in zip(actual, expected, strict=True):
         close(part[:slots], wanted.detach(), where)
         assert not part[slots:].any()
-    # As attention returns them: strided.
+    # The tensors are strided, as attention returns them.
     strided = tuple(g.to(where).transpose(0, 1).contiguous().transpose(0, 1) for g in gradients)
     close(
         kernels.split_heads_backward(strided, qkv.to(where), shape, *rotation),

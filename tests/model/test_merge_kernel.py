@@ -1,4 +1,5 @@
-"""The kernel that merges adapters compiles for each generation of GPUs. The compiler needs none."""
+"""The kernel that merges adapters compiles for each generation of GPUs. The compiler needs no
+GPU."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A packed row with shared prefixes trains exactly what its sequences train one by one."""
+"""A packed row with shared prefixes gives the same training as its sequences one by one."""
 
 import tempfile
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Variants and cuts of Qwen3.5 that are refused, and what is adapted. `test_vision_wrappers.py` has
-names of weights and adapters."""
+"""Variants and cuts of Qwen3.5 that are refused, and the layers that LoRA adapts.
+`test_vision_wrappers.py` checks the names of weights and adapters."""
 
 from pathlib import Path
 

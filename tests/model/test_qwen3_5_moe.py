@@ -1,5 +1,5 @@
-"""Qwen3.5's mixtures: checkpoints that stack all experts, with a vision tower, and what is
-refused."""
+"""Qwen3.5's mixtures: checkpoints that stack all experts and have a vision tower, and refused
+variants."""
 
 import math
 from pathlib import Path
@@ -37,7 +37,7 @@ A3B = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As transformers writes it: expert by expert."""
+    """The checkpoint as transformers writes it: expert by expert."""
     return write_random_model(
         tmp_path_factory.mktemp("vision"), family="qwen3_5_moe", spread=0.5, num_hidden_layers=3
     )
@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stacked(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model as it is published, by transformers' names in memory."""
+    """The same model as it is published, with the names that transformers uses in memory."""
     directory = tmp_path_factory.mktemp("stacked")
     (directory / "config.json").write_bytes((model / "config.json").read_bytes())
     tensors = {name: value.contiguous() for name, value in theirs(model).state_dict().items()}

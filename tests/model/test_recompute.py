@@ -1,4 +1,5 @@
-"""What layers keep for the backward pass: less memory, the same gradients, and nothing after it."""
+"""Tensors that layers keep for the backward pass: a lower level needs less memory and gives the
+same gradients, and no tensor outlives the pass."""
 
 import gc
 
@@ -91,7 +92,7 @@ def test_levels_keep_less_and_nothing_stays(alone, tmp_path, family):
 
 @pytest.mark.parametrize("level", list(SaveLevel))
 def test_a_step_that_fails_leaves_nothing(alone, tmp_path, monkeypatch, level):
-    """So a step that ran out of memory can begin again with layers that keep less."""
+    """A step that ran out of memory can then begin again with layers that keep less."""
     policy = make(tmp_path, "qwen3")
     keep(policy, *[level] * 3)
     backward(policy)
@@ -110,14 +111,15 @@ def test_a_step_that_fails_leaves_nothing(alone, tmp_path, monkeypatch, level):
         with pytest.raises(torch.OutOfMemoryError):
             backward(policy)
         policy.zero_grad()
-        # Torch holds the failed pass's gradients until the next.
+        # torch holds the failed pass's gradients until the next pass.
         torch.ones(1, requires_grad=True).sum().backward()
         gc.collect()
         assert live() == 0
 
 
 def test_the_levels_that_a_budget_allows():
-    """How many of four layers keep everything, and how many the attention block."""
+    """The number of layers (of four) that keep everything, and the number that keep the attention
+    block."""
     budgets = {360: (4, 0), 359: (3, 1), 160: (1, 2), 59: (0, 0), -1: (0, 0)}
     assert {
         budget: choose_levels(SavedBytes(10, 30, 90), 4, budget) for budget in budgets
@@ -125,7 +127,7 @@ def test_the_levels_that_a_budget_allows():
 
 
 def test_a_rank_that_has_no_room_for_one_whole_layer_chooses_too(alone, tmp_path, monkeypatch):
-    """The other ranks wait for its choice."""
+    """The other ranks wait for the choice of this rank."""
 
     def no_room(*_):
         raise torch.OutOfMemoryError

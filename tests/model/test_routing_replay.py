@@ -1,5 +1,5 @@
-"""Experts that a row brings are used, weighted by the router: values and gradients are those of
-transformers, in float64, whose top-k is forced to them."""
+"""If a row brings experts, they are used and weighted by the router. Values and gradients equal
+those of transformers in float64 with its top-k forced to the same experts."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def random_experts(seed: int = 3) -> torch.Tensor:
 
 
 def forced(gate, given: torch.Tensor):
-    """transformers' router chooses these; -1: what it would choose."""
+    """Makes transformers' router choose these experts; -1 leaves the router's own choice."""
 
     def forward(hidden):
         scores = linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
@@ -72,7 +72,8 @@ def test_values_and_gradients_with_forced_experts(alone, tmp_path, norm_topk_pro
     adapter = {key: value.double().requires_grad_() for key, value in tensors.items()}
     experts = random_experts()
     experts[20:30] = -1  # the router's own choice
-    load = transformers.AutoModelForCausalLM.from_pretrained  # its grouped product has no float64
+    # the grouped product does not support float64
+    load = transformers.AutoModelForCausalLM.from_pretrained
     reference = load(model, dtype=torch.float64, experts_implementation="eager").requires_grad_(
         False
     )
@@ -96,7 +97,7 @@ def test_values_and_gradients_with_forced_experts(alone, tmp_path, norm_topk_pro
             layer.save_level = keep
         loss(policy(row).logprobs).backward()
         found.append(gradients(policy))
-    for others in found[1:]:  # what is computed again in the backward pass has the same experts
+    for others in found[1:]:  # the backward pass recomputes with the same experts
         assert all(torch.equal(gradient, others[name]) for name, gradient in found[0].items())
     actual = {}
     for name, gradient in found[0].items():

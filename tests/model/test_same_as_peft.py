@@ -39,7 +39,7 @@ def test_an_adapter_that_peft_saved(alone, tmp_path):
     policy = make_policy(model, LORA, tmp_path / "adapter")
     with torch.no_grad():
         logits, plain = theirs(TOKENS[None]).logits[0], base(model)(TOKENS[None]).logits[0]
-        assert (logits - plain).abs().max() > 0.5  # the adapter does something
+        assert (logits - plain).abs().max() > 0.5  # the adapter changes the logits
         assert (all_logits(policy, TOKENS) - logits).abs().max() <= 1e-4
         with policy.adapter_disabled():
             assert (all_logits(policy, TOKENS) - plain).abs().max() <= 1e-4
@@ -48,7 +48,7 @@ def test_an_adapter_that_peft_saved(alone, tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_an_adapter_that_we_saved_is_the_one_that_was_read(alone, tmp_path, family):
-    """`test_same_gradients.py` has PEFT read such files."""
+    """In `test_same_gradients.py` PEFT reads such files."""
     model = write_random_model(tmp_path / "model", family=family)
     adapter = write_random_adapter(tmp_path / "adapter", model, LORA)
     save_file(make_policy(model, LORA, adapter).adapter_tensors(), tmp_path / "saved")
@@ -130,7 +130,8 @@ def test_a_damaged_adapter_leaves_the_policy_as_it_was(alone, tmp_path):
 
 
 def test_a_sum_with_the_residual_rounds_it_once(alone):
-    """The residual is far larger than what a layer adds to it, and so is its rounding."""
+    """The residual is far larger than the output that a layer adds, so its rounding is larger,
+    too."""
     torch.manual_seed(3)
     layer = LoraLinear(
         64, {"o_proj": 256}, "columns", LORA, AdapterSwitch(), dtype=torch.bfloat16

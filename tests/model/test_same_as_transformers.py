@@ -1,5 +1,5 @@
-"""The base model computes what transformers computes, in fp32, whatever its shape; and its files
-are checked."""
+"""The base model has transformers' logits in fp32, for models of any shape. Its files are
+checked."""
 
 import json
 
@@ -108,7 +108,7 @@ def test_padding_changes_nothing_and_is_never_nan(policy):
 
 
 def test_files_with_an_index(policy, model, tmp_path):
-    """The same model in two files and an index, as big models come."""
+    """The same model in two files and an index, as big models are published."""
     tensors, tokens = load_file(model / "model.safetensors"), torch.arange(30)
     names = sorted(tensors)
     parts = {

@@ -1,5 +1,6 @@
-"""Loss and every LoRA gradient of trees in a packed row are those of transformers and PEFT,
-sequence by sequence: each family with what is special in it, at every `SaveLevel`.
+"""Loss and every LoRA gradient of trees in a packed row equal those of transformers and PEFT, which
+compute sequence by sequence. The cases are each family with its special features, at every
+`SaveLevel`.
 
 transformers in float64 gives the expected values, transformers in float32 the rounding to allow: a
 token that goes to an expert alone carries its rounding into that expert's gradient, on either side.
@@ -32,7 +33,7 @@ SHAPES = {
         LoraShape(rank=3, alpha=6.0, targets=("q_proj", "up_proj")),
         LoraShape(rank=1, alpha=2.0, targets=("down_proj", "o_proj")),
     ],
-    "qwen3_5_moe": [  # PEFT adapts these, not the experts
+    "qwen3_5_moe": [  # PEFT adapts these layers, not the experts
         LoraShape(rank=3, alpha=1.5, targets=(*LORA_TARGETS[:4], *DELTA_NET_TARGETS)),
     ],
 }
@@ -60,7 +61,7 @@ def reference(
     base = transformers.AutoModelForCausalLM.from_pretrained(
         model,
         dtype=dtype,
-        experts_implementation="eager",  # the grouped product has no float64
+        experts_implementation="eager",  # the grouped product does not support float64
     )
     base.requires_grad_(False)
     adapter = {
@@ -131,8 +132,8 @@ def test_loss_and_gradients(alone, tmp_path, case, lora):
     ],
 )
 def test_in_bf16_what_must_be_fp32_is(alone, tmp_path, case):
-    """The log-probs are those of fp32 but for bf16's rounding, and a router's bias is not rounded
-    at all."""
+    """The log-probs differ from fp32 only by bf16's rounding. A router's bias is not rounded at
+    all."""
     model = write_random_model(
         tmp_path, seed=4, num_hidden_layers=3, **{**CASES[case], "spread": 0.5}
     )

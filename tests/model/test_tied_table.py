@@ -1,5 +1,5 @@
-"""The pipeline's first stage and its last have the same table where embedding and output layer are
-tied."""
+"""If embedding and output layer are tied, the first and the last pipeline stage have the same
+table."""
 
 import torch
 
@@ -9,8 +9,9 @@ from tiny import write_random_model
 
 
 def test_both_copies_stay_the_same_bits(tmp_path):
-    """On three pipelines: of three parts the order of the sum shows in the last bits. One stage has
-    two layers and one has one, so other ranks own the table in each."""
+    """The test uses three pipelines, because the last bits of a sum of three parts show its order.
+    One stage has two layers and the other has one, so different ranks own the table in each
+    stage."""
     write_random_model(
         tmp_path / "model", family="qwen2", tie_word_embeddings=True, num_hidden_layers=3
     )

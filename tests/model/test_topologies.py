@@ -54,7 +54,7 @@ SMALL = ("qwen3_5", "gemma4", "smollm3")
 MORE: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 5},
     "gemma4_text": {"num_global_key_value_heads": 2},
-    # A head may read next to nothing, and its norm would enlarge the rounding.
+    # A head may read almost nothing, and its normalisation would then enlarge the rounding.
     "qwen3_5_moe_text": {"rms_norm_eps": 1e-3},
 }
 TOPOLOGIES: dict[str, dict[int, list[dict[str, Any]]]] = {
@@ -79,7 +79,7 @@ CASES = [
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A sample of the topologies, the same in each test; with --all-cases all."""
+    """A sample of the topologies, the same sample in each test. With --all-cases all topologies."""
     if {"family", "world", "number"} <= set(metafunc.fixturenames):
         every = metafunc.config.option.all_cases
         cases = CASES if every else random.Random(f"{SEED} topologies").sample(CASES, 8)
@@ -88,8 +88,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """(family, world) -> number -> the results of each rank, of what the selected tests ask for;
-    and the models' directories."""
+    """(family, world) -> number -> the results of each rank, for the numbers that the selected
+    tests need. Also the models' directories."""
     found: dict[Any, Any] = {}
     orders: dict[str, Any] = {}
     asked = _asked(
@@ -98,7 +98,8 @@ def results(request, tmp_path_factory):
     for family in dict.fromkeys(family for family, _ in asked):
         topologies = TOPOLOGIES[family]
         directory = found[family] = tmp_path_factory.mktemp(family)
-        # Large biases, or many products, do the rest; small reads of a state are normalised.
+        # Large biases or many products enlarge the rounding further, and so does the normalisation
+        # of small reads of a state.
         small = topologies is BIASED or family == "glm4_moe_lite"
         spread = 0.5 if family.startswith(SMALL) else 1.0 if small else 2.5
         more = MORE.get(family, {})
@@ -164,8 +165,8 @@ def test_a_topology_computes_what_one_rank_computes(results, family, world, numb
 
 
 def test_a_checkpoint_goes_from_any_topology_to_any_other(results, family, world, number):
-    """Each reads the same file and gathers its bits again; after training all ranks of a topology
-    have the same."""
+    """Each topology reads the same file and gathers its bits again. After training, all ranks of a
+    topology have the same weights."""
     saved = load_file(results[family] / "adapter" / WEIGHTS_FILE)
     first, *others = results[family, world][number]
     for rank in (first, *others):

@@ -23,8 +23,8 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused(alone):
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_each_rank_reads_its_share_and_gets_the_others(tmp_path, where):
-    """A GPU copies the other rank's share. On the CPU ranks can't share memory, so each reads the
-    other's share too, and from then on all weights."""
+    """A GPU copies the other rank's share. On the CPU ranks can't share memory, so each rank reads
+    the other's share too. At later reads each rank reads all weights."""
     if where == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     write_random_model(tmp_path / "model", seed=9, num_hidden_layers=4)
@@ -41,7 +41,7 @@ def test_each_rank_reads_its_share_and_gets_the_others(tmp_path, where):
 
 
 class Group:
-    """Stands for a process group, of which this is one rank."""
+    """Takes the place of a process group with this process as one rank."""
 
     def __init__(self, rank, size):
         self.rank = lambda: rank

@@ -1,5 +1,5 @@
-"""The text models of checkpoints with a vision tower: names of weights and of adapters, and what is
-refused."""
+"""The text models of checkpoints with a vision tower: names of weights and adapters, and refused
+models."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_the_adapter_has_the_names_of_transformers_modules(alone, tmp_path, mode
     lora = lora_of(model)
     adapter = write_random_adapter(tmp_path, model, lora)
     assert_same_logits(make_policy(model, lora), theirs(model))
-    if read_arch(str(model)).global_heads:  # the tower has layers of the same names
+    if read_arch(str(model)).global_heads:  # the tower has layers with the same names
         with pytest.raises(ValueError, match="Gemma4ClippableLinear"):
             peft.PeftModel.from_pretrained(theirs(model), adapter)
     else:
@@ -128,7 +128,8 @@ def test_other_variants_of_gemma4_are_refused(change, says):
 
 
 def test_gemma4s_published_configs_mean_what_transformers_writes(tmp_path):
-    """The one has keys of its own for layers without a window, the other `per_layer_config`."""
+    """One spelling has separate keys for layers without a window, the other has
+    `per_layer_config`."""
     published = {key: value for key, value in GEMMA.items() if value is not None}
     written = transformers.CONFIG_MAPPING["gemma4_text"](**published).to_dict()
     assert "per_layer_config" in written

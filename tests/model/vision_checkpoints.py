@@ -1,4 +1,4 @@
-"""Comparisons of checkpoints with a vision tower with transformers."""
+"""Compares checkpoints that have a vision tower with transformers."""
 
 from pathlib import Path
 
@@ -29,7 +29,8 @@ def assert_same_logits(policy: Policy, reference: torch.nn.Module) -> None:
 
 
 def assert_merged_beside_the_tower(directory: Path, model: Path, lora: LoraShape) -> None:
-    """A merged model has the names of `model`, the adapter's logits, and all else as it was."""
+    """A merged model has the names of `model` and the adapter's logits; all its other tensors are
+    unchanged."""
     adapter = write_random_adapter(directory / "adapter", model, lora)
     write_merged_model(directory / "merged", model, adapter, lora)
     assert_same_logits(make_policy(model, lora, adapter), theirs(directory / "merged"))

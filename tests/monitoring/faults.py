@@ -1,4 +1,5 @@
-"""Faults: each one changes some series of a stack, and says which alerts fire when."""
+"""Faults. Each fault changes some series of a stack, and names the alerts that fire and their
+times."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def since(begin: int, value: float, before: float | None = 0.0) -> Value:
 
 
 def growing(begin: int, per_minute: float) -> Value:
-    """0, and from minute `begin` on so much more each minute."""
+    """0 until minute `begin`, then `step` more each minute."""
     return lambda minute: per_minute * max(minute - begin, 0)
 
 
@@ -382,7 +383,7 @@ fault(
     {20: NONE, 28: {"TandemTorchAllocRetries"}},
     setting("trainer", "tandem_torch_memory_alloc_retries_total", growing(20, 1), **RANK_0),
 )
-# Warm-up, which is no drift, then 10 MiB a minute.
+# Warm-up, which does not count as drift, then 10 MiB a minute.
 fault(
     "vLLM's memory grows",
     idle,

@@ -1,5 +1,4 @@
-"""Prometheus' programs: those on PATH, else those in its image; without either, the test is
-skipped."""
+"""Prometheus' programs from PATH, or from its image. Without either, the test is skipped."""
 
 import os
 import shutil
@@ -18,8 +17,8 @@ def command(program: str, *arguments: str, cwd: Path) -> list[str]:
     """The command that runs `prometheus` or `promtool` with `cwd` as its directory and the host's
     network.
 
-    Skips the test where there is neither the program nor its image; with TANDEM_REQUIRE_DOCKER=1 it
-    fails.
+    Skips the test if neither the program nor its image exists. With TANDEM_REQUIRE_DOCKER=1 the
+    test fails instead.
     """
     if shutil.which(program):
         return [program, *arguments]

@@ -37,8 +37,8 @@ def put(stack: Stack, target: str, metric: str, value: Value, /, **labels: str) 
 
 
 def drop(stack: Stack, target: str, prefix: str = "", *, since: int = 0, **labels: str) -> None:
-    """Removes samples from minute `since` on: of the target's series whose name begins with
-    `prefix`, with `labels`."""
+    """Removes samples from minute `since` on, in the target's series with `labels` and a name that
+    begins with `prefix`."""
     own = [f'{key}="{text}"' for key, text in (TARGETS[target] | labels).items()]
     for series, values in stack.items():
         if series.startswith(prefix) and all(label in series for label in own):

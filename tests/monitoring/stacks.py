@@ -37,7 +37,7 @@ def replicas() -> Stack:
 
 
 def idle(*, gpus: bool = True) -> Stack:
-    """Everything runs and has nothing to do; the last job was long ago."""
+    """All programs run and are idle; the last job was long ago."""
     stack: Stack = {}
     for target in TARGETS:
         put(stack, target, "up", 1)
@@ -125,7 +125,7 @@ def _vllm(stack: Stack, *, pace: float) -> None:
 
     engine = partial(put, stack, "vllm", **_ENGINE)
     engine("vllm:num_requests_running", 16 * pace)
-    # Each batch of prompts, a burst.
+    # Each batch of prompts is a burst.
     engine("vllm:num_requests_waiting", lambda minute: 200 * pace * (minute % 5 == 0))
     engine("vllm:kv_cache_usage_perc", 0.97 * pace)
     engine("vllm:num_preemptions_total", per_minute(6 * pace))
@@ -147,7 +147,7 @@ def _vllm(stack: Stack, *, pace: float) -> None:
             method="POST",
             status=status,
         )
-    # The publisher's question, at each of its turns.
+    # The publisher's request, at each of its turns.
     put(
         stack,
         "vllm",
@@ -201,7 +201,7 @@ def _run_long_job(stack: Stack, kind: str) -> None:
 
 
 def waiting() -> Stack:
-    """`idle`, and an attempt that waits for its ranks' start, as the exporter tells it."""
+    """`idle`, with an attempt that waits for the start of its ranks, as the exporter reports it."""
     stack = idle()
     put(stack, "controller", "tandem_jobs", 1, state="running")
     put(stack, "trainer", "tandem_train_active", 1)
@@ -477,8 +477,7 @@ def in_one_pod(stack: Stack) -> None:
 
 
 def only_verifying() -> Stack:
-    """As `training`, and nobody samples: vLLM answers only the publisher's requests for one
-    token."""
+    """As `training`, without sampling: vLLM answers only the publisher's requests for one token."""
     stack = training()
     _vllm(stack, pace=0)
     for metric, labels in (

@@ -48,8 +48,8 @@ def quiet(stack: Callable[[], Stack], *minutes: int) -> Case:
     return Case(stack.__name__, stack, dict.fromkeys(minutes, NONE))
 
 
-# Ranges with a promise for hours (a drift is measured over 6.5 h) run to the end, the others as
-# long as they differ.
+# Cases with an expectation for hours (a drift is measured over 6.5 h) run to the end. The other
+# cases run while they differ from the healthy stack.
 HEALTHY = [
     quiet(starting, *range(0, 30, 3)),
     quiet(idle, 60, 300, MINUTES),
@@ -92,8 +92,8 @@ def _test(cases: list[Case]) -> dict:
     """One of promtool's tests: each case is a stack in a namespace of its own, with one scrape and
     one evaluation a minute.
 
-    It also expects each alert that fires to have no labels and texts, which is wrong: so promtool
-    prints them.
+    The test also expects, wrongly, that firing alerts have no labels and texts. So promtool prints
+    the labels and texts as differences.
     """
     inputs, firing, texts = [], [], []
     for case in cases:
@@ -124,7 +124,7 @@ def _test(cases: list[Case]) -> dict:
 
 
 def _run(directory: Path, cases: list[Case]) -> str:
-    """What promtool prints about these cases."""
+    """promtool's output about these cases."""
     for name in RULE_FILES:
         (directory / name).write_text((RULES / name).read_text())
     tests = {

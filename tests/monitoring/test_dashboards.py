@@ -1,5 +1,5 @@
-"""Conventions of the dashboards: what makes them work unchanged under compose and in Kubernetes,
-and readable."""
+"""Conventions that keep the dashboards readable, and working unchanged under compose and in
+Kubernetes."""
 
 import json
 import re
@@ -77,7 +77,7 @@ def test_limits_are_those_of_the_alerts():
 
 
 def test_every_query_can_be_answered_where_trainer_and_inference_are_one_pod(tmp_path):
-    """promtool prints what a query gave, which no test expects, or why it failed: a join with two
+    """promtool prints the unexpected result of a query, or its error, such as a join with two
     partners."""
     (tmp_path / "tandem.yml").write_text((RULES / "tandem.yml").read_text())
     asked = [
@@ -121,7 +121,7 @@ def test_targets_have_the_labels_that_rules_and_dashboards_join_on():
     found = []
     for job in config["scrape_configs"]:
         name = job["job_name"]
-        if "http_sd_configs" in job:  # what the exporter answers: tests/metrics/test_exporter.py
+        if "http_sd_configs" in job:  # tests/metrics/test_exporter.py checks the exporter's answer
             labels = {one["target_label"]: one["replacement"] for one in job["relabel_configs"]}
             found.append({"job": name, **labels, "instance": "inference:8000"})
             assert job["http_sd_configs"][0]["url"] == "http://inference:9401/targets"

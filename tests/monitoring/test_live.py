@@ -21,7 +21,7 @@ from waiting import until
 
 pytestmark = pytest.mark.slow
 
-GPUS = 8  # that train, and as many serve
+GPUS = 8  # the GPUs that train; as many serve
 # Queries that rightly show nothing on a healthy stack that has run for seconds.
 EMPTY = {
     "overview: Firing alerts A",
@@ -105,8 +105,7 @@ def test_every_query_of_every_dashboard_shows_something(prometheus):
 
 
 def test_panels_tell_eight_gpus_apart(prometheus):
-    """Where a panel does not sum them up, each GPU or rank has a curve of its own, under a name of
-    its own."""
+    """If a panel does not add up GPUs or ranks, each has a curve and a name of its own."""
     by_gpu = {
         name
         for metric in CATALOGUE

@@ -1,5 +1,5 @@
-"""Rules and dashboards name only metrics that exist, every metric of ours is seen somewhere, and
-every query parses."""
+"""Rules and dashboards name only metrics that exist, each of our metrics is used in a dashboard or
+a rule, and every query parses."""
 
 import json
 import re
@@ -20,7 +20,7 @@ KUBE_STATE_METRICS = {
     "kube_pod_container_status_restarts_total",
     "kube_pod_status_phase",
 }
-# Seen neither on a dashboard nor in a rule, and why.
+# Metrics that no dashboard and no rule uses, with the reason.
 NOT_DRAWN = {
     "process_virtual_memory_bytes": "address space says nothing about memory",
     "process_open_fds": "no program of ours comes near its limit",
@@ -111,7 +111,7 @@ def test_vllms_names_and_labels_are_in_its_source():
     source = (root / "v1/metrics/loggers.py").read_text()
     for metric in VLLM_METRICS:
         if not metric.name.startswith("vllm:"):
-            continue  # of prometheus_fastapi_instrumentator, and of our plugin
+            continue  # from prometheus_fastapi_instrumentator, and from our plugin
         # prometheus_client adds a counter's _total itself
         name = metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name
         made = re.search(rf"(_\w+_cls)\(\s*name=\"{name}\"|name = \"{name}\"", source)

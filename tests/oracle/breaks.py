@@ -1,7 +1,7 @@
-"""Mistakes that the oracle must see, those that change little: what each replaces, and which cases
-can show it.
+"""Small mistakes that the oracle must see. Each has the function that it replaces, and the cases
+that can show it.
 
-`cut_rank.BREAKS` has those of ranks that train a part of an adapter.
+`cut_rank.BREAKS` has the mistakes of ranks that train a part of an adapter.
 """
 
 import math
@@ -62,7 +62,7 @@ def not_of_the_router(self, routing, _of_probs):
 
 
 def late(self, part, *arguments):
-    """Adam's bias correction is that of the next step."""
+    """Adam uses the bias correction of the next step."""
     self.steps += 1
     UPDATE(self, part, *arguments)
     self.steps -= 1
@@ -90,7 +90,7 @@ def entropy_without_gradient(ctx, grad_logprobs, grad_entropy):
 
 
 def not_summed(self):
-    """Each rank keeps its own."""
+    """Each rank keeps its own gradient instead of the sum."""
 
 
 def summed_twice(self):
@@ -170,7 +170,7 @@ def over_heads(read, z, norm, eps):
 
 
 def of_delta_nets(kind: str = "linear_attention") -> Callable[[Case], bool]:
-    """Cases with layers of a kind."""
+    """Cases with layers of this kind."""
     return lambda case: case.family.startswith("qwen3_5") and kind in case.config["layer_types"]
 
 
@@ -183,7 +183,7 @@ def small(*families: str) -> Callable[[Case], bool]:
 
 
 def of_each_head(self, parts):
-    """As the norms of Qwen3's heads."""
+    """The norm is computed like the norms of Qwen3's heads."""
     heads = [part.unflatten(-1, (-1, self._shape.size)) for part in parts[:2]]
     inverses = [(head.square().mean(-1, keepdim=True) + self._shape.eps).rsqrt() for head in heads]
     return [one.expand_as(of).flatten(1) for one, of in zip(inverses, heads, strict=True)]
@@ -211,7 +211,8 @@ def of_gemma4(case: Case) -> bool:
 
 
 def of_gemma4_experts(case: Case) -> bool:
-    # Of one layer the adapters before the experts get nothing from them where they are on v alone.
+    # In a model of one layer with adapters only on v, these adapters get no gradient from the
+    # experts.
     return "num_experts" in case.config
 
 
@@ -281,7 +282,8 @@ def values_first(parts, mla, *rest):
 
 
 def values_widened(parts, mla, *rest):
-    """The width of values is that of keys: the rest is what follows in memory."""
+    """Values are read with the width of keys, so they also contain the following numbers in
+    memory."""
     q, k, v = MAKE_HEADS(parts, mla, *rest)
     return q, k, v.flatten(1).roll(1, -1).view(v.shape)
 
@@ -293,7 +295,7 @@ def halves(heads, cos, sin):
 
 
 def normed_together(self, latents, normalised):
-    """The norm is that of all of kv_a's output."""
+    """The norm covers the whole output of kv_a."""
     q_in, kv_in, shared = INPUTS(self, latents, normalised)
     *_, latent, _ = self._split_latents(latents)
     alone, whole = (
@@ -355,7 +357,7 @@ BREAKS = {
     "adapters' gradients are not clipped": Break(
         (AdapterOptimizer, "step", never_clipped), lambda c: c.lora
     ),
-    # Where all weights are trained.
+    # Only cases that train all weights show it.
     "norms have no gradient": Break((norm, "add_norm_gradient", nothing), full()),
     "heads' norms: RoPE is not undone": Break(
         (kernels, "head_norm_gradients", unrotated), full("qwen3")
@@ -489,7 +491,7 @@ BREAKS = {
     ),
     "gemma4: layers have no number": Break(
         (DecoderLayer, "_scaled", lambda _self, x: x),
-        # The last layer's is lost in the norm that follows.
+        # The following norm hides the factor of the last layer.
         lambda c: of_gemma4(c) and c.config["num_hidden_layers"] > 1,
     ),
     "gemma4: its number is not in the gradient": Break(
@@ -576,7 +578,7 @@ BREAKS = {
 
 
 def _shows(name: str) -> Callable[[Case], object]:
-    """Which cases show a break of `cut_rank.BREAKS`; all of them train adapters."""
+    """The cases that show a break of `cut_rank.BREAKS`. All of them train adapters."""
     first = name.partition(":")[0]
     if name.startswith("bias"):
         return lambda c: c.family == "gpt_oss" and cut(c, "tensor")

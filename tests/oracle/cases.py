@@ -1,4 +1,4 @@
-"""What the oracle compares: models, topologies, what is trained, and packed rows, all drawn from a
+"""The oracle's cases: models, topologies, trained parameters, and packed rows, all drawn from a
 seed."""
 
 import random
@@ -39,7 +39,7 @@ VOCABULARY = SHAPE["vocab_size"]
 
 @dataclass
 class Node:
-    """Tokens that follow those of the nodes above; each child goes on in its own way."""
+    """Tokens that follow the tokens of the nodes above. Each child continues differently."""
 
     tokens: list[int]
     children: list["Node"] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Node:
 
 @dataclass
 class Item:
-    """A token with a loss: its weight, and where it is in which whole sequence."""
+    """A token with a loss: its weight, its whole sequence, and its position there."""
 
     slot: int
     source: int
@@ -59,7 +59,7 @@ class Item:
 
 @dataclass
 class Row:
-    """A packed row, and the sequences that are in it."""
+    """A packed row and its sequences."""
 
     tensors: RowTensors
     items: list[Item]
@@ -97,7 +97,7 @@ class Case:
         )
 
     def rows(self) -> list[Row]:
-        """Two for each data-parallel rank, equally long, as those of a job."""
+        """Two rows for each data-parallel rank, equally long like the rows of a job."""
         rng = random.Random(f"rows {self.seed}")
         # Ranks deal a row in blocks of 128 slots.
         least = 300 if self.sizes["context"] > 1 else 40
@@ -143,7 +143,7 @@ def draw(seed: int) -> Case:
     if family in ("glm4_moe", "gpt_oss", *VISIONS) or (gemma4 and mixture) or rng.random() < 0.5:
         attention = family in ("gpt_oss", "qwen3_vl_moe")
         targets = LORA_TARGETS[:4] if attention else LORA_TARGETS
-        if gemma4:  # `k_proj` makes values too
+        if gemma4:  # `k_proj` also computes the values
             targets = tuple(one for one in targets if one != "k_proj")
             targets = ("q_proj", "v_proj", "o_proj") if mixture else targets
         if delta_nets:
@@ -152,7 +152,7 @@ def draw(seed: int) -> Case:
             queries = LORA_TARGETS[:1] if _one_projection(seed) else LATENT_TARGETS[:2]
             targets = queries + LATENT_TARGETS[2:] + LORA_TARGETS[3:]
         chosen = [target for target in targets if rng.random() < 0.6] or [targets[0]]
-        if chosen == ["v_proj"] and gemma4:  # which not all layers have
+        if chosen == ["v_proj"] and gemma4:  # not all layers have it
             chosen = ["q_proj", "v_proj"]
         rank = rng.randint(1, 6)
         lora = LoraShape(
@@ -168,7 +168,8 @@ def draw(seed: int) -> Case:
             config["global_head_dim"] = 64
         if family == "qwen2":
             config.pop("use_sliding_window", None)  # vLLM refuses windows in some layers only
-            config["hidden_size"] = 32 * config["num_attention_heads"]  # it does not read head_dim
+            # vLLM does not read head_dim
+            config["hidden_size"] = 32 * config["num_attention_heads"]
         if family == "glm4_moe":
             config["tie_word_embeddings"] = False  # vLLM would leave the output layer empty
     return Case(
@@ -217,7 +218,8 @@ def _latent_config(rng: random.Random, seed: int, family: str) -> dict[str, Any]
 
 
 def _staged(seed: int, sizes: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Some get pipeline stages, of the data ranks or of ranks of their own, up to 8."""
+    """Adds pipeline stages to some topologies, from the data ranks or from additional ranks, up to
+    8 ranks."""
     rng, experts = (
         random.Random(f"pipeline {seed}"),
         sizes.get("expert", 1) * sizes.get("expert_tensor", 1),
@@ -294,7 +296,7 @@ def _config(rng: random.Random, family: str) -> dict[str, Any]:
         rng.shuffle(kinds)
         config |= {
             "num_hidden_layers": len(kinds),
-            # A head may read next to nothing, and its norm would enlarge the rounding.
+            # A head may read almost nothing, and its normalisation would then enlarge the rounding.
             "rms_norm_eps": rng.choice((1e-4, 1e-3)),
             "layer_types": kinds,
             "linear_num_key_heads": 4,
@@ -339,7 +341,7 @@ def _row(rng: random.Random, least: int) -> Row:
     sequences: list[list[int]] = []
 
     def add(node: Node, path: list[int], parent: int | None) -> None:
-        """`path`: the tokens above; `parent`: the slot of the last of them."""
+        """`path`: the tokens above. `parent`: the slot of the last of these tokens."""
         first, sequence = len(tokens), len(sequences)
         for number, token in enumerate(node.tokens):
             source = parent if number == 0 else first + number - 1

@@ -1,9 +1,9 @@
 """The ranks of the oracle: python oracle_rank.py DIRECTORY '{"<world>": [[seed, break or null],
 ...]}'.
 
-Each case's model and adapter are in DIRECTORY/<seed>. Rank 0 leaves what the ranks compute in
+Each case's model and adapter are in DIRECTORY/<seed>. Rank 0 writes the ranks' results to
 DIRECTORY/<seed>.<break>.pt: the loss and the gradients of the first of three optimizer steps, and
-what they have made.
+the trained tensors after the steps.
 """
 
 import json
@@ -40,7 +40,7 @@ STEPS = 3
 
 
 def accumulate(case: Case, policy: Policy) -> torch.Tensor:
-    """Add the gradients of this rank's rows; its part of the loss."""
+    """Add the gradients of this rank's rows. Returns the rank's part of the loss."""
     place, sizes, loss = (
         policy.topology.place,
         policy.topology.sizes,
@@ -150,7 +150,8 @@ def run(
 
 
 def main(directory: Path, by_world: dict[str, list[tuple[int, str | None]]]) -> None:
-    """Ranks do a few cases, because Gloo's threads of one case stay until the process ends."""
+    """A set of ranks computes only a few cases, because Gloo's threads of each case stay until the
+    process ends."""
     starts = [
         (world, list(orders))
         for world, several in by_world.items()

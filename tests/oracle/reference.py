@@ -1,5 +1,5 @@
-"""What transformers, PEFT and torch's AdamW compute for a case: each sequence alone, on one rank,
-nothing packed."""
+"""The results of transformers, PEFT and torch's AdamW for a case: each sequence alone, on one rank,
+without packing."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +30,8 @@ class Reference:
 
 
 class Model:
-    """`parameters`: what is trained; by PEFT key, or by transformers' own names where that is
-    everything."""
+    """`parameters`: the trained parameters, by PEFT key, or by transformers' own names if all
+    weights are trained."""
 
     def __init__(self, case: Case, directory: Path, dtype: torch.dtype) -> None:
         self._case = case
@@ -41,7 +41,7 @@ class Model:
         )
         for name, module in self.base.named_modules():
             if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
-                # transformers' default there; in vLLM, and so in Tandem, the model's.
+                # transformers uses its default here; vLLM, and so Tandem, uses the model's value.
                 module.variance_epsilon = self.base.config.rms_norm_eps
         self.parameters = dict(self.base.named_parameters())
         if case.lora is None:
@@ -61,7 +61,8 @@ class Model:
                 self.base, directory / "adapter", is_trainable=True
             ).to(dtype)
             named = {name.replace(".default", ""): p for name, p in theirs.named_parameters()}
-            # Not those that PEFT makes, of zeros, in a vision tower whose layers have such names.
+            # The adapters of zeros are left out that PEFT makes in a vision tower whose layers have
+            # the same names.
             self.parameters = {name: named[name] for name in adapter}
             self.logits = lambda tokens: theirs(tokens[None]).logits[0]
 
@@ -97,7 +98,7 @@ class Model:
 def compute(case: Case, directory: Path, dtype: torch.dtype = torch.float32) -> Reference:
     model = Model(case, directory, dtype)
     trained = model.parameters
-    # Adapters decay as a whole; of all weights vectors do not.
+    # All adapters have weight decay. If all weights are trained, vectors have none.
     decays = [p for p in trained.values() if p.ndim > 1]
     rest = [p for p in trained.values() if p.ndim == 1]
     adam = torch.optim.AdamW(

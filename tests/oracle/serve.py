@@ -32,7 +32,7 @@ def logprobs(order: Order) -> list[torch.Tensor]:
             "enable_lora": True,
             "max_lora_rank": 8,
             "max_loras": 1,
-            # As Tandem names them: on experts vLLM's layers need a GPU.
+            # The targets by Tandem's names. vLLM's adapter layers for experts need a GPU.
             "lora_target_modules": adapted["target_modules"],
         }
     # As `tandem serve-inference` starts it.

@@ -90,7 +90,7 @@ class Oracle:
             self.directory / f"{seed}.{broken}.pt", weights_only=False
         )
         for name in [name for name in found["gradients"] if name.endswith("layer_scalar")]:
-            # Gemma's are no parameters in transformers.
+            # Gemma's numbers are not parameters in transformers.
             assert not found["gradients"].pop(name).any()
         return found
 
@@ -102,7 +102,7 @@ class Oracle:
         return self._made[seed]
 
     def problems(self, seed: int, broken: str | None = None) -> list[str]:
-        """What differs from the reference, or nothing."""
+        """The differences from the reference, in words."""
         ours, theirs = self.ours(seed, broken), self.theirs(seed)
         found = []
         if abs(ours["loss"] - theirs.loss) > GRADIENTS * theirs.scale:
@@ -125,8 +125,8 @@ class Oracle:
                     found.append(f"gradient of {name}: {(one - true).norm() / true.norm():.1e}")
         if (strayed := self._strayed(ours, theirs, theirs)) > WEIGHTS:
             # Two fp32 computations of an ill-conditioned mixture, each with gradients 2.5e-5 off
-            # float64, part by twice the error of one. With the same code in float64 nothing is
-            # left of it (3e-5). So, as for gradients, float64 decides.
+            # float64, differ by twice the error of one. With the same code in float64 the
+            # difference vanishes (3e-5). So float64 decides, as for gradients.
             exact = self.theirs(seed, torch.float64)
             apart, limit = self._strayed(ours, exact, theirs), self._strayed(theirs, exact, theirs)
             if apart > max(WEIGHTS, 3 * limit):
@@ -139,7 +139,8 @@ class Oracle:
         other: reference.Reference,
         theirs: reference.Reference,
     ) -> float:
-        """How far apart two trained models are, relative to how far training moves them."""
+        """The distance between two trained models, relative to the distance by which training moves
+        them."""
         after = one["after"] if isinstance(one, dict) else one.after
         moved, apart = (
             torch.cat([(of[name] - to[name]).double().flatten() for name in theirs.after]).norm()
@@ -154,7 +155,7 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    """Has run all cases and mistakes that are selected, each number of ranks in one start."""
+    """Runs all selected cases and mistakes, with one start of ranks for each number of ranks."""
     orders: dict[tuple[int, str | None], None] = {}
     for item in request.session.items:
         if item.path == request.path and hasattr(item, "callspec"):

@@ -1,8 +1,8 @@
-"""What the oracle's ranks have trained, vLLM serves: the log-probs of transformers and PEFT, within
-1e-4 nats.
+"""vLLM serves the adapters and models that the oracle's ranks have trained. Its log-probs agree
+with transformers and PEFT within 1e-4 nats.
 
-Adapters are served as adapters; those on experts, which vLLM does not serve on the CPU, as `tandem
-export` merges them.
+Adapters are served as adapters; adapters on experts, which vLLM does not serve on the CPU, are
+served as models that `tandem export` merges.
 """
 
 import json
@@ -35,7 +35,7 @@ def sequences(case: Case) -> list[list[int]]:
 
 
 def trained(case: Case, directory: Path, made: dict[str, Any]) -> serve.Order:
-    """What vLLM loads of a case's result."""
+    """The files that vLLM loads for a case's result."""
     order: serve.Order = {
         "model": str(directory / "model"),
         "adapter": None,

@@ -91,8 +91,8 @@ def workload_of(model: str, *, slots: int = 8192, targets: str = "all", rows: in
 
 
 def measured() -> list[tuple[dict, Workload, tuple[int, int]]]:
-    """Rows of Tandem's whose levels are known: `auto` kept everything without a limit and the
-    inputs where 24 GiB could be used. What it kept where 40 GiB could be used was not recorded."""
+    """Tandem's rows with known levels: `auto` kept everything without a limit, and only the inputs
+    with a limit of 24 GiB. The levels with a limit of 40 GiB were not recorded."""
     rows = [
         row for row in MEASURED if not row["way"].startswith("peft") and row["limit GiB"] != 40.0
     ]
@@ -138,7 +138,7 @@ def test_speed_is_what_was_measured_for_rows_of_one_sequence():
             for one in plan(workload, row["ranks"], limit).candidates
             if one.sizes == Sizes(data=row["ranks"])
         ]
-        if candidate.levels != levels:  # `auto` kept less there than it could
+        if candidate.levels != levels:  # `auto` kept less than would have fitted
             continue
         ratio = candidate.tokens_per_second / row["tokens/s"]
         print(
@@ -151,7 +151,7 @@ def test_speed_is_what_was_measured_for_rows_of_one_sequence():
 
 
 def test_speed_is_what_was_measured_for_all_weights():
-    # `auto`, which had less memory than now, and `full`.
+    # `auto`, which could use less memory than today, and `full`.
     for row, levels in zip(FULL, ((11, 0), (0, 0)), strict=True):
         workload = Workload(ARCHS["qwen3-8b"], None, 8192, rows=1)
         seconds = 8192 / row["tokens/s"]
@@ -165,8 +165,8 @@ def test_speed_is_what_was_measured_for_all_weights():
 
 
 def test_topologies_are_as_fast_and_large_as_two_gpus_measured():
-    """The tree is left out: the estimate takes a row for one sequence, which needs eight times its
-    attention."""
+    """The tree is left out, because the estimate treats a row as one sequence, which needs eight
+    times the tree's attention."""
     configs = CONFIGS | {
         "qwen3-32b": (
             CONFIGS["qwen3-8b"]
@@ -284,7 +284,7 @@ def test_what_a_layer_keeps_of_the_mlp_is_what_the_formula_says(alone, tmp_path,
 
 
 def test_what_a_delta_net_keeps_between_its_products_is_what_the_formula_says(alone, tmp_path):
-    """And what it keeps for the other levels is about that, where torch computes the rule."""
+    """If torch computes the rule, the bytes for the other levels are about as many."""
     lora = LoraShape(rank=4, targets=LORA_TARGETS + DELTA_NET_TARGETS)
     nets = {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3}
     model = write_random_model(tmp_path / "model", family="qwen3_5_text", **nets)
@@ -339,12 +339,13 @@ def test_what_activations_in_fp32_need_is_what_the_formula_says():
     ):
         with LiveStorages() as live:
             backward()
-        # Beside the activated features, which every activation makes.
+        # These bytes are in addition to the activated features, which every activation makes.
         assert live.peak / (2 * rows * features) - 1 == pytest.approx(needed, abs=0.2)
 
 
 def test_ranks_that_cut_experts_have_the_rows_of_all_of_them():
-    """Measured on two ranks, too, whose layers kept as many bytes of gate and up as one rank's."""
+    """Also measured on two ranks. Each rank's layers kept as many bytes of gate and up as the
+    layers of a single rank."""
     workload = Workload(ARCHS["qwen3-30b-a3b"], None, 8192)
     for sizes in (
         Sizes(expert_tensor=2, data=2),
@@ -365,7 +366,7 @@ def test_the_fullest_stage_of_a_pipeline_counts():
 
 
 def test_the_slowest_stage_of_a_pipeline_bounds_its_speed():
-    """Here the fullest one is the last: it has fewer rows in flight, and more of its layers keep
+    """Here the last rank is the fullest: it has fewer rows in flight, and more of its layers keep
     everything."""
     workload, sizes = workload_of("qwen3-8b", slots=16384, rows=16), Sizes(pipeline=2)
     [one] = [one for one in plan(workload, 2, 40 * GIB).candidates if one.sizes == sizes]

@@ -37,7 +37,8 @@ STALL_SECONDS = 180.0  # on a GPU the first job compiles for a minute
 
 
 def gpu_like() -> SimpleNamespace:
-    """The module `device` as `train` must see it to rehearse on the CPU, as it does on a GPU."""
+    """A stand-in for the module `device`: with it `train` rehearses on the CPU as it does on a
+    GPU."""
     return SimpleNamespace(**vars(device) | {"is_cuda": lambda: True})
 
 
@@ -201,7 +202,7 @@ def claim(spool: Spool, job_id: str) -> schema.Job:
 
 
 def finish(spool: Spool, job: schema.Job) -> Path:
-    """Record the job's success; the directory of the checkpoint that it made."""
+    """Record the job's success. Returns the directory of the job's checkpoint."""
     step = job.spec.base_step + 1
     spool.queue.finish(job, schema.JobResult(state="succeeded", step=step, finished=time.time()))
     return spool.checkpoints.path(job.spec.run, step)
@@ -213,17 +214,17 @@ def settings() -> RankSettings:
 
 
 def run_here(spool: Spool, job_id: str, main: Main = entry.main) -> Path:
-    """Run the job's only rank in this process; the directory of the checkpoint it made."""
+    """Run the job's only rank in this process. Returns the directory of the job's checkpoint."""
     job = claim(spool, job_id)
     assert main(Attempt(spool, job_id, job.attempt), settings()) == 0, error_of(spool, job)
     return finish(spool, job)
 
 
 def fail_here(spool: Spool, job_id: str, main: Main = entry.main) -> schema.JobError:
-    """Run a job that must fail; the error it left. The job stays running."""
+    """Run a job that must fail. Returns the error that the job left. The job stays running."""
     job = claim(spool, job_id)
     assert main(Attempt(spool, job_id, job.attempt), settings()) == 1
-    parallel.destroy()  # a rank that fails just exits
+    parallel.destroy()  # a rank that fails exits without ending the job
     return error_of(spool, job)
 
 
@@ -250,7 +251,8 @@ def run_two_ranks(
 
 
 def steps_of(spool: Spool, job_id: str, *, measured: bool = True) -> list[dict[str, float]]:
-    """Metrics of each optimizer step; without `measured` only those that the same job has again."""
+    """Metrics of each optimizer step. Without `measured` only the metrics that a repetition of the
+    job reproduces."""
     steps = [event.data["metrics"] for event in spool.events.read(job_id) if event.type == "step"]
     varies = () if measured else ("seconds_", "memory_", "tokens_per_second")
     return [
@@ -260,7 +262,7 @@ def steps_of(spool: Spool, job_id: str, *, measured: bool = True) -> list[dict[s
 
 
 def first_and_last_epoch(spool: Spool, job_id: str, epochs: int) -> tuple[float, float]:
-    """The mean loss of the steps of each."""
+    """The mean loss over the steps of each job."""
     losses = [step["loss"] for step in steps_of(spool, job_id)]
     per_epoch = len(losses) // epochs
     return float(np.mean(losses[:per_epoch])), float(np.mean(losses[-per_epoch:]))
@@ -271,7 +273,7 @@ def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
 
 
 def files(checkpoint: Path) -> dict[str, bytes]:
-    """Name -> content of all but the manifest."""
+    """Name -> content of all files except the manifest."""
     names = (
         path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()
     )

@@ -1,11 +1,11 @@
 """Trains cases undisturbed, and again with ranks that are killed: kill_ranks.py DIRECTORY [[kind,
 topology], ...].
 
-A run is two jobs; the second continues from what the first has written. In each job's first
+A run is two jobs; the second job continues from the first job's checkpoint. In each job's first
 attempts one rank kills itself at a random file operation or heartbeat. Then all ranks are killed,
 and the job is tried again as the runner does. DIRECTORY/<kind> is a model. Prints a line of JSON
-for each case: where its ranks were killed, and the names of files that differ from the undisturbed
-run's.
+for each case: where its ranks were killed, and the names of files that differ from the files of the
+undisturbed run.
 """
 
 import json
@@ -30,8 +30,8 @@ RANKS, JOBS, KILLS = 2, 2, 2
 def train(
     spool: Spool, run: str, kind: str, model: Path, most: list[list[int]], rng: random.Random
 ) -> dict[str, Any]:
-    """Train a run of two jobs. `most`: of each job each rank's moments, to kill at one of them;
-    none: undisturbed."""
+    """Train a run of two jobs. `most`: for each job, the number of moments of each rank; a rank is
+    killed at one of them. Empty: nothing is killed."""
     jobs.make_run(spool, model, run, seed=3, full=kind.startswith("full"))
     found: dict[str, Any] = {"moments": [], "killed": [], "files": {}}
     for number in range(JOBS):

@@ -1,10 +1,10 @@
 """Sessions whose ranks are killed: kill_sessions.py MODEL DIRECTORY {"<name>": [topology, kills],
 ...}.
 
-The same requests are computed undisturbed, and in other sessions, in which a rank kills itself
-`kills` times in all, at a random file operation or heartbeat. Prints a line of JSON for
-each case: where ranks were killed, what differs from the undisturbed session, and how far its
-log-probs are from those of a rank alone.
+The same requests are computed in an undisturbed session, and in sessions in which ranks kill
+themselves. There are `kills` kills in all, each at a random file operation or heartbeat. Prints a
+line of JSON for each case: where ranks were killed, the differences from the undisturbed session,
+and the distance of its log-probs from a single rank's.
 """
 
 import json
@@ -49,7 +49,7 @@ def train(
         phase = beats[rank].phase if rank in beats else "start"
         if at:
             found["killed"].append(f"rank {rank} at {at}, {phase}, {answered} answered")
-        else:  # torch on the CPU crashes now and then in the threads that only GPU's ranks have
+        else:  # torch on the CPU sometimes crashes in the threads that only GPU ranks have
             found["crashed"] += 1
             assert found["crashed"] == 1, files.log(0)
         spool.queue.requeue(job, JobError(type="rank_died", message="killed", retriable=True))

@@ -1,4 +1,4 @@
-"""One attempt at a job, in whose ranks one kills itself at a random file operation or heartbeat."""
+"""One attempt at a job. One of its ranks kills itself at a random file operation or heartbeat."""
 
 import multiprocessing
 import os
@@ -23,10 +23,10 @@ FORK = multiprocessing.get_context("fork")
 
 
 def attempt(spool: Spool, job: Job, ranks: int, killed: int, kill_at: int) -> list[int]:
-    """One attempt; each rank's moments. Every rank is dead afterwards. `killed`: the rank that dies
-    at `kill_at`."""
-    # Without a lock between processes: a rank that is killed while one of its threads holds it
-    # would keep it for ever.
+    """Run one attempt. Returns each rank's number of moments. Every rank is dead afterwards.
+    `killed`: the rank that dies at `kill_at`."""
+    # There is no lock between processes: if a rank were killed while one of its threads held the
+    # lock, the lock would stay held for ever.
     [port], moments = free_ports(1), FORK.Array("i", ranks, lock=False)
     started = [
         FORK.Process(

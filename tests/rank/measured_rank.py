@@ -1,4 +1,4 @@
-"""One rank that runs a job and records what is allocated, and for what, at the begin and end of
+"""One rank that runs a job and records the allocations and their purpose at the begin and end of
 each phase and step:
 
     measured_rank.py <spool> <job> <file>
@@ -76,7 +76,7 @@ def measure(at: str, phase: str | None = None, reported: dict[str, int] | None =
     visible = 0
     if device.is_cuda():
         memory.release_workspaces()  # 32 MiB for each thread that multiplies
-        # Lets the allocator take back what other streams have finished with.
+        # Lets the allocator take back memory that other streams no longer use.
         torch.empty(1, device=device.device())
     else:
         visible = sum(
@@ -93,7 +93,8 @@ def measure(at: str, phase: str | None = None, reported: dict[str, int] | None =
 
 
 class FollowedPool(ThreadPoolExecutor):
-    """Its tasks use memory that they soon give back, so a phase is measured when they are done."""
+    """The background tasks use memory only for a while, so a phase is measured when they are
+    done."""
 
     def submit(self, *arguments: Any, **options: Any) -> Future[Any]:
         future = super().submit(*arguments, **options)
@@ -102,7 +103,8 @@ class FollowedPool(ThreadPoolExecutor):
 
 
 class MeasuredWatch(phases.MemoryWatch):
-    """Measures when the rank's own report does, whose numbers are taken first."""
+    """Measures at the same time as the rank's own report, right after the report's numbers are
+    taken."""
 
     def begin_phase(self) -> None:
         measure("begin")

@@ -23,7 +23,7 @@ os.environ |= {
     "TANDEM_TRAINER_RANKS": os.environ["WORLD_SIZE"],
 }
 train.device = jobs.gpu_like()  # type: ignore[assignment]  # so that they rehearse
-# And share the reading.
+# The ranks also share the reading of weights.
 parallel.reading_groups = lambda: (parallel.current().data, parallel.current().expert_data)
 for argument in sys.argv[2:]:
     job_id, topology = argument.split("=")

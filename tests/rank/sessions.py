@@ -21,7 +21,7 @@ STEP = StepRequest(learning_rate=1e-2, beta2=0.99, eps=1e-8, max_grad_norm=1.0)
 
 
 def open_session(spool: Spool, model: Path, number: int = 1, session: str = "") -> str:
-    """A run of a session, new unless it is given."""
+    """A session's run: the given run, or a new one."""
     session = session or spool.sessions.create().id
     name, arch = spool.sessions.run_name(session, number), read_arch(str(model))
     spec = schema.RunSpec(
@@ -112,7 +112,7 @@ class Client:
 
 
 def program(client: Client) -> list[int]:
-    """Passes, steps and saves as a client makes them; ends with gradients that are not applied."""
+    """Passes, steps and saves as a client requests them. The last gradients are not applied."""
     calls = [client.compute(random_data(1)), client.compute(random_data(2)), client.step()]
     calls += [client.save("a"), client.compute(random_data(3), backward=False)]
     calls += [client.compute(random_data(4, sampled=True), "ppo"), client.step(weight_decay=0.1)]
@@ -140,7 +140,7 @@ def differing(one: dict[str, object], other: dict[str, object]) -> list[str]:
 
 
 def settings(idle: float = 0.0) -> RankSettings:
-    """By default the rank leaves when it has computed what is there."""
+    """By default the rank leaves when it has computed all waiting requests."""
     return jobs.settings().model_copy(update={"session_idle_seconds": idle})
 
 
@@ -153,7 +153,8 @@ def claim(spool: Spool) -> schema.Job:
 
 
 def work(spool: Spool, idle: float = 0.0, main: jobs.Main = entry.main) -> schema.Job:
-    """A session's job in this process: computes the requests that wait, parks, and succeeds."""
+    """Runs a session's job in this process: it computes the waiting requests, parks, and
+    succeeds."""
     job = claim(spool)
     attempt = Attempt(spool, job.spec.id, job.attempt)
     assert main(attempt, settings(idle)) == 0, jobs.error_of(spool, job)

@@ -25,7 +25,7 @@ from tandem.training.steps import Training
 
 
 def refused(spool: Spool, job_id: str, kind: str, *says: str) -> None:
-    """The job fails for good, with such an error, and makes no checkpoint."""
+    """The job fails for good with this type of error, and makes no checkpoint."""
     before = spool.checkpoints.steps("r")
     error = jobs.fail_here(spool, job_id)
     assert (error.type, error.retriable) == (kind, False)
@@ -106,8 +106,8 @@ def test_a_step_whose_event_a_full_volume_refuses_is_trained_all_the_same(
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_missing_optimizer_state_fails_the_job(listed: bool, spool: Spool) -> None:
-    """Also if the manifest doesn't list it; nothing is reset. (`test_resident` alters an
-    adapter.)"""
+    """A damaged file is refused even if the manifest doesn't list it. Nothing is reset.
+    (`test_resident` alters an adapter.)"""
     directory = jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"))
     (directory / checkpoint.OPTIMIZER_FILE).unlink()
     if not listed:
@@ -124,7 +124,7 @@ def test_a_missing_optimizer_state_fails_the_job(listed: bool, spool: Spool) -> 
 
 
 def test_an_adapter_config_that_was_altered_during_a_job_is_not_copied(spool: Spool) -> None:
-    """The job has compared it at its start, and copies it at its end."""
+    """The job compares the file at its start and copies it at its end."""
     directory = jobs.run_here(spool, jobs.submit_sft(spool))
     config = directory / checkpoint.CONFIG_FILE
     assert checkpoint.config_file(spool, "r", 1) == config.read_bytes()
@@ -137,7 +137,7 @@ def test_an_adapter_config_that_was_altered_during_a_job_is_not_copied(spool: Sp
 
 
 def test_packed_data_that_was_altered_fails_the_job(spool: Spool) -> None:
-    """The arrays still fit together: only the hash tells."""
+    """The arrays still fit together, so only the hash shows the damage."""
     job = jobs.submit_sft(spool)
     directory = spool.paths.data_dir(job)
     with PackedBatch.open(directory) as batch:
@@ -162,13 +162,15 @@ def test_values_that_are_not_finite_are_named_and_no_checkpoint_is_made(spool: S
 
 
 def test_a_last_step_that_makes_log_probs_nan_ends_the_job_once(spool: Spool) -> None:
-    """No loss sees the weights of the last step; the probe is the first that does."""
+    """No loss is computed with the weights of the last step. The probe is the first computation
+    that uses them."""
     job = jobs.submit_sft(spool, learning_rate=1e30, grad_accumulation_sequences=64)
     refused(spool, job, "non_finite", "log-probs are not finite", "lower the learning rate")
 
 
 def one_token_each(advantages: list[float], logprob: float) -> list[Group]:
-    """A group whose trajectories are one token each; the door would refuse some of these values."""
+    """A group whose trajectories have one token each. The controller would refuse some of these
+    values."""
     members = [
         Trajectory.model_construct(
             turns=[
@@ -234,7 +236,7 @@ def test_a_job_that_moved_in_one_of_its_steps_succeeds(spool: Spool) -> None:
 
 
 def test_a_reference_checkpoint_that_is_gone_fails_the_job(spool: Spool) -> None:
-    """The door refuses one that it can't find."""
+    """The controller refuses a checkpoint that it can't find."""
     jobs.run_here(spool, jobs.submit_sft(spool))
     job = jobs.submit_rl(spool, loss=RLLoss(kl_coef=0.1, kl_reference=0))
     shutil.rmtree(spool.checkpoints.path("r", 0))
@@ -260,7 +262,8 @@ def test_running_out_of_memory_has_an_error_type_and_a_last_beat(spool: Spool, m
 def test_a_step_that_runs_out_of_memory_begins_again_with_layers_that_keep_less(
     spool: Spool, monkeypatch
 ) -> None:
-    """Its checkpoint has the same bytes. Layers that keep nothing can't be helped."""
+    """The checkpoint has the same bytes. Layers that already keep nothing can't free more
+    memory."""
     original, levels = Policy.forward, list[list[SaveLevel]]()
 
     def small(policy, *arguments, **options):

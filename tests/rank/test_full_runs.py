@@ -1,5 +1,5 @@
-"""Jobs that train all weights: they learn, repeat exactly, make models that transformers loads, and
-do so on several ranks."""
+"""Jobs that train all weights, on one rank and on several: they learn, repeat exactly, and make
+models that transformers loads."""
 
 from pathlib import Path
 
@@ -74,8 +74,8 @@ def test_sft_learns_and_makes_a_model_that_transformers_loads(spool: Spool, mode
 def test_in_bf16_jobs_continue_from_master_values(
     spool: Spool, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two jobs of a step each move weights as far as one job of two, though the steps are below
-    bf16's resolution."""
+    """Two jobs of one step each move the weights as far as one job of two steps, even if a step is
+    below bf16's resolution."""
     monkeypatch.setenv("TANDEM_DTYPE", "bfloat16")
     jobs.make_run(spool, model, "together", full=True)
     examples = jobs.random_examples(1, 2)
@@ -115,7 +115,7 @@ def test_a_fork_of_a_forks_first_step_goes_on_from_its_files(spool: Spool) -> No
 
 @pytest.mark.parametrize("reference", ["base", 1])
 def test_a_reference_is_another_models_weights(spool: Spool, reference: str | int) -> None:
-    """A job that measures the divergence from it makes the same step as one that does not."""
+    """A job makes the same step whether it measures the divergence from the base model or not."""
     jobs.run_here(spool, jobs.submit_sft(spool, job_id="first", epochs=3))
     jobs.run_here(spool, jobs.submit_sft(spool, job_id="second", epochs=3))
     loss = RLLoss(kl_metric=True, kl_reference=reference)  # type: ignore[arg-type]
@@ -163,8 +163,8 @@ def test_another_dtype_is_refused(spool: Spool, monkeypatch: pytest.MonkeyPatch)
 def several(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[tuple[str, str], tuple[list[dict[str, float]], Path]]:
-    """(kind, topology) -> metrics of the second job's steps, and its checkpoint. One rank runs it,
-    on what two ranks have written."""
+    """(kind, topology) -> metrics of the second job's steps, and its checkpoint. One rank runs the
+    second job, from a checkpoint that two ranks have written."""
     spool = Spool.create(tmp_path_factory.mktemp("spool") / "spool")
     models = {
         kind: jobs.make_model(tmp_path_factory.mktemp(kind), **config)

@@ -1,4 +1,4 @@
-"""A rank's heartbeats say where it is and what memory it uses."""
+"""A rank's heartbeats say its phase and its use of memory."""
 
 import time
 from collections.abc import Callable
@@ -45,12 +45,12 @@ def test_a_beat_has_step_device_and_memory(spool: Spool, monkeypatch) -> None:
 
 
 def test_a_rank_beats_while_it_reads_and_hashes_for_long(spool: Spool, monkeypatch) -> None:
-    """From a slow volume that takes longer than a rank may be silent."""
+    """From a slow volume this takes longer than a rank may be silent."""
     beats: list[str] = []
     monkeypatch.setattr(Heartbeat, "__call__", lambda _self, phase: beats.append(phase))
 
     def slow(phase: str, action: Callable[..., Any]) -> Callable[..., Any]:
-        """After a beat of the phase behind that of its begin."""
+        """It runs after a beat of the phase that follows the phase of its begin."""
 
         def wait_and_do(*arguments: Any, **options: Any) -> Any:
             until(f"a beat of {phase}", lambda: beats.count(phase) > 1)

@@ -1,6 +1,6 @@
-"""Real ranks on two hosts, which share the spool alone: a runner, and an agent in each of two
-network namespaces, and each has another time. Then the network between the hosts is bad, and the
-runner dies."""
+"""Real ranks on two hosts that share only the spool. A runner and an agent for each host run, each
+with a clock of its own; a host is a network namespace. In some tests the network between the hosts
+is bad, or the runner dies."""
 
 import shutil
 import signal
@@ -169,7 +169,7 @@ def test_a_network_that_fails_is_noticed_and_the_next_attempt_makes_the_same_byt
     name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing tells the hosts; both agents still reach the volume."""
+    """The hosts get no message about it, and both agents still reach the volume."""
     if "long" not in alone:
         pytest.skip("runs with --all-cases")
     monkeypatch.setattr(jobs, "STALL_SECONDS", STALL_SECONDS)
@@ -237,7 +237,7 @@ def test_a_slow_or_long_way_makes_nobody_silent(
 
 
 def seconds_of_a_megabyte(net: Routed) -> float:
-    """From host 1 to host 0, until host 0 has it and says so."""
+    """Connects from host 1 to host 0, until host 0 reports the connection."""
     with within(net.hosts[0], lambda: socket.create_server((ROUTED[0], 0))) as server:
         address = server.getsockname()
         begin = time.monotonic()

@@ -1,5 +1,5 @@
-"""Whole jobs of one rank on a tiny model: they learn, they are exactly repeatable, and they make
-what they should."""
+"""Whole jobs of one rank on a tiny model: they learn, repeat exactly, and make correct
+checkpoints."""
 
 import base64
 import io
@@ -54,8 +54,8 @@ def test_sft_reduces_the_loss_and_makes_a_whole_checkpoint(spool: Spool) -> None
 
 
 def test_a_lone_rank_makes_no_communicator(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL makes one for a group's first collective. It takes part of a second, and device memory
-    until the end."""
+    """NCCL makes a communicator for a group's first collective. That takes part of a second, and
+    device memory until the end."""
     collectives = {}
     destroy = dist.destroy_process_group
 
@@ -140,8 +140,8 @@ def test_rl_raises_the_log_probs_of_rewarded_answers(spool: Spool) -> None:
 def test_two_jobs_of_a_step_equal_one_job_of_two(
     kind: str, family: str, spool: Spool, tmp_path: Path
 ) -> None:
-    """On a single row, bit for bit: steps don't leak into each other, and all state survives the
-    end of a job."""
+    """The comparison is bit for bit, on a single row: steps don't leak into each other, and all
+    state survives the end of a job."""
     model = jobs.make_model(tmp_path / "model", family)
     for run in ("once", "twice"):
         jobs.make_run(spool, model, run)
@@ -200,7 +200,8 @@ def aged(group: Group, step: int | None) -> Group:
 
 
 def test_the_samplers_difference_is_told_by_the_age_of_the_turns(spool: Spool) -> None:
-    """The job's own base step differs by rounding, older steps by training too."""
+    """The log-probs of the job's own base step differ by rounding; those of older steps differ by
+    training, too."""
     both = ("sampler_logprob_difference", "kl_sampler")
     parts = {f"{name}_{age}" for name in both for age in ("fresh", "stale")}
     groups = jobs.random_groups(2, 3)
@@ -236,7 +237,7 @@ def test_kl_in_the_advantage_changes_advantages_but_not_their_mean(
     jobs.make_run(spool, model, "plain")
     made = {}
     for run, more in (("plain", {}), ("r", {"kl_coef": 0.5, "kl_in": "advantage"})):
-        # Away from the base model.
+        # The first step moves the adapter away from the base model.
         jobs.run_here(spool, jobs.submit_rl(spool, run, f"{run}-away", learning_rate=5e-2))
         loss = RLLoss.model_validate({"policy": "ppo", "old_logprobs": old_logprobs, **more})
         job = jobs.submit_rl(
@@ -321,7 +322,7 @@ def test_a_checkpoint_of_long_rows_has_a_long_probe(
 
 
 def test_the_reference_is_the_named_checkpoint_and_the_policy_is_restored(spool: Spool) -> None:
-    """Measuring a KL changes nothing that is trained; against the checkpoint a job starts from it
+    """Measuring a KL does not change the training. The KL against the job's own starting checkpoint
     begins at 0."""
     jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"))
     adapters, divergence = {}, {}

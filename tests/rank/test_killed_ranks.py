@@ -1,5 +1,5 @@
-"""A job whose ranks are killed anywhere makes, when it is tried again, the bytes of an undisturbed
-one."""
+"""If a job's ranks are killed at any moment, the next attempt makes the same bytes as an
+undisturbed job."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,8 @@ def results(
     ]
     cases = [(item.callspec.params["kind"], item.callspec.params["topology"]) for item in items]
     script = Path(__file__).with_name("kill_ranks.py")
-    # A minute on two cores; several where thirty other processes want them too.
+    # The test takes a minute on two cores, and several minutes if thirty other processes use them
+    # too.
     printed = run_program(str(script), str(directory), json.dumps(cases), seconds=500)
     found = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     return dict(zip(cases, found, strict=True))

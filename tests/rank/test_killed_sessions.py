@@ -1,5 +1,5 @@
-"""A session whose ranks are killed anywhere computes the bytes of an undisturbed one, on one rank
-and on two."""
+"""If a session's ranks are killed at any moment, the session computes the same bytes as an
+undisturbed session, on one rank and on two."""
 
 import json
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Bytes after each phase: exactly what policy and optimizer need is allocated; a step and a
 checkpoint leave nothing behind, and when the ranks are gone the device is empty.
 
-On a GPU torch's allocator knows; the CPU has none, and what Python can reach takes its place where
-that is enough. `python3 -m pytest -m gpu tests/rank/test_memory_gpu.py`
+On a GPU torch's allocator counts the bytes. On the CPU the tests count the tensors that Python can
+reach, if this is enough. `python3 -m pytest -m gpu tests/rank/test_memory_gpu.py`
 """
 
 import json
@@ -57,8 +57,8 @@ Row = dict[str, Any]  # see `measured_rank`
 
 @dataclass
 class Measured:
-    """A fresh run's first job and the one after it, and the sizes of base weights and adapter in
-    bytes."""
+    """Runs a new run's first and second job. Returns the measurements, and the sizes of base
+    weights and adapter in bytes."""
 
     device: str
     base: int
@@ -66,7 +66,7 @@ class Measured:
     rows: dict[str, list[Row]]
 
     def end(self, job: str, phase: str) -> Row:
-        """When the phase ended last."""
+        """The index of the phase's last end."""
         return [row for row in self.rows[job] if row["phase"] == phase][-1]
 
     def begin(self, job: str, phase: str) -> Row:
@@ -84,7 +84,7 @@ def submit(spool: Spool, job_id: str) -> str:
 
 
 def run(spool: Spool, job_id: str, device: str) -> list[Row]:
-    """Run the run's next job in a process of its own; what was measured."""
+    """Run the run's next job in a process of its own. Returns the measurements."""
     job, out = jobs.claim(spool, submit(spool, job_id)), spool.root / f"{job_id}.json"
     script = Path(__file__).with_name("measured_rank.py")
     ran = subprocess.run(
@@ -119,7 +119,7 @@ def size_of(row: Row, kind: str) -> int:
 
 def check_nothing_else_is_allocated(measured: Measured, row: Row) -> None:
     sizes = [size for kind in row["sizes"].values() for size in kind]
-    if measured.device == "cpu":  # what is read for later can be reached too
+    if measured.device == "cpu":  # tensors that are read ahead can be reached, too
         assert row["visible"] >= sum(sizes)
         return
     assert 0 <= row["stats"]["requested"] - sum(sizes) <= FEW
@@ -151,7 +151,7 @@ def test_a_loaded_model_is_its_parameters_gradient_buffers_and_moments(
 
 @pytest.mark.parametrize("job", ["fresh", "trained"])
 def test_steps_begin_from_the_same_floor(measured: Measured, job: str) -> None:
-    """The first one may leave what is made once: constants of compiled kernels."""
+    """The first job may leave objects that are made once, such as constants of compiled kernels."""
     first, second, *later = [row for row in measured.rows[job] if row["at"] == "step"]
     assert len(later) == EPOCHS - 2
     for row in later:
@@ -173,7 +173,7 @@ def test_a_checkpoint_leaves_nothing(measured: Measured, job: str) -> None:
     if measured.device == "cuda":
         assert before["stats"]["requested"] == after["stats"]["requested"]
         assert before["stats"]["allocated"] == after["stats"]["allocated"]
-    else:  # there the copies that were written are on the same device
+    else:  # on the CPU the written copies are on the same device
         assert 0 <= after["visible"] - before["visible"] <= 3 * measured.lora + SCALARS
     assert after["reported"]["host_pinned"] <= SCALARS
     assert before["stats"].get("host_pinned", 0) == after["stats"].get("host_pinned", 0)
@@ -182,8 +182,8 @@ def test_a_checkpoint_leaves_nothing(measured: Measured, job: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("launch", ["torchrun", "fork"])
 def test_when_the_ranks_are_gone_the_device_is_empty(launch: str, tmp_path: Path) -> None:
-    """Although the fork server is still there. The job's report agrees with what the device
-    says."""
+    """The device is empty although the fork server still runs. The job's report agrees with the
+    device's numbers."""
     gpu = Devices(Settings(device="cuda", trainer_devices=["0"]), "trainer")
     busy = gpu.busy({})
     assert not busy, f"another process uses the GPU: {busy}"

@@ -1,5 +1,5 @@
-"""Jobs of pairs, of batches of examples, and held-out examples: PEFT and torch's AdamW compute the
-same."""
+"""Jobs of pairs, jobs with batches of examples, and held-out examples give the same results as PEFT
+and torch's AdamW."""
 
 from functools import partial
 from pathlib import Path
@@ -157,7 +157,7 @@ def test_dpo_equals_peft_and_adamw_over_several_steps(spool: Spool, model: Path)
 
 
 def test_two_ranks_of_the_experts_evaluate_one_held_out_pair(tmp_path: Path) -> None:
-    """The second rank has none, and computes its experts for the first."""
+    """The second rank has no rows, and computes its experts for the first rank's tokens."""
     spool, model = (
         Spool.create(tmp_path / "spool"),
         jobs.make_model(tmp_path / "m", "qwen3_moe", vocab_size=320),
@@ -211,8 +211,8 @@ def test_the_reference_of_a_later_job(spool: Spool, model: Path, reference: Any)
 def test_weights_of_either_sign_and_other_targets_are_a_weighted_sum(
     spool: Spool, model: Path
 ) -> None:
-    """Any loss whose derivative by each log-prob a client knows is minus the sum of weight times
-    log-prob."""
+    """Minus the sum of weight times log-prob has the same gradient as any loss whose derivative by
+    each log-prob is known to the client."""
     rng = torch.Generator().manual_seed(3)
     ids = torch.randint(0, 250, (2, 9), generator=rng)
     targets = torch.randint(0, 250, (2, 9), generator=rng)

@@ -1,5 +1,5 @@
-"""Two ranks compute what one computes: data-, tensor- and context-parallel with uneven rows, and as
-a pipeline."""
+"""Two ranks compute the same as one rank: data-, tensor- and context-parallel with uneven rows, and
+as a pipeline."""
 
 from pathlib import Path
 
@@ -50,8 +50,8 @@ Results = dict[tuple[str, str], tuple[list[dict[str, float]], Path, dict[int, Be
 
 def submit(spool: Spool, run: str, kind: str, model: Path, **optimizer: int) -> str:
     jobs.make_run(spool, model, run, seed=3)
-    # Two epochs of an odd number of rows, two rows per step: the last step of each has one row for
-    # two ranks.
+    # Two epochs of an odd number of rows, with two rows per step: the last step of each epoch has
+    # one row for two ranks.
     loss = LOSSES.get(kind, SFTLoss(normalisation="trajectory"))
     if isinstance(loss, SFTLoss):
         examples = jobs.random_examples(5, 20)
@@ -121,7 +121,7 @@ def test_two_ranks_equal_one(kind: str, topology: str, results: Results, spool: 
 
 
 def test_both_ranks_report_the_memory_of_every_phase(results: Results, spool: Spool) -> None:
-    """The event `loaded`, which rank 0 gathers, has what each rank's own beat has."""
+    """The event `loaded`, which rank 0 gathers, contains the numbers of each rank's own beat."""
     steps, _, beats = results["gspo", "dp"]
     assert beats.keys() == {0, 1}
     often = {"forward_backward", "optimizer"}

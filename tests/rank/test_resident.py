@@ -1,5 +1,5 @@
-"""A rank that stays makes the same checkpoints as new ones, and uses what it kept only where it is
-still right."""
+"""A resident rank makes the same checkpoints as new ranks, and reuses its state only if the state
+is still right."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -35,8 +35,8 @@ def full(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
 def chain(
     spool: Spool, main: Callable[[Path, str, int], int], full: bool
 ) -> list[dict[str, bytes]]:
-    """Run jobs for which a resident rank continues, switches and reads again; the files of each
-    checkpoint."""
+    """Run jobs in which a resident rank continues, switches runs and reads again. Returns the files
+    of each checkpoint."""
     made = []
 
     def run(submit: Callable[..., str], name: str, job_id: str, **options: Any) -> None:
@@ -49,13 +49,14 @@ def chain(
     run(jobs.submit_sft, "a", "a3")  # the state in memory is b's
     if not full:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jobs, "STALL_SECONDS", jobs.STALL_SECONDS + 1)  # needs new process groups
+            # this job needs new process groups
+            patch.setattr(jobs, "STALL_SECONDS", jobs.STALL_SECONDS + 1)
             run(jobs.submit_sft, "a", "a-other-limit")
         run(jobs.submit_sft, "other-shape", "o1")
     run(jobs.submit_sft, "a", "a4")
     newest = spool.checkpoints.newest("a")
     spool.checkpoints.rollback("a", newest - 1)
-    # Makes the newest step again; the state in memory is that of the old one.
+    # Makes the newest step again. The state in memory belongs to the old version of this step.
     run(jobs.submit_rl, "a", "a5")
     return made
 
@@ -80,8 +81,8 @@ def test_a_rank_that_stays_makes_the_checkpoints_that_new_ones_make(
 def test_the_state_in_memory_is_used_and_its_checkpoint_is_verified(
     tmp_path: Path, model: Path, full: bool
 ) -> None:
-    """Trained weights are not exchanged with ranks that have the same: these have closed their
-    memory."""
+    """Ranks do not exchange trained weights: the other ranks have closed the memory in which they
+    shared them."""
     spool, state = Spool.create(tmp_path / "spool"), RankState()
     jobs.make_run(spool, model, full=full)
     main, kept = partial(entry.main, state=state), []

@@ -1,4 +1,4 @@
-"""What a session's requests compute equals jobs of the same data, bit for bit, however it is
+"""A session's requests compute the same bits as jobs of the same data, even if the session is
 interrupted."""
 
 import time
@@ -34,7 +34,7 @@ def client(spool: Spool, model: Path) -> Client:
 
 
 def examples(data: list[Datum]) -> list[SFTExample]:
-    """The same as examples of a job."""
+    """The same data as examples of a job."""
     return [
         SFTExample(
             token_ids=[*one.tokens.tolist(), int(one.targets[-1])],
@@ -114,7 +114,7 @@ def test_a_step_of_an_rl_loss_equals_a_job(spool: Spool, client: Client, name, c
 def test_gradients_add_up_over_passes_and_logprobs_are_those_of_a_forward_pass(
     spool: Spool, client: Client
 ):
-    """Two passes and a step are the step of all their data, but for the order of sums."""
+    """Two passes and a step equal one step of all their data, except for the order of sums."""
     one, two = random_data(2), random_data(3)
     first, second, together = client.compute(one), client.compute(two), None
     forward = client.compute([*one, *two], backward=False)
@@ -150,7 +150,7 @@ def test_gradients_add_up_over_passes_and_logprobs_are_those_of_a_forward_pass(
 
 
 def work_off(spool: Spool, *clients: Client) -> None:
-    """Runs jobs until all is answered; they make room for one another."""
+    """Runs jobs until all requests are answered. The jobs make room for one another."""
     while any(spool.requests.pending(client.run) for client in clients):
         sessions.work(spool)
 
@@ -173,7 +173,7 @@ def test_a_session_that_idles_out_between_any_two_calls_gives_the_same_bytes(
     whole = program(client)
     sessions.work(spool)
     again = Client(spool, open_session(spool, model))
-    # Each job of it sees one more request, parks, and the next one goes on.
+    # Each job of the session computes one more request and parks, and the next job goes on.
     log, waiting = spool.requests, list[tuple[Any, ...]]()
     append, last = log.append, log.last
     with monkeypatch.context() as patched:
@@ -185,7 +185,7 @@ def test_a_session_that_idles_out_between_any_two_calls_gives_the_same_bytes(
         sessions.work(spool, main=main)
     assert calls == whole
     assert differing(outcome(client, whole), outcome(again, calls)) == []
-    # The gradient of the last pass is made again for a step that comes later.
+    # The gradient of the last pass is recomputed for a step that is requested later.
     for one in (client, again):
         one.step()
         one.save("d")
@@ -195,15 +195,16 @@ def test_a_session_that_idles_out_between_any_two_calls_gives_the_same_bytes(
 
 
 def gspo(lp: torch.Tensor, q: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """Of one datum, by Tinker's documentation; where `q` is NaN its log-ratio is not part of it."""
+    """The loss of one datum as Tinker's documentation defines it. Positions where `q` is NaN have
+    no log-ratio."""
     s = (lp.detach() - q)[~q.isnan()].mean().exp()
     ratio = s * (lp - lp.detach()).exp()
     return -torch.minimum(ratio * a, ratio.clamp(0.3, 2.0) * a)
 
 
 def test_steps_are_those_of_transformers_peft_and_adamw(spool: Spool, client: Client, model: Path):
-    """Each loss for a step, unpacked and with autograd, within the oracle's bound: 1e-3 of what
-    moved."""
+    """A step with each loss agrees with autograd on unpacked data, within the oracle's bound: 1e-3
+    of the movement."""
     losses: list[tuple[str, dict[str, float], Any]] = [
         ("cross_entropy", {}, lambda lp, q, a: -a * lp),
         ("importance_sampling", {}, lambda lp, q, a: -(lp - q).exp() * a),
@@ -343,7 +344,7 @@ def test_a_request_that_ends_its_ranks_again_and_again_is_given_up(spool: Spool,
 
 
 def test_sessions_take_turns(spool: Spool, client: Client, model: Path):
-    """Ranks that have nothing to do leave soon if another job waits, however patient they are."""
+    """Idle ranks leave soon if another job waits, however long their idle time is."""
     other = Client(spool, open_session(spool, model))
     client.compute(random_data(1))
     other.compute(random_data(1))
@@ -363,7 +364,7 @@ def test_a_rank_whose_memory_runs_out_begins_again_with_the_passes_before(
         nonlocal count
         count += 1
         totals = add(self, *arguments)
-        if count in (2, 4):  # the second pass, and the first when it is made again
+        if count in (2, 4):  # the second pass, and the recomputation of the first
             raise torch.OutOfMemoryError
         return totals
 
@@ -387,8 +388,8 @@ def test_a_rank_whose_memory_runs_out_begins_again_with_the_passes_before(
 def test_a_session_saves_from_time_to_time_and_makes_room(
     spool: Spool, client: Client, monkeypatch: pytest.MonkeyPatch
 ):
-    """Each optimizer step is a checkpoint here, whose requests need no arrays any more; after an
-    end by time the next job goes on."""
+    """Each optimizer step makes a checkpoint here, and its requests then need no arrays any more.
+    If a job ends by its time limit, the next job goes on."""
     monkeypatch.setattr(session_loop, "AUTOSAVE_SECONDS", 0.0)
     for seed in (1, 2):
         client.compute(random_data(seed))

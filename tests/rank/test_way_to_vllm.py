@@ -1,4 +1,4 @@
-"""How ranks find vLLM's workers: by what publishers have written to the volume."""
+"""Ranks find vLLM's workers by the publishers' records on the volume."""
 
 import os
 import time
@@ -12,7 +12,7 @@ from tandem.trainer.launch import RankSettings
 from tandem.trainer.rank.way_to_vllm import address_for_vllm, choose_interface
 
 HERE = VllmPlace(address="192.0.2.9", network=network_name())
-# Loopback's second address: a way to it exists in every network namespace.
+# Loopback's second address can be reached in every network namespace.
 ELSEWHERE = VllmPlace(address="127.0.0.2", network="another-boot:1")
 
 
@@ -52,7 +52,7 @@ def test_nccl_listens_beyond_this_host_only_for_a_vllm_elsewhere(spool, monkeypa
 
 
 def test_one_of_several_servers_elsewhere_is_enough(spool):
-    spool.inference.put_place(ELSEWHERE)  # of a server that was the only one
+    spool.inference.put_place(ELSEWHERE)  # the record of a server that was the only one
     replica(spool, "0", HERE)
     replica(spool, "old", ELSEWHERE, age=60)
     assert interface(spool) == "lo"

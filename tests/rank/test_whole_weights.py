@@ -1,4 +1,4 @@
-"""The whole weights that ranks send, or write as files, are an independent merge, bit by bit."""
+"""The whole weights that ranks send or write as files equal an independent merge, bit by bit."""
 
 from collections import defaultdict
 from itertools import chain
@@ -129,7 +129,8 @@ def test_a_large_model_is_written_in_several_files(
     ids=describe,
 )
 def test_ranks_write_what_they_hold_and_each_element_once(sizes: Sizes) -> None:
-    """Also where neither of the cuts of experts and of all else divides the other."""
+    """This also holds if neither the cut of experts nor the cut of the other weights divides the
+    other cut."""
     arch = arch_from_config(MIXTURE)
     written: dict[str, list[tuple[slice, ...]]] = defaultdict(list)
     for rank in range(sizes.world):
@@ -157,7 +158,7 @@ def test_ranks_write_what_they_hold_and_each_element_once(sizes: Sizes) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_no_buffer_is_longer_than_allowed(written: tuple[Path, int], tp: int) -> None:
-    """But for one row, or the rows of one head group or one expert."""
+    """The weights, except one row or the rows of one head group or one expert."""
     arch = read_arch(str(written[0] / "model"))
     most = 3000
     for rank in range(tp if arch.moe is None else 1):

@@ -1,7 +1,7 @@
 """Volumes of released versions: this version reads every record of them, shows them, and trains on.
 
-`make_volume.py` made them. A volume that this version can't read needs a migration, or a refusal in
-words at the door, as the format before 0.1.0 has.
+`make_volume.py` made them. If this version can't read a volume, it needs a migration or must refuse
+the volume with a clear message, like the format before 0.1.0.
 """
 
 import os
@@ -104,7 +104,7 @@ def test_clients_see_everything(root):
 
 @pytest.mark.slow
 def test_the_runner_trains_on(root):
-    """The job that waited since the release starts from the step of the release."""
+    """The job that has been waiting in the volume starts from the released version's step."""
     environment = os.environ | {"TANDEM_ROOT": str(root), "TANDEM_DEVICE": "cpu"}
     with (root.parent / "runner.log").open("wb") as log:
         runner = subprocess.Popen(

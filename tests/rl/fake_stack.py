@@ -1,5 +1,5 @@
-"""A controller and a vLLM in this process, with random delays: what the loop of `tandem rl` calls,
-and what it did."""
+"""A controller and a vLLM in this process, with random delays. They answer the loop of `tandem rl`,
+and record its calls."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ RUN = "fake"
 
 
 class Killed(BaseException):
-    """The loop's process ends here."""
+    """Stands for the end of the loop's process."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class FakeStack:
     def __init__(self, delay: float = 0.004, seed: int = 0, fail_jobs: int = 0) -> None:
         self.random, self.delay = random.Random(seed), delay
         self.newest = self.served = 0
-        self.created = 1.0  # when the run was made; 0: there is none
+        self.created = 1.0  # the time when the run was created; 0 without a run
         self.jobs: dict[str, Job] = {}
         self.trained: list[Job] = []
         self.sampled: list[tuple[int, int]] = []  # (asked step, newest served then) of each request
@@ -176,7 +176,7 @@ class FakeStack:
         self.newest, self.refuses = step, 100
 
     async def wait_job(self, job: str, timeout: float = 60.0) -> None:
-        if job not in self.jobs:  # its request never arrived
+        if job not in self.jobs:  # the killed client's request never arrived
             raise NotFound(f"no job {job}")
         while self.jobs[job].state in ("queued", "running"):
             await asyncio.sleep(0.0005)
@@ -221,8 +221,8 @@ class FakeStack:
 
 
 class Environment(environment.Environment):
-    """Two turns, and a reward for each "a". Tasks in `broken` raise, the first `errors` times or
-    always; trajectories of tasks in `equal` all have one reward."""
+    """A rollout of two turns, with a reward for each "a". Tasks in `broken` raise, the first
+    `errors` times or always; trajectories of tasks in `equal` all have one reward."""
 
     def __init__(
         self,
@@ -282,7 +282,7 @@ def make_loop(
 
 
 async def run_until_done(settings: Config, stack: FakeStack, directory: Path) -> int:
-    """Start the loop again each time that it is killed; returns how often it was."""
+    """Start the loop again each time that it is killed. Returns the number of kills."""
     for kills in range(100):
         try:
             await make_loop(settings, stack, Environment(stack), directory).run()
@@ -293,7 +293,8 @@ async def run_until_done(settings: Config, stack: FakeStack, directory: Path) ->
 
 
 def check(stack: FakeStack, steps: int, bound: int) -> None:
-    """Each step was made once, from groups of its own, none of them older than the bound."""
+    """Checks that each step was made once, from groups of its own, and that no group is older than
+    the bound."""
     assert [job.base for job in stack.trained] == list(range(steps))
     tasks = [task for job in stack.trained for task in job.request["labels"]["tasks"].split()]
     assert len(tasks) == len(set(tasks)) == sum(len(job.request["groups"]) for job in stack.trained)

@@ -1,4 +1,4 @@
-"""A vLLM in this process, for what asks one by `tandem.client.vllm.Vllm`."""
+"""A vLLM in this process, for code that uses `tandem.client.vllm.Vllm`."""
 
 import inspect
 import json

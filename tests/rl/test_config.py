@@ -1,5 +1,5 @@
-"""The config of `tandem rl` and its environments: what is wrong is refused with line, field and
-what to do."""
+"""The config of `tandem rl` and its environments: mistakes are refused with the line, the field and
+the remedy."""
 
 import asyncio
 import itertools

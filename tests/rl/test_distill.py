@@ -34,7 +34,7 @@ def test_the_advantages_give_the_gradient_of_the_reverse_kl() -> None:
     p = np.exp(lp)
     advantages = -np.array(reverse_kl(lp.tolist(), lq.tolist()))
     scores = np.eye(VOCABULARY) - p  # row t: the gradient of log p(t) by the logits
-    gradient = (p * advantages) @ scores  # of the objective: the policy climbs it
+    gradient = (p * advantages) @ scores  # the gradient of the objective, which the policy ascends
 
     def divergence(at: np.ndarray) -> float:
         l = log_softmax(at)  # noqa: E741
@@ -86,7 +86,8 @@ def scored(trajectory: dict[str, Any], teacher: FakeTeacher, **settings: Any) ->
 TURNS = [
     {"prompt_token_ids": [1, 2], "token_ids": [3, 4], "logprobs": [-0.5, -0.25]},
     {"prompt_token_ids": [1, 2, 3, 4, 5], "token_ids": [1], "logprobs": [-2.0]},
-    {"prompt_token_ids": [2], "token_ids": [6], "logprobs": [-1.0]},  # a sequence of its own
+    # this turn is a sequence of its own
+    {"prompt_token_ids": [2], "token_ids": [6], "logprobs": [-1.0]},
 ]
 
 
@@ -98,7 +99,7 @@ def test_each_token_gets_its_part_of_the_reverse_kl() -> None:
     np.testing.assert_allclose(found, -0.5 * np.array(expected), rtol=1e-12)
     assert [turn.advantage for turn in made.turns] == [0.0] * 3
     assert made.metrics == {"own": 2.0, "reverse_kl": pytest.approx(np.mean(expected))}
-    # A turn that a later one continues is not asked again.
+    # A turn that a later turn continues is not sent to the teacher again.
     assert teacher.asked == [[2, 6], [1, 2, 3, 4, 5, 1]]
     with_rewards = scored({"turns": TURNS, "reward": 1.0}, FakeTeacher(), rewards=True)
     assert [turn.advantage for turn in with_rewards.turns] == [None] * 3
@@ -115,7 +116,7 @@ def test_the_loop_trains_groups_of_equal_rewards_by_a_teacher(tmp_path: Path) ->
         tmp_path,
         teacher=Teacher(DistillSection(model="teacher"), MockVllm(teacher.answer)),
     )
-    # The fake controller knows rewards alone.
+    # The fake controller knows only rewards.
     varied, accept = {"trajectories": [{"reward": 0}, {"reward": 1}]}, stack._accept
 
     def accept_varied(request: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
 """The loop against a fake stack: the bound under random delays, kills at every call, errors, and
-what is left out."""
+discarded groups."""
 
 import asyncio
 import io
@@ -56,7 +56,7 @@ def lines(directory: Path) -> list[dict[str, Any]]:
 
 
 def shown(loop: loops.Loop) -> str:
-    """What the panel says."""
+    """The text of the panel."""
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(panel(loop))
     return console.export_text()
@@ -73,14 +73,14 @@ def test_no_group_is_older_than_the_bound(tmp_path: Path, bound: int, seed: int)
     assert [line["step"] for line in written] == list(range(1, 11))
     assert max(line["off_policy_steps"]["max"] for line in written) <= bound
     if bound == 0:
-        # Synchronous: whatever was sampled, it was from the newest step, and nothing was left over.
+        # The loop is synchronous: all samples are from the newest step, and none is left over.
         assert all(asked == newest for asked, newest in stack.sampled)
         assert sum(line["left_out"]["stale"] for line in written) == 0
     else:
         assert max(line["off_policy_steps"]["max"] for line in written) > 0, (
             "nothing overlapped, so this proves little"
         )
-        # Rollouts don't run ahead of what the bound can use.
+        # Rollouts don't run further ahead than the bound allows.
         assert sum(line["left_out"]["stale"] for line in written) <= 30 / 2
 
 
@@ -147,8 +147,7 @@ def test_the_loop_ends_where_everything_fails(tmp_path: Path) -> None:
 
 
 class Outage(Environment):
-    """What the rollouts need is away between the first step and the time when so many have
-    failed."""
+    """A service that the rollouts need is away after the first step, for `failures` rollouts."""
 
     failures = 40
 
@@ -276,7 +275,7 @@ def test_a_submission_behind_a_failed_job_ends_the_loop_with_that_jobs_failure(
     stack = FakeStack(fail_jobs=1)
 
     async def seen_late(job: str, timeout: float = 60.0) -> None:
-        """The follower learns of the failure after the next submission was refused."""
+        """The follower sees the failure after the next submission was refused."""
         while stack.jobs[job].state in ("queued", "running", "failed") and not refusals:
             await asyncio.sleep(0.0005)
         await FakeStack.wait_job(stack, job, timeout)
@@ -343,7 +342,7 @@ def test_a_model_that_vllm_does_not_have_yet_is_asked_for_again(tmp_path: Path) 
 
 
 def test_a_training_that_goes_on_behind_anothers_lines_writes_its_own(tmp_path: Path) -> None:
-    """Of another state file, in the same metrics file."""
+    """The row comes from another state file, in the same metrics file."""
     asyncio.run(run_until_done(config(steps=4), FakeStack(), tmp_path))
     (tmp_path / "state.json").unlink()
     stack = FakeStack(delay=0.001)
@@ -486,8 +485,8 @@ def test_a_group_that_fails_after_it_was_dropped_as_stale_is_left_out_once(tmp_p
     stack = FakeStack()
 
     class SlowToLeave(Environment):
-        """A rollout of the first task fails, and those beside it leave when the trainer has passed
-        the bound."""
+        """A rollout of the first task fails. The rollouts beside it are discarded when the trainer
+        has passed the bound."""
 
         first: int | None = None
 
@@ -560,7 +559,7 @@ def test_a_state_of_another_run_or_a_damaged_one_is_refused(tmp_path: Path) -> N
     stack = FakeStack()
     run(config(steps=1), stack, tmp_path)
     other = config(environment=[{"use": "other:env"}])
-    stack.created = 0  # no run is made, which the stack can't
+    stack.created = 0  # the loop makes no run: this stack can't make one
     with pytest.raises(InvalidInput, match="is of run 'fake' with the environments fake:fake"):
         run(other, stack, tmp_path)
     for stack.created in (0, 2):
@@ -716,7 +715,7 @@ def test_evaluations_have_names_sampling_and_pass_at(tmp_path: Path) -> None:
     ("rewards", "k", "expected"),
     [
         ([[1, 0, 0, 0]], 1, 1 / 4),
-        ([[1, 0, 0, 0]], 2, 1 / 2),  # of 6 pairs 3 have it
+        ([[1, 0, 0, 0]], 2, 1 / 2),  # 3 of 6 pairs have it
         ([[1, 1, 0, 0]], 2, 5 / 6),
         ([[1, 0, 0, 0], [0, 0, 0, 0]], 4, 1 / 2),
         ([[1], [0, 0]], 2, 0.0),  # the first task lost a sample
@@ -789,7 +788,7 @@ def test_on_shared_gpus_no_job_trains_beside_an_evaluation(tmp_path: Path) -> No
 
 
 def test_rollouts_longer_than_a_row_are_cut_and_counted(tmp_path: Path) -> None:
-    """Where jobs refuse them, the whole request is lost, and the loop ends."""
+    """If the job refuses these groups, the whole request is lost, and the loop ends."""
     stack = FakeStack()
     settings = config(steps=2, packing={"sequence_length": 3})
     run(settings, stack, tmp_path)

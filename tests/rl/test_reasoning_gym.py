@@ -20,7 +20,7 @@ def environment(use: str, **arguments: Any) -> Environment:
 
 
 class Answering:
-    """Answers with `said`; keeps what it was asked and how the rollout was rewarded."""
+    """Answers with `said`; records its prompts and the rollout's reward."""
 
     def __init__(self, said: str | None) -> None:
         self._said = said

@@ -1,4 +1,4 @@
-"""What a person's rollouts do to the loop: they fail, discard, block, never return, are no
+"""The loop with user code that misbehaves: rollouts fail, discard, block, never return, or are not
 coroutines."""
 
 import asyncio
@@ -37,7 +37,7 @@ def line_of(mark: str) -> int:
 
 
 class Playing(Environment):
-    """`nth` counts the rollouts."""
+    """`nth`: the number of the rollout."""
 
     nth = 0
 
@@ -86,7 +86,7 @@ def test_a_group_with_one_survivor_is_left_out_and_a_caught_discard_holds(tmp_pa
         async def one(self, task: int, sampler: Any, nth: int) -> Trajectory:
             made = await super().one(task, sampler, nth)
             if task % 2 and nth % 3:
-                with suppress(Exception):  # a person's own, which catches too much
+                with suppress(Exception):  # user code that catches too much
                     sampler.discard("no score")
             return made
 
@@ -109,7 +109,7 @@ def test_where_everything_is_discarded_the_loop_ends_with_the_reason(tmp_path: P
 
 
 class Plain(Environment):
-    """A plain function, each call of which gets a thread."""
+    """A plain function. Each of its calls gets a thread."""
 
     threads: set[int]
     never = False
@@ -169,7 +169,7 @@ def test_a_coroutine_that_takes_no_cancellation_is_left_behind(
     async def scene() -> None:
         nonlocal released
         await loop.run()
-        released = True  # else the event loop of this test would wait for ever
+        released = True  # otherwise the event loop of this test would wait for ever
 
     asyncio.run(scene())
     check(stack, 2, 0)
@@ -203,7 +203,7 @@ def test_a_coroutine_that_blocks_is_named_and_ended_at_its_limit(
     [when] = [when for when, text in told if text.startswith(named)]
     assert when - blocked[0] < 5
     lost = [line["lost"]["failed"] for line in lines(tmp_path)]
-    # The others go on, although they were kept for as long.
+    # The other rollouts go on, although they were blocked for as long.
     where = f"test_rollouts.py, line {line_of('mark: blocks')}"
     assert sum(sum(each.values()) for each in lost) == 1
     assert re.fullmatch(rf"TandemError \({where}\)", "".join(next(filter(None, lost))))
@@ -252,6 +252,6 @@ def test_ctrl_c_and_the_end_wait_for_no_rollout(kind: str) -> None:
     if kind != "ends":
         process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=30)
-    assert time.monotonic() - began < 8  # 1.5 s were measured on a busy machine
+    assert time.monotonic() - began < 8  # it takes 1.5 s; other programs may slow it
     assert process.returncode == (0 if kind == "ends" else 130)
     assert ("stopped" in printed) == (kind == "blocks")

@@ -1,5 +1,5 @@
-"""What people see of that which is sampled: before the first step, at evaluations and every ten
-steps, where nothing is learned, and in the file of the last rollouts."""
+"""The samples that users see: before the first step, at evaluations, every ten steps, when nothing
+is learned, and in the file of the last rollouts."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ from tandem.errors import InvalidInput, NothingToLearn
 
 
 def told(loop: Loop) -> list[dict[str, Any]]:
-    """Runs the loop; what it tells, in order."""
+    """Runs the loop. Returns its messages in order."""
     found: list[dict[str, Any]] = []
     loop.record._tell = found.append
     asyncio.run(loop.run())
@@ -165,7 +165,7 @@ def test_the_file_keeps_the_last_rollouts_and_survives_a_kill(
     assert [one["reward"] for one in read_samples(file)] == list(range(47, 57))
 
     whole = file.read_bytes()
-    file.write_bytes(whole[:-7])  # killed while the last was added
+    file.write_bytes(whole[:-7])  # killed while the last rollout was written
     assert [one["reward"] for one in read_samples(file)] == list(range(46, 56))
     SampleFile(file).add([sample(trajectory(99, "a"), run="r", task="t")])
     assert [one["reward"] for one in read_samples(file)][-2:] == [55, 99]

@@ -1,4 +1,4 @@
-"""Where clients look for vLLM, and what they say where it is not there."""
+"""The addresses where clients look for vLLM, and their errors if vLLM is not there."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""The connections to vLLM, against servers on loopback: how many there are, who gets the key, and
-what ends them."""
+"""The connections to vLLM, against servers on loopback: their number, the servers that get the key,
+and the events that end them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -108,7 +108,7 @@ def test_neither_a_proxy_for_other_hosts_nor_netrc_changes_a_request(
     assert [authorization for _, authorization in got] == ["none", "none"]
     assert got[0][0] == "/v1/models"
     assert got[1][0].endswith("/v1/models")
-    assert got[1][0].startswith("http://127.0.0.1:")  # as a proxy gets it
+    assert got[1][0].startswith("http://127.0.0.1:")  # the request as a proxy gets it
 
 
 async def _half(request: web.Request) -> web.StreamResponse:
@@ -148,7 +148,7 @@ def test_a_vllm_that_does_not_answer_is_told_in_words(handler: Handler | None, k
 
 
 def test_a_rollout_that_is_cancelled_ends_its_request() -> None:
-    """vLLM does not go on with an answer that nobody reads."""
+    """vLLM stops an answer whose reader has gone."""
     begun, ended = asyncio.Event(), asyncio.Event()
 
     async def handler(request: web.Request) -> web.StreamResponse:

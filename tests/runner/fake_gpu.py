@@ -1,6 +1,6 @@
-"""A GPU that is a directory: each file `<who>.<pid>` holds the MiB that a process has in use for as
-long as it lives, and when that process started, because a machine with many processes soon gives
-its pid to another one.
+"""A GPU that is a directory: each file `<who>.<pid>` holds the MiB that a process uses for as long
+as it lives. The file also contains the start time of the process, because a busy machine soon gives
+the same pid to another process.
 
 A process that asks for more than there is gets an out-of-memory error.
 """
@@ -41,8 +41,8 @@ def others(gpu: Path) -> int:
 
 
 def use(gpu: Path, who: str, mib: int) -> None:
-    """Have this process use so much in all. MemoryError where it doesn't fit, which is told in the
-    journal too."""
+    """Sets the memory that this process uses in all. If it doesn't fit, the journal records it and
+    MemoryError is raised."""
     if (in_use := others(gpu)) + mib > TOTAL:
         tell(gpu, f"{who}: out of memory")
         raise MemoryError(f"CUDA Error: out of memory: {who} wants {mib} MiB, {in_use} are in use")
@@ -54,6 +54,6 @@ def use(gpu: Path, who: str, mib: int) -> None:
 
 
 def tell(gpu: Path, what: str) -> None:
-    """A line of the journal, in which the order of things can be read."""
+    """Writes a line to the journal, which shows the order of events."""
     with (gpu / "journal").open("a") as file:
         file.write(f"{what}\n")

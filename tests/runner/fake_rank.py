@@ -19,7 +19,7 @@ from tandem.trainer.launch import RankSettings
 
 
 def preload(device: str):
-    if os.environ.get("TANDEM_LAUNCH") == "fork":  # the ranks' parent needs it for every job
+    if os.environ.get("TANDEM_LAUNCH") == "fork":  # the ranks' parent imports it for every job
         import torch.distributed  # noqa: F401
 
 

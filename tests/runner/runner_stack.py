@@ -71,7 +71,8 @@ class Stack:
         return spool_tools.submit(self.spool, run=run, labels=orders, **limits).spec.id
 
     def wait(self, job_id: str, timeout: float = 240) -> tuple[str, Job]:
-        """The job's terminal state and its record; fails after `timeout` seconds."""
+        """Waits for the job's end. Returns its terminal state and its record; fails after `timeout`
+        seconds."""
         self.until(
             lambda: self.spool.jobs.get(job_id)[0] in TERMINAL, f"job {job_id} to end", timeout
         )
@@ -80,14 +81,14 @@ class Stack:
         return state, job
 
     def ended(self, name: str, **order: object) -> tuple[str, str, Job]:
-        """Run one job of a new run to its end; its id, state and record."""
+        """Run one job of a new run to its end. Returns its id, state and record."""
         self.run(name)
         job_id = self.submit(name, **order)
         return (job_id, *self.wait(job_id))
 
     def until[T](self, condition: Callable[[], T], awaited: str, timeout: float = 120) -> T:
-        """The first true answer of `condition`. Fails at once where the runner has refused to run:
-        nobody would make the condition true."""
+        """The first true answer of `condition`. Fails at once if the runner has refused to run,
+        because the condition would never become true."""
         end = time.monotonic() + timeout
         refused = False
         while not (answer := condition()):
@@ -100,7 +101,8 @@ class Stack:
         return answer
 
     def _refused(self) -> bool:
-        """Whether the runner that was started last ended with an error. A test's signal is none."""
+        """Whether the runner that was started last ended with an error. An end by a test's signal
+        does not count as an error."""
         return bool(self._processes) and (self.runner.poll() or 0) > 0
 
     def until_logged(self, text: str) -> None:
@@ -138,7 +140,8 @@ class Stack:
         return {process.pid for process in self.children()}
 
     def marked(self) -> list[processes.Process]:
-        """Every living process that a runner of this spool started, whoever is its parent."""
+        """Every living process that a runner of this spool started, even if it has another parent
+        now."""
         status = self.spool.root.stat()
         return processes.marked("TANDEM_RUNNER_OF", f"{status.st_dev}:{status.st_ino}")
 

@@ -71,7 +71,7 @@ class SharedStack(Stack):
         self._vllm.wait()
 
     def vllm_does(self, **orders: float) -> None:
-        """What vLLM does from now on, see `shared_vllm`."""
+        """Sets the behaviour of vLLM from now on; see `shared_vllm`."""
         (self.gpu / "orders").write_text(json.dumps(orders))
 
     def publisher(self) -> None:
@@ -103,7 +103,7 @@ class SharedStack(Stack):
         return (self.spool.root / f"{name}.log").read_text()
 
     def journal(self) -> list[str]:
-        """What vLLM and ranks have done since `forget`, in order."""
+        """The actions of vLLM and ranks since `forget`, in order."""
         path = self.gpu / "journal"
         return path.read_text().splitlines()[self._journal_start :] if path.exists() else []
 

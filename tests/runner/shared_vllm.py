@@ -1,8 +1,9 @@
-"""A fake vLLM as a program: makes room like the real one, uses a fake GPU's memory, is slow or
+"""A fake vLLM as a program: it sleeps like the real vLLM, uses a fake GPU's memory, and is slow or
 refuses on demand.
 
-The GPU's file `orders` (JSON): `sleep_seconds` and `wake_seconds`: how long those take;
-`refuse_wakes`: how many wakes fail first; `keep`: it answers that it sleeps and keeps its memory.
+The GPU's file `orders` (JSON): `sleep_seconds` and `wake_seconds`: the duration of a sleep and a
+wake. `refuse_wakes`: the number of wakes that fail first. `keep`: it answers that it sleeps, but
+keeps its memory.
 """
 
 import json

@@ -18,7 +18,7 @@ def main(attempt: Attempt, settings: RankSettings) -> int:
 
 
 def resident():
-    """`main` for a rank that stays: after each job it keeps FAKE_RANK_KEEPS MiB."""
+    """`main` for a resident rank. After each job it keeps FAKE_RANK_KEEPS MiB."""
 
     def run(attempt: Attempt, settings: RankSettings) -> int:
         status = main(attempt, settings)

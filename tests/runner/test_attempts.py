@@ -1,5 +1,6 @@
-"""The runner's decisions about attempts, on an executor whose processes do what a script says, with
-a clock of its own: any order of events leads to one end, and never are two attempts unfenced."""
+"""The runner's decisions about attempts, on an executor whose processes follow a script, with a
+simulated clock. Every order of events leads to one end, and two attempts are never unfenced at
+once."""
 
 import time
 from collections import Counter
@@ -57,7 +58,8 @@ def clock() -> Iterator[Clock]:
 
 
 class Processes:
-    """An `Execution`. Its ranks may go on after its end, on a host that nobody reaches."""
+    """An `Execution`. The attempt's ranks may go on after its end, on a host that can't be
+    reached."""
 
     def __init__(self, executor: "Scripted", order: Order) -> None:
         self._executor, self._order = executor, order
@@ -129,7 +131,7 @@ class Processes:
             (self.files.staged / "adapter_model.safetensors").write_text(content)
 
     def commit(self, *, late: bool) -> None:
-        """Commits what is staged. `late`: it looked at the job before it was frozen."""
+        """Commits the staged checkpoint. `late`: the rank checked the job before it was frozen."""
         spool, spec = self.files.spool, self._job.spec
         try:
             spool.checkpoints.commit(
@@ -145,7 +147,7 @@ class Processes:
         self.committed = True
 
     def thaw(self) -> None:
-        """The ranks go on, whatever became of the job."""
+        """The ranks go on even if the job has ended."""
         fenced = self._executor.is_fenced(self)
         self.stage()
         self.commit(late=True)
@@ -233,7 +235,7 @@ class Scripted:
 
 
 class Racing(Checkpoints):
-    """Frozen ranks go on right after each look for the job's checkpoint."""
+    """Frozen ranks continue right after each check for the job's checkpoint."""
 
     executor: Scripted
 
@@ -253,7 +255,7 @@ def runners(
     racing: bool,
     adopting: bool = False,
 ) -> Scripted:
-    """Runners, one after another, until the job `j` has its end."""
+    """Runs one runner after another until the job `j` has ended."""
     spool = Spool(root)
     executor = Scripted(spool, iter(script), clock, ranks_end, adopting)
     if racing:
@@ -277,7 +279,7 @@ def runners(
 
 
 def ends_once(executor: Scripted, spool: Spool) -> tuple[str, Job, list[Event]]:
-    """Checks a job that ended; returns its state, record and events."""
+    """Checks an ended job. Returns its state, record and events."""
     state, ended = spool.jobs.get("j")
     events = spool.events.read("j")
     kinds = Counter(event.type for event in events)
@@ -296,7 +298,7 @@ def ends_once(executor: Scripted, spool: Spool) -> tuple[str, Job, list[Event]]:
     if made:
         content = spool.checkpoints.path("r", 1) / "adapter_model.safetensors"
         assert content.read_text() == str(ended.attempt)
-    for attempt in executor.attempts:  # as late as one likes
+    for attempt in executor.attempts:  # at any later time
         attempt.thaw()
     assert spool.events.read("j") == events
     assert (spool.checkpoints.steps("r") == [0, 1]) == made
@@ -338,6 +340,7 @@ ACTIONS = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.sampled_from(ACTIONS), max_size=25), st.booleans(), st.booleans(), st.booleans())
 # The commit of an attempt that hung comes between its end and its fence.
@@ -351,7 +354,8 @@ ACTIONS = [
 @example(["stage", "cancel", "commit", "run"], True, False, False)
 @example(["run", "stage", "kill the runner", "late", "commit", "exit 0"], True, False, True)
 @example(["run", "kill the runner", "cancel", "kill the runner", "commit"], False, True, True)
-# The commit comes after the last look before the fence, and is tried after the fence.
+# The ranks commit after the runner's last check before the fence. They try the commit again after
+# the fence.
 @example(["stage", "exit 1", "run", "run"], True, True, False)
 @example(["stage", "kill the runner", "run", "run"], True, True, False)
 def test_any_order_of_events_leads_to_one_end(
@@ -416,8 +420,8 @@ def test_a_job_that_waits_says_for_what_and_can_be_cancelled(clock: Clock) -> No
 
 
 def test_the_reasons_of_a_wait_are_events_and_a_new_runner_goes_on_with_it(clock: Clock) -> None:
-    """A reason that stays is told once, by whichever runner, and one that changes all the time is
-    told at longer and longer pauses."""
+    """An unchanged reason is reported once, also across runners. A reason that changes all the time
+    is reported at longer and longer pauses."""
     script = [*["wait"] * 400, "kill the runner", *["wait"] * 400, "stage", "commit", "exit 0"]
     state, _, events = run(script, clock, adopting=True)
     told = [event.data["reason"] for event in events if event.type == "waiting"]

@@ -1,5 +1,5 @@
-"""What ranks start on: free devices, which the runner measures again after a job, sizes that fit
-these, and their share of the cores."""
+"""The start of ranks: devices must be free, and the runner measures them again after a job. The
+sizes must fit the devices, and each rank gets its share of the cores."""
 
 import json
 
@@ -61,7 +61,7 @@ NCCL = {"weights": "merged", "transport": "nccl"}
     ("settings", "given", "interface"),
     [
         ({}, None, "lo"),
-        (NCCL, None, None),  # ranks choose it, by where vLLM is
+        (NCCL, None, None),  # ranks choose it, depending on the place of vLLM
         ({}, "eth7", "eth7"),
     ],
 )
@@ -74,8 +74,8 @@ def test_nccl_among_ranks_listens_on_loopback_only(monkeypatch, settings, given,
 
 @pytest.mark.parametrize(("names", "visible"), [(["1"], "1"), ([], "0")])
 def test_ranks_count_gpus_as_the_runner_does(monkeypatch, names, visible):
-    """CUDA's own order begins with the fastest GPU; that of NVML, which measures them, is the order
-    on the bus."""
+    """CUDA's default order begins with the fastest GPU. NVML, which measures the GPUs, uses the
+    order on the bus."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     environment = rank_environment(Settings(trainer_devices=names))
@@ -141,7 +141,7 @@ def settings(tmp_path, monkeypatch):
     ("gib", "expected"), [((100, 100), Sizes(data=2)), ((100, 16), Sizes(tensor=2, sequence=True))]
 )
 def test_ranks_have_the_sizes_that_fit_the_smallest_gpu(settings, nvml, gib, expected):
-    """8 B parameters are 15.3 GiB; 16 GiB are too few beside what training needs."""
+    """8 B parameters are 15.3 GiB; 16 GiB leave too little for training."""
     nvml.set(*(sized(n, size) for n, size in enumerate(gib)))
     chosen = with_topology(settings)
     assert Sizes.of(chosen) == expected == RankSettings.of(chosen).sizes

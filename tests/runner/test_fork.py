@@ -1,5 +1,5 @@
-"""A runner that forks its ranks meets every way a job can go wrong; each job ends in a state with a
-reason."""
+"""A runner that forks its ranks, with every kind of failure of a job. Each job ends in a state with
+a reason."""
 
 import os
 import shutil
@@ -21,8 +21,8 @@ ENTRY = "rank_that_changes"
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory):
-    """Its entry is a copy of `fake_rank`, which no other test's runner uses: this file has the code
-    change."""
+    """The runner's entry is a copy of `fake_rank` that no other test uses, because the tests of
+    this file change its code."""
     directory = tmp_path_factory.mktemp("fork")
     stack = Stack(directory / "spool", "fork", entry=ENTRY)
     shutil.copy(HERE / "fake_rank.py", directory / f"{ENTRY}.py")
@@ -40,8 +40,9 @@ def test_success(stack):
     assert stack.kinds(job_id) == ["claimed", "released", "succeeded"]
     released = stack.event(job_id, "released")
     assert (released["processes"], released["bytes"]) == (0, 0)
-    assert not stack.spool.paths.data_dir(job_id).exists()  # gone before it counts as done
-    # The fork server is all that is left.
+    # the ranks are gone before the job counts as done
+    assert not stack.spool.paths.data_dir(job_id).exists()
+    # Only the fork server is left.
     assert len(stack.children()) == 1
     lines = stack.job_log(job_id).splitlines()
     assert "[rank 0] rank 0 of 1 says hello" in lines
@@ -93,7 +94,8 @@ def test_every_end_of_a_rank_is_a_state_with_a_reason(
 
 @pytest.mark.slow
 def test_a_fork_server_may_take_longer_to_start_than_stall_seconds(tmp_path):
-    """Each attempt would end it in its imports, and the next would begin them again."""
+    """Each attempt would end the fork server during its imports, and the next attempt would begin
+    the imports again."""
     stack = Stack(tmp_path / "spool", "fork", entry="rank_that_imports_slowly")
     code = (HERE / "fake_rank.py").read_text()
     slow = "\n\ndef preload(device: str):\n    time.sleep(12)\n"
@@ -115,7 +117,8 @@ def test_cancel(stack):
     assert stack.spool.queue.cancel(job_id) == "running"
     state, job = stack.wait(job_id)
     assert (state, job.result.error.type) == ("cancelled", "cancelled")
-    # The job after it has no checkpoint to start from, and names the one that had to make it.
+    # The next job has no checkpoint to start from. Its error names the job that should have made
+    # the checkpoint.
     state, job = stack.wait(follower)
     assert (state, job.result.error.type, job.attempt) == ("failed", "base_missing", 1)
     assert job_id in job.result.error.message
@@ -176,7 +179,7 @@ def main(attempt, settings): time.sleep(float(attempt.job))
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path, early):
-    """It comes before the next launch (`early`) or after it."""
+    """The change comes before the next launch (`early`) or after it."""
     (tmp_path / "waiting_rank.py").write_text(WAITING_RANK)
     root = Spool.create(tmp_path / "spool").root
     server = ForkServer(
@@ -198,7 +201,7 @@ def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path,
         )
         os.kill(server.pid, signal.SIGSTOP)
         assert killed.kill_all(10) == []
-        assert killed.poll() is None  # the server can't report it yet
+        assert killed.poll() is None  # the fork server can't report it yet
         following = None if early else launch(0.5)
         os.kill(server.pid, signal.SIGCONT)
         if following is None:
@@ -211,7 +214,7 @@ def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path,
 
 
 def test_a_job_that_waits_for_its_next_attempt_keeps_no_other_run_waiting(stack):
-    """It waits 1 s after its first attempt, and 2 s after its second."""
+    """The job waits 1 s after its first attempt, and 2 s after its second."""
     for run in ("unlucky", "lucky"):
         stack.run(run)
     stack.runner.send_signal(signal.SIGSTOP)  # until all of them are queued

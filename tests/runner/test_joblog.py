@@ -1,4 +1,4 @@
-"""A job's lines on the runner's stdout, whoever reads it and however slowly."""
+"""A job's lines on the runner's stdout, with readers of any speed."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Several jobs at once under a real runner, on an executor whose attempts do what the test says."""
+"""Several jobs at once under a real runner, on an executor whose attempts the test controls."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ State = Waiting | Running | Ended
 
 
 class Told:
-    """An `Execution` that is as the test says."""
+    """An `Execution` whose status the test sets."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
@@ -90,7 +90,7 @@ class Cluster:
 
 @contextmanager
 def runner(spool: Spool, cluster: Cluster, jobs: int = 2) -> Iterator[Runner]:
-    """A runner in a thread. It is asked to stop at the block's end, and ends then."""
+    """A runner in a thread. At the end of the block it is asked to stop, and ends."""
     known = Settings(
         root=spool.root,
         device="cpu",
@@ -207,7 +207,8 @@ def test_all_attempts_are_left_and_adopted_by_a_runner_that_has_room_for_one(spo
 
 
 def test_an_attempt_whose_thread_ends_by_an_error_ends_the_runner(spool: Spool) -> None:
-    """The next runner settles or adopts what it leaves, as after every other end of a runner."""
+    """The next runner settles or adopts the attempts that this runner leaves, as after every other
+    end of a runner."""
     submit(spool, "a0", run="a")
     submit(spool, "b0", run="b")
     cluster = Cluster()

@@ -1,5 +1,4 @@
-"""Real ranks under the real runner: all ways to start ranks make the same checkpoints, bit for
-bit."""
+"""Real ranks under the real runner: all launchers make the same checkpoints, bit for bit."""
 
 from contextlib import ExitStack
 
@@ -55,8 +54,8 @@ def checkpoints(tmp_path, launch: str) -> list[dict[str, str]]:
                 assert rank.phases["checkpoint"]["allocated"] > 100 * 2**20
         assert listeners
         assert set(listeners) <= LOOPBACK, f"whoever reaches that port reaches ranks: {listeners}"
-        # Only what the launcher keeps between jobs is left: nothing, the fork server, or torchrun
-        # and its ranks.
+        # Only the processes that the launcher keeps between jobs are left: none, the fork server,
+        # or torchrun and its ranks.
         assert len(stack.children()) == {"torchrun": 0, "fork": 1, "resident": 1 + RANKS}[launch]
         watching.close()
         assert stack.stop() == 0

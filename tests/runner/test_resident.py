@@ -35,7 +35,7 @@ def test_the_same_processes_run_job_after_job(stack):
         job_id, state, job = stack.ended(name, meet=True)
         assert (state, job.result.step, job.attempt) == ("succeeded", 1, 1)
         assert stack.kinds(job_id) == ["claimed", "released", "succeeded"]
-        log = stack.job_log(job_id)  # each job has its own
+        log = stack.job_log(job_id)  # each job has its own file
         assert (
             log.count("[rank 0] rank 0 of 2 says hello")
             == log.count("[rank 1] rank 1 of 2 says hello")
@@ -47,7 +47,7 @@ def test_the_same_processes_run_job_after_job(stack):
 
 
 def test_agent_and_ranks_listen_on_loopback_only(stack):
-    """The agent unpickles what its store holds: whoever reached that port from outside would run
+    """The agent unpickles values of its store, so anybody who reached the store's port could run
     code here."""
     stack.ended("listening", meet=True)
     found = {address for pid in ranks(stack) for address in listening(pid)}
@@ -58,9 +58,9 @@ def test_agent_and_ranks_listen_on_loopback_only(stack):
 @pytest.mark.parametrize(
     ("order", "told"),
     [
-        # Not rank 0, which was ended by SIGTERM.
+        # The error names the failed rank, not rank 0, which was ended by SIGTERM.
         ({"do": "raise", "rank": 1}, "rank 1 ended with exit code 1"),
-        # An exit with 0 in the middle of a job.
+        # A rank exits with 0 in the middle of a job.
         ({"do": "leave"}, ""),
     ],
 )

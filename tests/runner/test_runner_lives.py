@@ -26,7 +26,7 @@ def shared(tmp_path_factory):
 
 @pytest.fixture
 def stack(shared):
-    """A stack whose runner runs; each test leaves it so."""
+    """A stack with a running runner; each test leaves it running."""
     shared.forget()
     if not shared._processes or shared.runner.poll() is not None:
         shared.start()
@@ -77,8 +77,8 @@ def test_sigterm_puts_the_job_back_without_using_up_an_attempt(stack):
 
 @pytest.mark.parametrize("launch", ["fork", pytest.param("resident", marks=pytest.mark.slow)])
 def test_sigterm_to_all_processes_uses_up_no_attempt_either(make, launch):
-    """As systemd's KillMode=control-group and batch systems stop a unit: the ranks are gone before
-    the runner looks."""
+    """The unit is stopped as by systemd's KillMode=control-group or by a batch system: the ranks
+    are gone before the runner checks them."""
     stack = make(launch)
     job_id = stack.submit(stack.run(), do="wait", until=1, attempts=1)
     stack.until_beating(job_id)
@@ -113,7 +113,7 @@ def test_kill_9_of_the_runner_takes_the_ranks_with_it(make, launch):
 
 
 def test_a_process_that_outlives_a_killed_runner_is_ended_by_the_next_before_it_claims(stack):
-    # The child has no idea that its parent may die, and ignores SIGTERM.
+    # The child does not watch its parent, and ignores SIGTERM.
     job_id = stack.submit(stack.run("orphan"), do="leak_and_wait", until=1)
     stack.until_beating(job_id)
     stack.until(lambda: len(stack.children()) == 4, "server, leader, rank and its child")
@@ -177,8 +177,7 @@ def test_a_volume_that_goes_and_comes_back_is_waited_for(make):
 
 
 def test_a_volume_that_refuses_every_write_delays_the_end_of_a_job_and_loses_nothing(stack):
-    """The job's directory is read-only: its log, its lease, its events and its end can't be
-    written."""
+    """The job's directory is read-only, so its log, lease, events and end can't be written."""
     job_id = stack.submit(stack.run("refused"), do="wait", until=1, attempts=1)
     stack.until_beating(job_id)
     stack.runner.send_signal(signal.SIGSTOP)

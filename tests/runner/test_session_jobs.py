@@ -1,5 +1,5 @@
-"""A session under the real runner: ranks stay while calls come, and leave; calls of a client whose
-ranks or runner are killed in between are answered as if nothing had been."""
+"""A session under the real runner: ranks stay while calls come, and then leave. If ranks or runner
+are killed in between, a client's calls get the same answers."""
 
 import os
 import signal
@@ -70,7 +70,7 @@ def test_ranks_stay_while_calls_come_and_leave_when_none_does(stack: Stack, tmp_
     assert job.result is not None
     assert job.result.step == 3
     assert len(stack.children()) == 1  # the fork server
-    # The next call starts them again.
+    # The next call starts ranks again.
     again = client.compute(random_data(1))
     assert answered(stack, client, again) < 120
     assert len(ids(stack, client)) == 2

@@ -1,5 +1,5 @@
-"""Trainer and vLLM on one GPU: never both at once, and vLLM is awake again whatever happened to
-either."""
+"""Trainer and vLLM on one GPU: they never use it at once, and vLLM is awake again after any failure
+of either."""
 
 import signal
 import time
@@ -44,14 +44,14 @@ def stack(shared):
 
 
 def awake_and_unheld(stack):
-    """What is true after any job."""
+    """Checks the facts that hold after any job."""
     assert not stack.asleep()
     assert stack.spool.hold.get() is None
     assert fake_gpu.others(stack.gpu) == fake_gpu.AWAKE
 
 
 def live_hold(stack):
-    """On a busy machine the runner may once in a while renew it late."""
+    """On a busy machine the runner may sometimes renew the hold late."""
     return stack.until(stack.spool.hold.live, "a live hold")
 
 
@@ -65,7 +65,7 @@ def test_a_whole_cycle_in_its_order_and_in_bytes(stack):
     for number in (1, 2):
         job_id = stack.submit(stack.name)
         state, _ = stack.wait(job_id)
-        # At once: a client that samples right after the end finds vLLM awake.
+        # vLLM is awake at once, so a client that samples right after the end gets an answer.
         awake_and_unheld(stack)
         assert state == "succeeded"
         assert stack.kinds(job_id) == ["claimed", "slept", "released", "woken", "succeeded"]
@@ -92,7 +92,7 @@ def test_vllm_wakes_beside_ranks_that_stay_if_they_keep_little(tmp_path, keeps, 
             assert (state, stack.asleep(), stack.spool.hold.get()) == ("succeeded", False, None)
             assert fake_gpu.others(stack.gpu) == fake_gpu.AWAKE + (keeps if stay else 0)
             assert stack.journal() == ["vllm is up", *CYCLE * number]
-            # The second time they are there already when vLLM falls asleep.
+            # At the second job the ranks are there already when vLLM falls asleep.
             assert stack.event(job_id, "slept")["devices"] == floor(
                 keeps if stay and number == 2 else 0
             )
@@ -116,8 +116,8 @@ def test_while_a_job_trains_the_hold_says_so_and_nobody_wakes_vllm(stack):
     hold = live_hold(stack)
     assert (hold.job, hold.attempt, hold.phase, hold.floor) == (job_id, 1, "training", floor())
     stack.until(lambda: live_hold(stack).beat > hold.beat, "a beat in the hold")
-    # A runner that hangs for longer than its lease: the hold is stale, but its ranks' memory is not
-    # free.
+    # The runner hangs for longer than its lease. The hold is stale then, but the memory of the
+    # ranks is not free.
     stack.runner.send_signal(signal.SIGSTOP)
     stack.until(lambda: stack.spool.hold.live() is None, "the hold to be stale")
     stack.until(lambda: "is lost, and" in stack.text("publisher"), "the publisher to notice")
@@ -218,8 +218,8 @@ def test_no_rank_starts_once_the_publisher_took_a_hold_that_a_full_volume_did_no
 
 @pytest.mark.parametrize("awake", [False, True])
 def test_a_publisher_that_finds_a_stale_hold_settles_it(stack, awake):
-    """Runner and publisher were killed. `awake`: after vLLM had woken, before the hold was removed:
-    the memory in use is vLLM's own."""
+    """Runner and publisher were killed. `awake`: they were killed after vLLM had woken and before
+    the hold was removed, so vLLM itself uses the memory."""
     job_id = stack.submit(stack.name, do="wait", attempts=1)
     stack.until_journal("rank runs")
     stack.until(
@@ -298,8 +298,8 @@ def test_kill_9_of_vllm_and_the_next_one_waits_for_the_trainer(stack, moment, or
     stack.until(stack.healthy, "vLLM")
     awake_and_unheld(stack)
     if moment == "vllm falls asleep":
-        # Its memory was free all the sooner, and the job went on.
-        # `woken` stands there if the next one was up when the publisher looked.
+        # The memory of the dead vLLM was free sooner, and the job went on. The events contain
+        # `woken` if the next vLLM was up when the publisher looked.
         kinds = [kind for kind in stack.kinds(job_id) if kind != "woken"]
         assert kinds == ["claimed", "slept", "released", "succeeded"]
 

@@ -1,4 +1,4 @@
-"""What the runner tries again, and for how long."""
+"""The operations that the runner tries again, and for how long."""
 
 import errno
 import math
@@ -12,7 +12,7 @@ from tandem.trainer.stop import Stop
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Pauses take no time, and this clock tells how long they were together."""
+    """Pauses take no time. This clock adds up their lengths."""
     now = [0.0]
     monkeypatch.setattr(stop.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(Stop, "pause", lambda self, seconds: now.__setitem__(0, now[0] + seconds))

@@ -1,5 +1,5 @@
-"""Two ranks, under the real torchrun and forked: whoever is killed, all of them end and the job
-names the reason."""
+"""Two ranks, under the real torchrun and forked: whichever process is killed, all ranks end and the
+job names the reason."""
 
 import os
 import re
@@ -26,8 +26,8 @@ SLOW_ENDS = {
 
 @pytest.fixture(scope="module")
 def stacks(tmp_path_factory):
-    """(launch, name) -> a stack and a job. Those of SLOW_ENDS take long to end; they do so while
-    other tests run."""
+    """(launch, name) -> a stack and a job. Jobs in SLOW_ENDS take long to end. They end while other
+    tests run."""
     stacks = {}
     try:
         for launch in LAUNCHES:
@@ -93,7 +93,8 @@ def test_a_killed_agent_takes_its_ranks_with_it(stacks):
 
 
 def test_a_rank_whose_agent_died_during_its_imports_ends():
-    """Its parent is whoever adopts orphans: the runner, whose pid says nothing."""
+    """The orphan's parent is the process that adopts orphans, the runner, whose pid proves
+    nothing."""
     command = [sys.executable, "-m", "tandem.trainer.launch.bootstrap", "no launch"]
     rank = subprocess.run(
         command, env=os.environ | {"TANDEM_AGENT_PID": "1"}, check=False, capture_output=True
@@ -108,7 +109,7 @@ def test_a_rank_that_stays_after_its_peer_died_is_killed_and_not_blamed(stacks, 
     state, job = stack.wait(job_id)
     assert (state, job.result.error.type) == ("failed", "rank_crashed")
     assert "rank 1 ended with signal SIGKILL" in job.result.error.message
-    assert allocated(stack, job_id)["1"] == 1001  # of a rank that died
+    assert allocated(stack, job_id)["1"] == 1001  # the record of a rank that died
     (died,) = re.findall(r"dies at (\S+)", stack.job_log(job_id))
     assert job.result.finished - float(died) < SHUTDOWN_SECONDS[launch] + 25
     assert idle(stack)

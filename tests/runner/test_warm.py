@@ -19,7 +19,7 @@ SIZE = 24 * 2**20 + 5
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The model `m` of the spool `tmp_path`, and a file that is none of its."""
+    """The model `m` of the spool `tmp_path`, and a file that does not belong to the model."""
     (model := tmp_path / "m").mkdir()
     for name in ("model.safetensors", "notes.bin"):
         (model / name).write_bytes(os.urandom(SIZE))
@@ -28,7 +28,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def cached(path: Path) -> int:
-    """How many of its bytes are in the page cache."""
+    """The number of the file's bytes in the page cache."""
     command = ["fincore", "--bytes", "--noheadings", "--raw", "--output", "RES", path]
     return int(subprocess.run(command, capture_output=True, check=True).stdout)
 

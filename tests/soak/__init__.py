@@ -5,8 +5,8 @@ clocks misbehave.
     python -m tests.soak.check ROOT LEDGER             checks a spool's files again
 
 `stack` starts the programs and finds their processes, `disturb` strikes and damages, `client`
-submits jobs and keeps the ledger of what it was promised, `vllm` stands in for vLLM. `check` shares
-no code with Tandem.
+submits jobs and records the API's answers in the ledger, `vllm` takes the place of vLLM. `check`
+shares no code with Tandem.
 """
 
 import sys

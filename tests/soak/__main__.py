@@ -6,9 +6,9 @@ broken.
 
 Each round has one way to start ranks. After it the trainer is stopped and started again, every job
 ends, and `soak.check` reads the files. The seed chooses victims, moments, signals, damage and
-jobs; when a process runs is the kernel's choice, so a seed repeats the plan and not the run. Exits
-with 1 at the first round with a violation, and keeps its files. As root the volume is a tmpfs that
-can get full and read-only; otherwise those two are left out.
+jobs; the kernel chooses when a process runs, so a seed repeats the plan and not the run. Exits with
+1 at the first round with a violation, and keeps its files. As root the volume is a tmpfs that can
+get full and read-only. Without root these two faults are left out.
 """
 
 import argparse
@@ -85,13 +85,13 @@ class Soak:
             name: Counter()
             for name in ("program", "moment", "signal", "condition", "damage", "launch")
         }
-        self._imports = 1.0  # how many strikes with a costly end are allowed now
+        self._imports = 1.0  # the number of costly strikes that are allowed now
         self._again: list[str] = []  # programs to strike again
         self._due = 0.0  # when the next strike is due at `options.pace`
         self.kills = 0
 
     def round(self, kills: int, launch: str) -> list[str]:
-        """Strike `kills` times; what is wrong then."""
+        """Strike `kills` times. Returns the violations after that."""
         self.counts["launch"][launch] += kills
         problems = []
         if self.stack.launch_kind != launch:
@@ -128,8 +128,8 @@ class Soak:
         program = self._rng.choices(list(self._weights), list(self._weights.values()))[0]
         if program in costly and self._imports < 1:
             return
-        # Strikes that came sooner than the pace asks leave time to wait for a moment that seldom
-        # comes. A rank comes again only if its launcher gets the time to start.
+        # If strikes came sooner than the pace requires, there is time to wait for a rare moment. A
+        # rank comes again only if its launcher gets the time to start.
         self._due += self._options.pace
         early = self._due - time.monotonic()
         late = early < -LATE_SECONDS
@@ -145,7 +145,7 @@ class Soak:
             if program in (CONTAINER, HOSTS)
             else self._rng.choices(list(SIGNALS), list(SIGNALS.values()))[0]
         )
-        # Looking for processes takes a while, and the moment passes.
+        # The search for processes takes a while, and the moment may pass meanwhile.
         if not (
             self._struck(program, before, how) or self._struck(program, self._victims(program), how)
         ):
@@ -156,8 +156,8 @@ class Soak:
         self._count(program, moment, how)
 
     def _strike_again(self, program: str) -> None:
-        """The next one dies while it starts and settles what the one before left: before it imports
-        torch."""
+        """The next runner dies while it starts and settles the jobs of the runner before it. At
+        that time it has not imported torch."""
         end = time.monotonic() + self._rng.uniform(0.3, 2.0)
         while time.monotonic() < end:
             self._meanwhile()
@@ -183,9 +183,9 @@ class Soak:
         return bool(victims) and self._strikes.strike(self._rng.choice(victims), how)
 
     def drain(self) -> list[str]:
-        """Let everything end undisturbed; what is wrong then."""
-        # A `tandem up` that was killed with supervisord a moment ago left programs, which the next
-        # one ends.
+        """Let everything end undisturbed. Returns the violations after that."""
+        # A `tandem up` that was just killed together with supervisord left programs. The next
+        # `tandem up` ends them.
         problems = self._wait(
             "tandem up has started", STOP_SECONDS, lambda: self._none_of("supervisord")
         )
@@ -230,7 +230,8 @@ class Soak:
         return [str(path.relative_to(self.root)) for path in paths if check.JUNK not in path.name]
 
     def _not_served(self) -> list[str]:
-        """The publisher writes what it serves, and then the event of the job that made it."""
+        """The publisher writes the record of the served step, and then the event of the step's
+        job."""
         missing = []
         for run in self.root.glob("runs/[!.]*/checkpoints"):
             newest, served, told = max(run.glob("0*"), default=run), None, False
@@ -247,13 +248,14 @@ class Soak:
         return [] if self._victims(program) else [program]
 
     def _trainer_is_gone(self) -> list[str]:
-        """Of a `tandem up` that was killed, supervisord may still be stopping its programs."""
+        """After a kill of `tandem up`, its supervisord may still be stopping programs."""
         return self._wait(
             "no process of the trainer", STOP_SECONDS, lambda: self._victims(CONTAINER)
         )
 
     def finish(self) -> list[str]:
-        """Stop everything, sweep what the strikes left as if it were old, and check once more."""
+        """Stop everything, sweep the files that the strikes left as if they were old, and check
+        once more."""
         problems = self.stack.close(STOP_SECONDS)
         problems += self._wait(
             "no process is left", STOP_SECONDS, lambda: check.leftovers(self.root)
@@ -364,7 +366,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     if options.executor == "hosts":
-        options.launch = "fork"  # the agents start ranks in no other way
+        options.launch = "fork"  # agents start ranks only in this way
     work = options.work or Path(tempfile.mkdtemp(prefix="soak-"))
     work.mkdir(exist_ok=True)
     print(f"soak: --seed {options.seed} --kills {options.kills}, in {work}", flush=True)

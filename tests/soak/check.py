@@ -2,8 +2,8 @@
 
     python -m tests.soak.check ROOT LEDGER
 
-Prints one line per violation; exits with 1 if there is any. LEDGER is what the client was promised,
-see `Ledger`.
+Prints one line per violation; exits with 1 if there is any. LEDGER contains the answers that the
+client got, see `Ledger`.
 """
 
 import json
@@ -28,7 +28,8 @@ ORDER = (
     "woken",
     "requeued",
 )
-# Of these, an attempt has the first ones: nobody goes on without having written the one before.
+# An attempt has the first of these events: each event is written before the next part of the
+# attempt begins.
 CHAIN = ("claimed", "started", "loaded", "step", "checkpoint")
 JUNK = "soak-junk"
 """Part of the names of files that the soak itself put among the spool's."""
@@ -36,7 +37,8 @@ JUNK = "soak-junk"
 
 @dataclass
 class Ledger:
-    """What the soak did and was told, one JSON object per line: `{"kind": ..., ...}`."""
+    """The soak's actions and the answers that it got, one JSON object per line: `{"kind": ...,
+    ...}`."""
 
     # Job id -> run; every request that was sent.
     asked: dict[str, str] = field(default_factory=dict)
@@ -134,7 +136,7 @@ class JobFile:
 def violations(
     root: Path, ledger: Ledger, *, swept: bool = False, served: bool = True
 ) -> list[str]:
-    """What is wrong, one line each. `swept`: temporary names were old and were swept. `served`:
+    """The violations, one line each. `swept`: temporary names were old and were swept. `served`:
     vLLM and the publisher had time to serve the newest steps."""
     found: list[str] = []
     jobs = _jobs(root, ledger, found)
@@ -245,7 +247,7 @@ def _check_events(job: JobFile, found: list[str]) -> None:
 
 
 def _check_end(job: JobFile, end: dict[str, Any], wrong: Any) -> None:
-    if (result := job.record["result"]) is None:  # which `_jobs` has said
+    if (result := job.record["result"]) is None:  # `_jobs` has already reported it
         return
     if any(result[name] != value for name, value in end["data"].items()):
         wrong(f"its result is {result}, its terminal event says {end['data']}")
@@ -284,9 +286,9 @@ def _check_order(job: JobFile, wrong: Any) -> None:
 
 
 def _check_steps(job: JobFile, wrong: Any) -> None:
-    """Each attempt's optimizer steps are 1, 2, 3, ...; the last one's of a succeeded job are all. A
-    step that another attempt repeats, from the same checkpoint, has the same loss and gradient, bit
-    for bit."""
+    """Each attempt's optimizer steps are 1, 2, 3, ...; the last attempt of a succeeded job has all
+    steps. A step that another attempt repeats, from the same checkpoint, has the same loss and
+    gradient, bit for bit."""
     known: dict[int, dict[str, Any]] = {}
     for attempt, made in job.made_by_attempt.items():
         if made != list(range(1, len(made) + 1)):
@@ -310,8 +312,8 @@ def _check_steps(job: JobFile, wrong: Any) -> None:
 def _check_remains(
     root: Path, ledger: Ledger, jobs: dict[str, JobFile], found: list[str], swept: bool
 ) -> None:
-    """What a job needs only until it ends is gone, and strikes left few temporary names; `swept`:
-    none."""
+    """Files that a job needs only until its end are gone, and strikes left few temporary names.
+    With `swept` no temporary name is left."""
     for job in jobs.values():
         for path in job.directory.iterdir():
             if path.name not in ("job.json", "events.jsonl", "log"):

@@ -1,5 +1,5 @@
-"""The part of `soak.check` that reads checkpoints and what vLLM is said to serve. Shares no
-code with Tandem."""
+"""The part of `soak.check` that reads checkpoints and the records of served steps. Shares no code
+with Tandem."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ ADAPTER, OPTIMIZER = "adapter_model.safetensors", "optimizer/adam.safetensors"
 
 
 def check(root: Path, ledger: Any, jobs: dict[str, Any], found: list[str], *, served: bool) -> None:
-    """Appends to `found` what is wrong with the checkpoints of all runs; `ledger`, `jobs`: see
+    """Appends the violations in the checkpoints of all runs to `found`. `ledger`, `jobs`: see
     `soak.check`."""
     made: dict[str, list[str]] = defaultdict(list)  # by job: its checkpoints
     for run in sorted((root / "runs").iterdir()):
@@ -87,7 +87,8 @@ def _check_origin(path: Path, manifest: dict[str, Any], job: Any, found: list[st
         found.append(f"{name}: its job {job.id} goes from {job.run}@{job.base_step}")
     made = next(reversed(job.made_by_attempt.items()), None)
     steps = [] if made is None else job.steps_by_attempt.get(made[0], [])
-    told = steps and steps[-1]["step"] == made[1][-1]  # else a full volume refused its event
+    # a full volume may have refused the step's event
+    told = steps and steps[-1]["step"] == made[1][-1]
     if told and any(
         manifest["metrics"][key] != steps[-1]["metrics"][key] for key in ("loss", "grad_norm")
     ):
@@ -112,7 +113,7 @@ def _check_weights(
         try:
             adapter = load_file(path / ADAPTER)
             optimizer = load_file(path / OPTIMIZER) if (path / OPTIMIZER).exists() else None
-        except Exception as error:  # safetensors has errors of its own
+        except Exception as error:  # safetensors raises its own types of errors
             found.append(f"{run}/{path.name}: can't be loaded: {error!r}")
             return
         now = {name: value.shape for name, value in adapter.items()}

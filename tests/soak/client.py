@@ -1,5 +1,5 @@
-"""A client that submits, repeats and cancels jobs over HTTP all the time, and writes down what it
-was promised."""
+"""A client that submits, repeats and cancels jobs over HTTP all the time, and records the
+answers."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from soak.stack import API_KEY
 RUNS = ("a", "b", "c")
 PENDING = 3
 """Jobs of a run that wait at the same time."""
-# What the API answers when it can't serve now.
+# The statuses with which the API answers when it can't serve now.
 LATER = (500, 502, 503, 504)
 
 
@@ -82,7 +82,7 @@ class Client:
         elif self._bodies and self._rng.random() < 0.15:
             self._repeat(self._rng.choice(list(self._bodies)))
         elif self._bodies and self._rng.random() < 0.03:
-            # One of the newest, which may wait or run. The answer does not matter.
+            # Cancel one of the newest jobs, which may wait or run. Any answer is fine.
             self.request("POST", f"/v1/jobs/{self._rng.choice(list(self._bodies)[-6:])}/cancel")
         elif self._rng.random() < 0.03:
             self.request(

@@ -51,8 +51,8 @@ CLOCKS = (-400 * 86400.0, -3600.0, -90.0, 90.0, 3600.0, 400 * 86400.0)
 
 
 class Moments:
-    """Waits for a random time, or until a job's newest event, a request or a file is what the
-    moment is called."""
+    """Waits for a random time, or for a moment: the newest event of a job, a request or a file with
+    this name."""
 
     def __init__(self, root: Path, client: Client, rng: random.Random) -> None:
         self._root, self._client, self._rng = root, client, rng
@@ -67,7 +67,7 @@ class Moments:
         return "request" if program == "controller" else self._rng.choice(EVENTS)
 
     def wait(self, moment: str, longest: float, meanwhile: Callable[[], None]) -> str:
-        """What came: the moment, or "random" where it did not come within `longest` seconds. Calls
+        """Returns the moment, or "random" if it did not come within `longest` seconds. Calls
         `meanwhile`."""
         if moment == "random":
             time.sleep(self._rng.uniform(0, min(1.5, longest)))
@@ -109,7 +109,7 @@ class Strikes:
         self._later: list[tuple[float, Victim, signal.Signals]] = []
 
     def kill_container(self, victims: list[Victim]) -> bool:
-        """Whether any of them still lived."""
+        """Signals the programs; returns whether any of them still lived."""
         killed = [victim for victim in victims if victim.send(signal.SIGKILL)]
         for victim in killed:
             self._ledger.write("strike", program=victim.program, how="kill")
@@ -144,7 +144,7 @@ class Conditions:
         self.kinds = ["slow", "clocks", *(["full", "read-only"] if volume.mounted else [])]
 
     def begin(self) -> str | None:
-        """Begin one; its kind."""
+        """Begin a condition; returns its kind."""
         kind = self._rng.choice(self.kinds)
         if kind in self._now or (self.refuses_writes and kind in ("full", "read-only")):
             return None
@@ -177,7 +177,7 @@ class Conditions:
         return bool({"full", "read-only"} & self._now.keys())
 
     def end(self, *, all_now: bool = False) -> None:
-        """End those whose time is over."""
+        """End the conditions whose time is over."""
         over = [kind for kind, end in self._now.items() if all_now or time.monotonic() > end]
         for kind in over:
             del self._now[kind]
@@ -213,7 +213,8 @@ class Conditions:
 
 
 class Damage:
-    """Damages what the spool tolerates, and says so in the ledger where a job suffers from it."""
+    """Damages files whose damage the spool tolerates, and records it in the ledger if a job suffers
+    from it."""
 
     def __init__(self, root: Path, rng: random.Random, ledger: Ledger) -> None:
         self._root, self._rng, self._ledger = root, rng, ledger
@@ -229,8 +230,7 @@ class Damage:
         }
 
     def inflict(self) -> str | None:
-        """The kind of what was damaged: the first, in a random order, of which there is
-        something."""
+        """Damages a file of the first kind, in a random order, that has files. Returns the kind."""
         for kind in self._rng.sample(list(self.kinds), len(self.kinds)):
             try:
                 if self.kinds[kind]():
@@ -278,8 +278,8 @@ class Damage:
         return True
 
     def _half_an_event(self) -> bool:
-        """As a writer that died: under the job's lock, half of a line without its end. More events
-        follow."""
+        """Writes half of a line without its end, under the job's lock, as a writer that died. More
+        events follow."""
         if (path := self._some("jobs/live/[!.]*/*/[!.]*/events.jsonl")) is None:
             return False
         job = path.parent.name.split(",")[-1]
@@ -325,7 +325,7 @@ class Damage:
         return True
 
     def _staged(self) -> bool:
-        """A file that nobody wants in an attempt's work directory."""
+        """Writes an unwanted file into an attempt's work directory."""
         if (path := self._some("jobs/live/[!.]*/*/[!.]*/attempts/*")) is None:
             return False
         (path / self._rng.choice(["exits.json", "error.0.json", "error.7.json"])).write_bytes(
@@ -334,8 +334,8 @@ class Damage:
         return True
 
     def _checkpoint(self) -> bool:
-        """A file of a checkpoint, put back from a copy after a moment. Meanwhile the job that needs
-        it may fail."""
+        """Damages a file of a checkpoint, and restores it from a copy after a moment. In between,
+        the job that needs the file may fail."""
         if (path := self._some("runs/*/checkpoints/*/*")) is None or not path.is_file():
             return False
         job = re.search('"job": "(.*)"', (path.parents[0] / "manifest.json").read_text())

@@ -48,14 +48,15 @@ RESTART_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Victim:
-    """A living process of the soak; `started` tells it from a later one with its pid."""
+    """A living process of the soak. `started` distinguishes it from a later process with the same
+    pid."""
 
     program: str
     pid: int
     started: str
 
     def send(self, number: signal.Signals) -> bool:
-        """Whether there was such a process to signal."""
+        """Signals the process; returns whether it existed."""
         with suppress(OSError, IndexError):
             if _stat(self.pid)[19] == self.started:
                 os.kill(self.pid, number)
@@ -69,8 +70,8 @@ def _stat(pid: int) -> list[str]:
 
 
 class Volume:
-    """The spool's directory: a tmpfs, which can get full and read-only, or where mounting is
-    refused a plain one."""
+    """The spool's directory. It is a tmpfs, which can get full and read-only, or a plain directory
+    if mounting is refused."""
 
     def __init__(self, root: Path, mebibytes: int) -> None:
         self.root = root
@@ -94,14 +95,14 @@ class Volume:
         self._filler.unlink(missing_ok=True)
 
     def read_only(self) -> bool:
-        """Whatever is opened from now on is on a read-only mount of the same volume; open files
-        stay as they are. False if that did not succeed."""
+        """Files that are opened from now on are on a read-only mount of the same volume. Open files
+        are not affected. False if that did not succeed."""
         subprocess.run(["mount", "--bind", str(self.root), str(self.root)], check=True)
         command = ["mount", "-o", "remount,bind,ro", str(self.root)]
         for _ in range(20):
             if subprocess.run(command, check=False, capture_output=True).returncode == 0:
                 return True
-            time.sleep(0.01)  # somebody has opened a file for writing since the bind
+            time.sleep(0.01)  # a process has opened a file for writing since the bind
         self.writable()
         return False
 
@@ -221,7 +222,7 @@ class Stack:
             self.launch_kind = kind
 
     def stop(self, name: str, seconds: float) -> list[str]:
-        """SIGTERM; what is wrong if it does not end within `seconds`."""
+        """Sends SIGTERM. Returns a violation if the program does not end within `seconds`."""
         with self._lock:
             self._commands.pop(name, None)
             process = self._running.pop(name, None)
@@ -308,7 +309,7 @@ class Stack:
         )
 
     def close(self, seconds: float = 90) -> list[str]:
-        """Stop everything; what is wrong if something does not end."""
+        """Stop everything. Returns a violation for each program that does not end."""
         problems = [problem for name in list(self._running) for problem in self.stop(name, seconds)]
         self._closed.set()
         return problems

@@ -1,5 +1,5 @@
-"""Asks the soak's inference servers for what is announced, without a break: a server that says that
-it is ready must have it."""
+"""Asks the soak's inference servers for the announced step without a break. A server that reports
+that it is ready must have this step."""
 
 import threading
 import time
@@ -14,8 +14,8 @@ from tandem.spool.schema import Served
 
 
 class Stranger(threading.Thread):
-    """`urls`: of each server; `headers`: with the API key. It writes down what is wrong, and counts
-    the answers."""
+    """`urls`: the URL of each server. `headers`: headers with the API key. It records violations,
+    and counts the answers."""
 
     def __init__(self, root: Path, urls: list[str], headers: dict[str, str]) -> None:
         super().__init__(name="stranger", daemon=True)

@@ -146,7 +146,7 @@ def doubled_step(lines: list[str]) -> None:
 
 
 def lost_event(lines: list[str]) -> None:
-    """As a writer that went on after half a line of another would lose it."""
+    """The event is lost, as if a writer had appended it to half a line of another writer."""
     assert '"loaded"' in lines.pop(2)
     number(lines)
 
@@ -164,7 +164,7 @@ def later_checkpoint(spool: Path) -> None:
 
 
 def forged(file: str, content: bytes) -> Callable[[Path], object]:
-    """Another file, with a manifest that says so."""
+    """Replaces a file, and changes the manifest to match."""
 
     def apply(spool: Path) -> None:
         (spool / TWO / file).write_bytes(content)
@@ -179,7 +179,7 @@ def forged(file: str, content: bytes) -> Callable[[Path], object]:
     return apply
 
 
-# What the checker says (a regular expression) -> what breaks the spool.
+# The checker's message (a regular expression) -> the change that breaks the spool.
 BREAKS: dict[str, Callable[[Path], object]] = {
     "gone: was accepted, and is lost": lambda s: shutil.rmtree(directory_of(s, "gone")),
     r"one: is in \['live', 'ended'\]": lambda s: moved_to_live(s, "one", shutil.copytree),
@@ -298,8 +298,8 @@ def test_the_soaks_own_damage_is_no_violation(good: Path, tmp_path: Path) -> Non
 def test_steps_that_a_full_volume_refused_are_no_violation(
     good: Path, tmp_path: Path, steps: tuple[int, ...]
 ) -> None:
-    """Only where the events were as many while the volume was full, and only if the checkpoint
-    says that the steps were made."""
+    """This is allowed only if the volume was full at this number of events, and only if the
+    checkpoint says that the steps were made."""
     root, ledger = tmp_path / "spool", Ledger.read(good / "ledger")
     shutil.copytree(good / "spool", root)
 
@@ -308,7 +308,7 @@ def test_steps_that_a_full_volume_refused_are_no_violation(
         number(lines)
 
     events("one", leave_out)(root)
-    place = 2 + steps[0]  # behind `claimed`, `started`, `loaded` and the steps that were told
+    place = 2 + steps[0]  # after `claimed`, `started`, `loaded` and the reported steps
     assert violations(root, ledger) != []
     for elsewhere in ((0, place - 1), (place + 1, 9)):
         ledger.full = {"one": [elsewhere]}

@@ -1,7 +1,7 @@
 """`python -m soak.vllm`: the tests' fake vLLM as a program, for a spool with real checkpoints.
 
 The log-probs of a probe's tokens under an adapter are those that the trainer wrote into the
-manifest of the checkpoint with these very bytes, so the publisher verifies what it loaded. Starting
+manifest of the checkpoint with these very bytes, so the publisher's verification works. Starting
 takes a third of a second.
 """
 

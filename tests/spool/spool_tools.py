@@ -1,4 +1,4 @@
-"""What the spool's tests share."""
+"""Helpers of the spool's tests."""
 
 import os
 import time
@@ -77,7 +77,7 @@ def submit(
     created: float | None = None,
     **more,
 ) -> Job:
-    """`created`: what the clock says."""
+    """`created`: the time by the clock."""
     named = {"run": run, "job_id": job_id, "fingerprint": "f", "base_step": base_step}
     return spool.queue.submit(
         maker(run, **more), **named, now=time.time if created is None else lambda: created
@@ -132,7 +132,7 @@ def failed(message: str = "no") -> JobResult:
 
 
 def train_one(spool: Spool, run: str = "r") -> Job:
-    """One job from submission to the end."""
+    """Runs one job from its submission to its end."""
     job = start(spool, run=run)
     commit(spool, job)
     spool.queue.finish(job, succeeded(job))

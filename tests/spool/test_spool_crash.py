@@ -1,7 +1,7 @@
 """A death at every system call of every operation, torn writes included.
 
-After each death a newly opened spool shows the state before the operation or after it. Calling it
-again (what a client or a new runner does) completes it, to the same state as without the death.
+After each death a newly opened spool shows the state before the operation or after it. A second
+call, by a client or a new runner, completes the operation to the same state as without the death.
 """
 
 import shutil
@@ -36,7 +36,7 @@ from tandem.system.logs import Log
 
 
 def summary(spool: Spool) -> dict:
-    """The state as everybody sees it: no times, no random names. Reads whole files, and verifies
+    """The state that readers see, without times and random names. Reads whole files, and verifies
     every checkpoint."""
     state: dict = {"runs": {}, "jobs": {}}
     for spec in spool.runs.list():
@@ -68,8 +68,8 @@ def summary(spool: Spool) -> dict:
 
 
 def remains(spool: Spool) -> list[str]:
-    """What no job needs any more (apart from temporary names, which are removed once they are an
-    hour old, and with their job)."""
+    """Files that no job needs any more. Temporary names are left out, because they are removed with
+    their job or after an hour."""
     found = [*spool.jobs.index.junk()]
     running = {job.spec.id for _, job in spool.jobs.list(states=("running",))}
     found += [
@@ -87,7 +87,8 @@ def remains(spool: Spool) -> list[str]:
 class Case:
     prepare: Callable[[Spool], object]
     operate: Callable[[Spool], object]
-    # Each of these completes the operation after a death; none: the operation again.
+    # Each of these calls completes the operation after a death. If there is none, the operation is
+    # repeated.
     complete: tuple[Callable[[Spool], object], ...] = ()
     # An operation of several commits may show this state too, after a death between them.
     between: Callable[[dict], bool] = lambda state: False
@@ -150,8 +151,8 @@ def recover_then_cancel(spool: Spool) -> None:
 
 
 def recover_then_claim(spool: Spool) -> None:
-    """What a new runner does after one that died in `claim`: the attempt it may have begun
-    counts."""
+    """Recover and claim as a new runner does after an earlier runner died in `claim`. If the dead
+    runner had begun an attempt, this attempt counts."""
     recover(spool, "new")
     claimed = spool.queue.claim("new")
     assert claimed.attempt in (1, 2)
@@ -175,7 +176,8 @@ def fork(spool: Spool) -> None:
 
 
 def commit_again(spool: Spool) -> None:
-    """The next attempt: a checkpoint that this job made already is not made again."""
+    """Runs the next attempt. If the job has already made its checkpoint, the checkpoint is not made
+    again."""
     try:
         assert spool.checkpoints.manifest("r", 1).job == "j"
     except NotFound:
@@ -187,7 +189,7 @@ def delete(spool: Spool) -> None:
     try:
         shutil.rmtree(delete_run(spool, "logged"))
     except NotFound:
-        prune(spool, Settings())  # what the sweeper does
+        prune(spool, Settings())  # the sweeper's call
     sweep(spool)
 
 
@@ -235,7 +237,7 @@ def test_dying_anywhere(memory_path, monkeypatch, name):
     case = CASES[name]
     if case.prepare is prepare_old:
         monkeypatch.setattr(recovery, "STALE_SECONDS", -1.0)
-        # The log's writes are none of the volume's.
+        # The log's writes don't go to the volume.
         monkeypatch.setattr(Log, "info", lambda *_, **__: None)
     template, undisturbed, dead, again = (
         memory_path / part for part in ("template", "undisturbed", "dead", "again")
@@ -275,4 +277,4 @@ def test_dying_anywhere(memory_path, monkeypatch, name):
         pytest.fail("it never ended")
     assert len(seen) > 2
     assert seen[0] == before
-    assert before == after or after in seen  # dying after the commit was tried too
+    assert before == after or after in seen  # a death after the commit was tested, too

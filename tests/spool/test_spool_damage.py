@@ -1,4 +1,4 @@
-"""One damaged file: it is named, and everything else goes on. `tests/fuzz` looks for more of
+"""One damaged file: the error names it, and everything else goes on. `tests/fuzz` looks for more of
 these."""
 
 import json
@@ -42,7 +42,7 @@ def make_loop(path: Path) -> None:
 
 
 def make_link(path: Path) -> None:
-    """To a file that is whole, so that only the link is wrong."""
+    """The link leads to an intact file, so that only the link is wrong."""
     target = path.with_name(f".tmp-{path.name}")
     if path.exists():
         path.rename(target)
@@ -55,7 +55,7 @@ def make_fifo(path: Path) -> None:
 
 
 def make_sparse(path: Path) -> None:
-    """2 GiB that take no space: a reader that takes all of it fails."""
+    """A sparse file of 2 GiB. A reader that reads all of it fails."""
     path.unlink(missing_ok=True)
     path.touch()
     os.truncate(path, 2**31)
@@ -182,7 +182,7 @@ def test_links_that_lead_nowhere_have_no_size(tmp_path: Path) -> None:
 def test_a_job_that_one_look_finds_cut_off_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So a FUSE mount that caches sizes shows a file that was replaced a moment ago."""
+    """A FUSE mount that caches sizes shows a recently replaced file in this way."""
     spool = spool_with_run(tmp_path)
     job = start(spool)
     looks, read_bytes = list[Path](), fs.read_bytes

@@ -1,5 +1,5 @@
-"""An attempt that was ended can't commit, append or offer, however late its processes go on: on one
-mount, and through a second one (bindfs) that caches names and shares no locks."""
+"""An ended attempt can't commit, append or offer, however late its processes go on. The tests use
+one mount, and a second mount (bindfs) that caches names and shares no locks."""
 
 import multiprocessing
 import os
@@ -47,8 +47,8 @@ def seen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 def commit_as_rank(attempt: Attempt, job: Job, check: Callable[[], None], *, handle: int) -> None:
-    """Commits what is staged. `handle` (of the attempt's directory; -1: none): the rename takes the
-    name from there, as an NFS client does that has opened the directory before."""
+    """Commits the staged checkpoint. `handle` (of the attempt's directory; -1: none): the rename
+    takes the name from there, as an NFS client does that has opened the directory before."""
 
     def rename(source: Path, target: Path) -> None:
         os.rename(source.name, target, src_dir_fd=handle)
@@ -133,7 +133,9 @@ def test_of_a_commit_and_the_fence_exactly_one_wins(
 ) -> None:
     races = RACES[request.config.option.all_cases]
     runner, choice, won = Spool(tmp_path / "spool"), random.Random(1), {True: 0, False: 0}
-    longest = 0.02  # that the fence waits; follows the machine's load, so that each wins at times
+    # seconds that the fence waits. They follow the machine's load, so that commit and fence each
+    # win sometimes
+    longest = 0.02
     for number in range(races):
         job = start(runner, f"j{number}")
         attempt = stage_for(runner, job, b"of attempt 1")
@@ -148,7 +150,8 @@ def test_of_a_commit_and_the_fence_exactly_one_wins(
             time.sleep(delay)
             try:
                 commit_as_rank(attempt, job, attempt.check, handle=handle)
-            except (OSError, TandemError):  # also: the files vanish while they are hashed
+            # in another case, the files vanish while they are hashed
+            except (OSError, TandemError):
                 os._exit(3)
 
         process = FORK.Process(target=rank)
@@ -216,7 +219,7 @@ def test_what_can_not_be_fenced_is_not_put_back(
             with pytest.raises(SpoolUnusable, match="could still make its checkpoint"):
                 end()
     assert spool.jobs.get("j")[0] == "running"
-    with pytest.raises(Conflict):  # the mark is there already
+    with pytest.raises(Conflict):  # the fence's mark exists already
         Attempt(spool, "j", 1).event("step")
     assert spool.queue.requeue(job, LOST) == "queued"
 

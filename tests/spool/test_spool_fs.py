@@ -51,7 +51,7 @@ def test_write_atomic_replaces_whole_and_cleans_up(tmp_path, monkeypatch, failin
 
 
 def test_what_is_renamed_was_synced_first_and_its_directory_after(tmp_path, monkeypatch):
-    """The order that makes a rename a commit: content, rename, directory."""
+    """The order of syncs that makes a rename a commit: content, rename, directory."""
     log = []
 
     def fsync(fd, real=os.fsync):
@@ -77,7 +77,7 @@ def test_what_is_renamed_was_synced_first_and_its_directory_after(tmp_path, monk
     assert [log[0][0], *log[1:]] == ["fsync", ("rename", "file"), ("fsync", "in")]
 
     def committed(name: str, files: set[str]) -> list[tuple[str, str]]:
-        """What comes after the rename to `name`, before which all `files` were synced."""
+        """The calls after the rename to `name`. Checks that all `files` were synced before it."""
         moved = log.index(("rename", name))
         assert {("fsync", file) for file in files} <= set(log[:moved])
         return log[moved + 1 :]
@@ -121,7 +121,7 @@ def test_rename_dir_refuses_an_existing_target(tmp_path, monkeypatch):
 
 
 def test_a_volume_that_syncs_no_directories_is_taken(tmp_path, monkeypatch):
-    """As CIFS, which answers EINVAL."""
+    """CIFS answers EINVAL."""
 
     def fsync(fd, real=os.fsync):
         if Path(f"/proc/self/fd/{fd}").is_dir():
@@ -173,7 +173,7 @@ def test_locks_exclude_processes_and_die_with_their_holder(tmp_path):
 
 
 def test_a_lock_that_can_not_be_asked_is_no_dead_runner(tmp_path, monkeypatch):
-    """Else vLLM would wake on the GPUs of a job."""
+    """Otherwise vLLM would wake on the GPUs of a job."""
     spool, now = spool_with_run(tmp_path), time.time()
     spool.hold.put(
         Hold(
@@ -202,7 +202,7 @@ def test_a_lock_that_can_not_be_asked_is_no_dead_runner(tmp_path, monkeypatch):
 def test_a_hold_is_its_runners_also_after_the_clock_was_set_back(tmp_path, writer, live):
     spool = spool_with_run(tmp_path)
     ends, told = os.pipe(), os.pipe()
-    if (pid := os.fork()) == 0:  # the runner itself must not ask
+    if (pid := os.fork()) == 0:  # the process that checks must not hold the lock itself
         with spool.runner_lock("r"):
             os.write(told[1], b"x")
             os.read(ends[0], 1)
@@ -266,7 +266,8 @@ def test_absence_is_believed_only_after_the_directory_was_opened(tmp_path, monke
 
 
 def test_a_stale_handle_is_not_an_absent_file(tmp_path, monkeypatch):
-    """An absent job would be removed from the queue, and an absent hold would wake vLLM."""
+    """A job that seems absent would be removed from the queue, and a hold that seems absent would
+    let vLLM wake."""
     (path := tmp_path / "file").write_text("x")
     real, stale = fs.read_plain, [3]
 
@@ -298,7 +299,7 @@ def test_no_number_of_settled_directories_is_too_many(memory_path, monkeypatch):
 
 
 def test_a_listing_is_remembered_only_once_its_directory_has_settled(tmp_path, monkeypatch):
-    """Two changes within one tick of the file system's clock leave one mtime."""
+    """Two changes within one tick of the file system's clock leave the same mtime."""
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
     (tmp_path / "a").touch()
@@ -349,7 +350,7 @@ def test_threads_list_directories_while_others_come_and_go(tmp_path: Path) -> No
             child.rmdir()
             assert listing(parent) == ()
 
-    for number in range(500):  # it takes a while to look through all that are known
+    for number in range(500):  # the search of all known records takes a while
         (known := tmp_path / "known" / str(number)).mkdir(parents=True)
         listing(known)
     interval = sys.getswitchinterval()
@@ -378,7 +379,7 @@ def test_listings_of_directories_that_are_gone_leave_nothing(memory_path: Path) 
 
 
 def growth(read: Callable[[int], object]) -> int:
-    """Bytes that stay of 2,000 records with names of their own."""
+    """Bytes that stay in memory after 2,000 records with different names."""
     for number in range(200):
         read(number)
     tracemalloc.start()

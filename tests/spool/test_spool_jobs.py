@@ -37,7 +37,7 @@ def types(spool: Spool, job_id: str) -> list[str]:
 
 
 def places(spool: Spool, job_id: str) -> list[str]:
-    """Where the job's directory is below jobs/, and what is in it."""
+    """The place of the job's directory below jobs/, and its content."""
     (directory,) = [path for path in spool.paths.jobs.rglob(f"*,{job_id}*") if path.is_dir()]
     found = [directory.relative_to(spool.paths.jobs).parts[0]]
     found += sorted(path.name for path in directory.iterdir())
@@ -107,14 +107,15 @@ def test_the_chain_of_base_steps(spool):
         assert tree(spool.root) == before
     assert submit(spool, "c", base_step=2).spec.base_step == 2
     a = spool.queue.claim("me")
-    commit(spool, a)  # a is still running, and its checkpoint is there: it does not count twice
+    commit(spool, a)  # a still runs although its checkpoint exists: it must not count twice
     assert spool.queue.next_base("r") == 3
     spool.queue.finish(a, succeeded(a))
     assert spool.queue.next_base("r") == 3
     b = spool.queue.claim("me")
     assert b.spec.id == "b"
     spool.queue.finish(b, failed())
-    # c can't start from 2, which nobody makes: what comes next starts where the chain ends.
+    # c can't start from step 2, because no job makes step 2. The next job starts from the end of
+    # the chain.
     assert [job.spec.id for _, job in spool.jobs.pending("r")] == ["c"]
     assert spool.queue.next_base("r") == 1
 
@@ -140,8 +141,8 @@ def test_a_submission_that_fails_leaves_no_trace(spool):
 
 
 def test_claims_are_oldest_first_and_one_per_run(spool):
-    """In a run the lower base step is the older job, also where a second controller's clock is an
-    hour behind."""
+    """In a run the job with the lower base step is the older one, even if a second controller's
+    clock is an hour behind."""
     add_run(spool, "q")
     now = time.time()
     for job_id, run, at in (
@@ -159,8 +160,8 @@ def test_claims_are_oldest_first_and_one_per_run(spool):
 
 
 def test_jobs_of_a_run_are_created_in_the_order_in_which_they_are_queued(spool):
-    """`tandem track` reads a run's jobs in this order. While `slow` is packed, `fast` comes and is
-    queued."""
+    """`tandem track` reads a run's jobs in this order. `fast` is submitted and queued while `slow`
+    is packed."""
 
     def packs_long(job_id, base_step, directory):
         spec = maker()(job_id, base_step, directory)
@@ -170,7 +171,7 @@ def test_jobs_of_a_run_are_created_in_the_order_in_which_they_are_queued(spool):
     slow, new = spool.queue.submit(
         packs_long, run="r", job_id="slow", fingerprint="f", base_step=None
     )
-    # By another controller, whose clock is behind.
+    # Submitted by another controller, whose clock is behind.
     last = submit(spool, "behind", created=slow.spec.created - 3600)
     jobs = [job for _, job in spool.jobs.list("r")]
     assert [(job.spec.id, job.spec.base_step) for job in jobs] == [
@@ -193,7 +194,7 @@ def test_a_lease_lasts_while_the_job_runs(spool):
     lease = spool.leases.get("j")
     assert lease == before.model_copy(update={"phase": "training", "beat": lease.beat})
     assert lease.beat > before.beat
-    # As a newer version may write it:
+    # A newer version may write such a record:
     spool.paths.lease_file("j").write_text(json.dumps(lease.model_dump() | {"new": 1}))
     assert spool.leases.get("j") == lease
     spool.queue.finish(job, failed())
@@ -263,7 +264,7 @@ def test_finish_needs_a_running_job_and_its_first_result_stands(spool):
 
 
 def test_recover_says_what_was_lost(spool):
-    """(Random lives and deaths at each call show that it puts every job in order.)"""
+    """(Random histories with deaths at each call check that it repairs every job.)"""
     add_run(spool, "q")
     lost, other = start(spool, "lost"), start(spool, "other", "q")
     spool.leases.write(lost, "dead", "training")
@@ -315,7 +316,8 @@ def test_sweep_of_old_remains_only(spool):
             os.utime(path, (time.time() - age,) * 2)
         recover(spool, "me")
         assert [path.exists() for path in remains] == [age < 3600] * len(remains)
-    assert (spool.paths.data_dir("queued") / "tokens.npy").exists()  # its job is there, however old
+    # its job still exists, although it is old
+    assert (spool.paths.data_dir("queued") / "tokens.npy").exists()
     assert temporary_names(spool.root) == []
 
 
@@ -331,14 +333,14 @@ def test_what_a_dead_process_left_in_a_job_goes_with_its_end(spool):
 @pytest.mark.parametrize("complete", [lambda spool: spool.queue.claim("me"), recover])
 @pytest.mark.parametrize("named", [True, False])
 def test_a_cancellation_that_died_half_way_is_completed_by_the_runner(spool, named, complete):
-    """`named`: its name in active/ is there, which a loss of power may take."""
+    """`named`: whether its name in active/ exists; a loss of power may remove this name."""
     job = submit(spool, "j")
     result = JobResult(state="cancelled", finished=time.time())
     decided = job.model_copy(update={"state": "cancelled", "result": result})
     job_path(spool, "j").write_text(decided.model_dump_json())
     if named:
         spool.paths.active_file(job.key).touch()
-    assert spool.jobs.get("j")[0] == "queued"  # decided, but nobody has been told
+    assert spool.jobs.get("j")[0] == "queued"  # the job is decided, but has no terminal event yet
     assert spool.queue.next_base("r") == (0 if named else 1)
     complete(spool) if complete is not recover else recover(spool, "me")
     assert types(spool, "j") == ["cancelled"]
@@ -381,7 +383,7 @@ def test_paging_through_the_jobs_of_all_states(spool):
 
 
 def test_a_claim_and_a_submission_do_not_read_the_queue(spool, monkeypatch):
-    """What they list and read is the same with 10 and with 2,500 jobs queued and as many ended."""
+    """They list and read the same files with 10 queued and 10 ended jobs as with 2,500 of each."""
     add_run(spool, "q")
 
     def cost() -> tuple[int, int]:
@@ -418,7 +420,7 @@ def test_a_claim_and_a_submission_do_not_read_the_queue(spool, monkeypatch):
     cost()
     many = cost()
     assert many[1] <= few[1] + 2
-    # The run's first directory of live jobs, some times; a sixteenth of the ended ones.
+    # The run's first directory of live jobs, several times, and a sixteenth of the ended jobs.
     assert many[0] <= few[0] + 1600, many
 
 
@@ -460,7 +462,7 @@ def test_a_damaged_queued_job_is_set_aside_with_its_end_and_the_rest_goes_on(spo
     assert not file.exists()
     (aside,) = spool.paths.damaged.iterdir()
     assert (aside / "job.json").read_text() == "{"
-    (event,) = spool.events.read("j")  # who waits for the job is told
+    (event,) = spool.events.read("j")  # waiting clients get the end
     assert (event.type, event.data["error"]["type"]) == ("failed", "job_damaged")
     with refused(NotFound, "id", match="damaged"):
         spool.jobs.get("j")
@@ -476,7 +478,7 @@ def test_a_start_that_the_volume_refuses_to_undo_is_undone_by_the_next_claim(spo
     def refuse(*arguments, **data):
         raise SpoolUnusable("read-only")
 
-    # It becomes read-only before the job's file is replaced.
+    # The volume becomes read-only before the job's file is replaced.
     with monkeypatch.context() as patch:
         patch.setattr(Events, "append", refuse)
         patch.setattr(fs, "remove_file", refuse)
@@ -571,7 +573,7 @@ def test_a_job_of_a_newer_version_waits_for_it(spool):
 
 @pytest.mark.parametrize("state", ["queued", "running"])
 def test_nothing_goes_on_beside_a_job_of_a_newer_version(spool, monkeypatch, state):
-    """Its file can't be read, but the file's name says which job, run and step it is."""
+    """The job's file can't be read, but its name contains the job, the run and the step."""
     monkeypatch.setattr(recovery, "STALE_SECONDS", -1.0)
     submit(spool, "newer") if state == "queued" else start(spool, "newer")
     path = job_path(spool, "newer")

@@ -1,5 +1,5 @@
-"""A loss of power right after an operation takes back nothing of it. Whatever was not synced is
-lost here."""
+"""A loss of power right after an operation takes back nothing of it. In these tests everything that
+was not synced is lost."""
 
 import os
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tandem.system.logs import Log
 
 
 class Disk:
-    """What is on the disk: of each file and directory what it had when it was last synced."""
+    """The content of the disk: each file and directory as of its last sync."""
 
     def __init__(self) -> None:
         # Directory -> inode of each name, and if it is one.
@@ -43,7 +43,7 @@ class Disk:
             yield
 
     def write(self, directory: int, target: Path) -> None:
-        """Write what is left of a directory (inode)."""
+        """Write the remaining content of a directory (inode)."""
         target.mkdir()
         for name, (inode, is_directory) in self._names.get(directory, {}).items():
             if is_directory:

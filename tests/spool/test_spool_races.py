@@ -1,5 +1,5 @@
-"""Several processes at once on one spool: nobody loses a job, nobody has one twice; and random
-lives of jobs."""
+"""Several processes at once on one spool: no job is lost, and none is taken twice. Also random
+histories of jobs."""
 
 import multiprocessing
 import os
@@ -46,7 +46,7 @@ def may_conflict(field: str) -> Iterator[None]:
 
 
 def together(*works) -> None:
-    """Runs each in a process of its own, started at one moment; fails if one fails."""
+    """Runs each function in a process of its own, all started at one moment. Fails if one fails."""
     barrier = FORK.Barrier(len(works))
 
     def start(work):
@@ -81,7 +81,7 @@ def test_the_same_submission_from_many_processes_is_one_job(spool):
 
 @pytest.mark.parametrize(("base_steps", "jobs"), [([None] * 8, 24), (range(6), 6)])
 def test_submissions_to_one_run_form_one_chain(spool, base_steps, jobs):
-    """Of several with the same base step, one gets it."""
+    """Of several submissions with the same base step, exactly one succeeds."""
 
     def send():
         for base_step in base_steps:
@@ -94,7 +94,7 @@ def test_submissions_to_one_run_form_one_chain(spool, base_steps, jobs):
 
 def test_claims_cancels_requeues_and_submissions_race(spool):
     """Two claimers, two cancellers, a submitter and a reader; every job ends once, and its events
-    tell one story."""
+    are consistent."""
     runs = [f"run{i}" for i in range(4)]
     for run in runs:
         add_run(spool, run)

@@ -1,5 +1,5 @@
-"""Runs are deleted, old checkpoints and ended jobs removed; what something needs stays; a death
-leaves nothing half."""
+"""Runs are deleted, and old checkpoints and ended jobs are removed. Files that are still needed
+stay, and a death leaves no half-removed directory."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ from tandem.spool.removal import delete_checkpoint, delete_run, prune
 from tandem.spool.schema import RLJob, RLLoss
 
 NEWEST = Settings(keep_checkpoints=1)
-NOW_OLD = Settings(keep_days=1e-9)  # whatever ended before this moment is too old
+NOW_OLD = Settings(keep_days=1e-9)  # jobs that ended before this moment are too old
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +194,7 @@ def test_the_age_of_a_job_counts_from_its_end(spool):
 
 
 def test_a_directory_that_can_not_be_removed_yet_keeps_its_name(spool, monkeypatch):
-    """A longer one at each try would at last be too long."""
+    """If each try made the name longer, the name would finally be too long."""
     left = spool.root / "runs" / f"{fs.TEMPORARY}{fs.new_ulid()}"
     left.mkdir()
     with monkeypatch.context() as patch:
@@ -228,7 +228,7 @@ def test_what_can_not_be_removed_keeps_nothing_of_the_others(spool, monkeypatch)
 
 
 def test_a_fork_that_takes_long_is_not_swept_away(spool, monkeypatch):
-    """The time of its directory is that of the first file in it."""
+    """The time of its directory is the time of its first file."""
     monkeypatch.setattr(recovery, "STALE_SECONDS", 3600.0)
     staged = spool.root / "runs" / f"{fs.TEMPORARY}{fs.new_ulid()}"
     (staged / "checkpoints").mkdir(parents=True)
@@ -243,7 +243,7 @@ def test_a_fork_that_takes_long_is_not_swept_away(spool, monkeypatch):
 
 
 def test_a_fork_whose_files_take_long_to_hash_is_not_swept_away(spool, monkeypatch):
-    """Each takes 50 minutes."""
+    """Each removal takes 50 minutes."""
     train_one(spool)
     monkeypatch.setattr(recovery, "STALE_SECONDS", 3600.0)
     sha256_file = fs.sha256_file
@@ -261,7 +261,7 @@ def test_a_fork_whose_files_take_long_to_hash_is_not_swept_away(spool, monkeypat
 
 
 def damage(spool: Spool, job_id: str, hours: float) -> None:
-    """Damages a job's file, which was set aside so many hours ago then."""
+    """Damages a job's file, as if the job had been set aside this number of hours ago."""
     directory = spool.paths.job_dir(job_id)
     spool.paths.job_file(job_id).write_text("{")
     spool.jobs.list()

@@ -353,7 +353,7 @@ def merged_steps(spool: Spool) -> list[str]:
 
 
 def test_merged_weights_of_the_two_newest_and_the_served_step_stay(spool: Spool) -> None:
-    """vLLM may read those of the step before the newest, which is not served yet."""
+    """vLLM may read the weights of the previous step, because the newest step is not served yet."""
     for step in (1, 2, 3, 4):
         assert write_merged(spool, of_step(step, f"job-{step}")) == 700
         if step == 1:
@@ -381,7 +381,7 @@ def test_merged_weights_belong_to_one_checkpoint(spool: Spool) -> None:
 
 
 def test_late_merged_weights_take_no_newer_ones_away(spool: Spool) -> None:
-    """An attempt that was ended may write them long after the next attempt's."""
+    """An ended attempt may write its weights long after the next attempt has written its own."""
     late, newer = of_step(1, "discarded"), of_step(1, "in the chain", created=2.0)
     write_merged(spool, newer)
     before = spool.merged.find(newer)

@@ -99,8 +99,8 @@ def two_jobs(root: Path) -> Spool:
     return spool
 
 
-# Everything that writes, with `first` running and `other` queued. On a full volume those in LATER
-# may do a part.
+# All operations that write, with `first` running and `other` queued. On a full volume the
+# operations in LATER may do a part of their work.
 OPERATIONS: dict[str, Callable[[Spool], object]] = {
     "create": lambda spool: Spool.create(spool.root / "below"),
     "create run": lambda spool: add_run(spool, "new"),
@@ -171,7 +171,7 @@ def test_read_only_is_refused(tmp_path):
     spool.queue.claim("runner")
     before = tree(root)
     with read_only(root):
-        assert Spool(root).jobs.get("first")[0] == "running"  # what only reads goes on
+        assert Spool(root).jobs.get("first")[0] == "running"  # operations that only read go on
         for name, operate in OPERATIONS.items():
             with pytest.raises((SpoolUnusable, OSError), match=r"(?i)read-only") as caught:
                 operate(spool)
@@ -189,7 +189,7 @@ def test_a_really_full_volume(tmp_path):
             while file.write(b"\0" * 4096):
                 pass
         before = tree(root)
-        # Programs start while it is full, and wait.
+        # Programs start while the volume is full, and wait.
         assert Spool.create(root).jobs.get("other")[0] == "queued"
         for name in ("submit", "create run", "claim", "finish", "fork"):
             with pytest.raises(SpoolUnusable, match=r"(?s)full.*free space"):
@@ -205,18 +205,19 @@ def test_a_really_full_volume(tmp_path):
 def test_how_often_each_change_of_a_job_syncs_the_volume(spool, monkeypatch):
     for number in range(3):
         submit(spool, f"j{number}", created=1e9)
-    spool.queue.finish(spool.queue.claim("me"), failed())  # every directory is there now
+    spool.queue.finish(spool.queue.claim("me"), failed())  # every directory exists now
     synced = []
     monkeypatch.setattr(os, "fsync", lambda fd, real=os.fsync: synced.append(fd) or real(fd))
     submit(spool, "new", created=1e9)
-    # The data and the job, each with its directory, and the directory of jobs.
+    # The syncs: the data and the job, each with its directory, and the directory of jobs.
     assert len(synced) == 5
     job = spool.queue.claim("me")
-    assert len(synced) == 5 + 4  # the job and its first event, each with its directory
+    assert len(synced) == 5 + 4  # syncs of the job and its first event, each with its directory
     commit(spool, job)
     synced.clear()
     spool.queue.finish(job, succeeded(job))
-    # The result with its directory, the event, the directories that the job moves from and to.
+    # The syncs: the result with its directory, the event, and the directories between which the job
+    # moves.
     assert len(synced) == 5
     job = spool.queue.claim("me")
     synced.clear()
@@ -318,7 +319,7 @@ def test_two_users_of_one_group_share_a_spool():
 
     def begin():
         def write(checkpoint):
-            # As safetensors' own writer leaves it.
+            # With the mode that safetensors' own writer sets.
             (checkpoint / "adapter_model.safetensors").touch(0o600)
 
         spool = Spool.create(directory)

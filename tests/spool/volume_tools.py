@@ -1,5 +1,5 @@
-"""Volumes: what is on them and what they refuse, full and read-only ones, and processes that die
-while they write."""
+"""Tools for volumes: their content, full and read-only volumes, and processes that die while they
+write."""
 
 import errno
 import io
@@ -17,8 +17,8 @@ from tandem.errors import TandemError
 
 
 def tree(root: Path) -> dict[str, bytes | None]:
-    """Every path under root with its content; directories map to None. Without what is removed
-    meanwhile."""
+    """Every path under root with its content; directories map to None. Files that are removed
+    during the walk are left out."""
     found: dict[Path, bytes | None] = {}
     for here, directories, files in root.walk():
         found |= dict.fromkeys(here / name for name in directories)
@@ -36,14 +36,14 @@ _CHANGES = ("write", "fsync", "rename", "replace", "unlink", "mkdir", "rmdir", "
 
 
 class DiedError(BaseException):
-    """The end of a process that `dying_at` stands for."""
+    """Raised by `dying_at` in place of the end of a process."""
 
 
 @contextmanager
 def dying_at(count: int) -> Iterator[None]:
     """Raises DiedError instead of the `count`-th call within that changes the file system, and of
-    all calls after it: a dead process can't clean up. The write that dies writes half of its bytes
-    before; the open that dies empties its file."""
+    all calls after it: a dead process can't clean up. A write that dies writes half of its bytes
+    first; an open that dies empties its file."""
     calls = 0
 
     def mortal(real: Callable) -> Callable:
@@ -71,7 +71,7 @@ def dying_at(count: int) -> Iterator[None]:
 
 
 def full_disk(*args: object) -> NoReturn:
-    """In place of `os.write` and its like."""
+    """Takes the place of `os.write` and similar functions."""
     raise OSError(errno.ENOSPC, "No space left on device")
 
 

@@ -1,9 +1,9 @@
-"""yes/no/maybe learns to the same bits whatever runs the ranks, though the runner is killed.
+"""yes/no/maybe learns the same bits with every executor, although the runner is killed.
 
 Each executor has the whole loop of the example to itself: the controller, a runner, the real vLLM
 and its publisher. Sampling is seeded, so the same weights answer with the same tokens and
 log-probs, and the next job has the same data. A test says which of the two differs first: the data
-of a step, or the weights that its job made of the same data.
+of a step, or the weights that a job made from the same data.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ COARSE, SECOND_RL = 0, 3
 
 @dataclass(frozen=True)
 class Learned:
-    """The loop's end with one executor."""
+    """The loop's results with one executor."""
 
     report: dict[str, Any]
     data: list[str]

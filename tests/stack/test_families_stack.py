@@ -1,7 +1,8 @@
-"""The whole stack with a tiny model of each newer family. What is trained is verified and served,
-and answers as it was taught; with `--all-cases` also as `tandem export` merges it, on a stack of
-its own, and, of families that Tandem merges into vLLM's weights, by `TANDEM_WEIGHTS=merged`.
-tests/model/test_vision_wrappers.py compares merged models with their adapters."""
+"""The whole stack with a tiny model of each newer family. The trained step is verified and served,
+and gives the trained answers. With `--all-cases` the tests also serve the model that `tandem
+export` merges, on a stack of its own. For families that Tandem merges into vLLM's weights, they
+also use `TANDEM_WEIGHTS=merged`. tests/model/test_vision_wrappers.py compares merged models with
+their adapters."""
 
 import subprocess
 import sys
@@ -32,7 +33,7 @@ class Family:
     variables: dict[str, str] = field(default_factory=dict)
 
 
-# vLLM's kernels for the CPU take these sizes only.
+# vLLM's kernels for the CPU support only these sizes.
 DELTA_NETS = {
     "num_hidden_layers": 3,
     "head_dim": 32,

@@ -1,5 +1,5 @@
-"""`tandem train sft` and `dpo` as a user runs them, on a whole stack: what is learned, and kills of
-the command."""
+"""`tandem train sft` and `dpo` as a user runs them, on a whole stack: the learned answers, and
+kills of the command."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def command(stack: LocalStack, *arguments: str) -> subprocess.Popen[str]:
 
 
 def lines(stack: LocalStack, *arguments: str) -> list[dict[str, Any]]:
-    """The steps that a command prints, to its end."""
+    """Runs a command to its end. Returns the steps that it prints."""
     out, err = command(stack, *arguments).communicate(timeout=300)
     assert out, err
     return [json.loads(line) for line in out.splitlines()]

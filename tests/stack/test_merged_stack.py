@@ -1,7 +1,7 @@
 """The whole stack with merged weights, by each way to vLLM.
 
 `merge` has a mixture of experts and adapters on its experts too, which the CPU's vLLM can't serve
-as adapters. By the other ways come whole weights from the ranks of real jobs.
+as adapters. In the other ways the ranks of real jobs send whole weights.
 """
 
 import os
@@ -18,8 +18,8 @@ from tandem.errors import Conflict, InvalidInput
 from tiny import write_random_model
 from waiting import until
 
-# With one way only: test_real_model.py has a stack that merges, tests/inference/test_whole_vllm.py
-# a real vLLM that gets whole weights from ranks.
+# By default only one way is tested here: test_real_model.py has a stack that merges, and
+# tests/inference/test_whole_vllm.py a real vLLM that gets whole weights from ranks.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.one_of("stack")]
 RUN = "merged"
 ON_GPUS = DEVICES["TANDEM_DEVICE"] == "cuda"
@@ -76,7 +76,7 @@ def sample(stack: LocalStack, model: str) -> httpx.Response:
 
 
 def test_each_step_is_trained_sent_and_served(stack: LocalStack) -> None:
-    """And no program of the stack listens elsewhere than on loopback, also while weights travel."""
+    """All programs of the stack listen only on loopback, even while weights are sent."""
     with watched(stack.process.pid) as listeners:
         train_send_and_serve(stack)
     assert len(listeners) == 1, listeners
@@ -114,7 +114,7 @@ def train_send_and_serve(stack: LocalStack) -> None:
 
 
 def test_a_run_of_all_weights_takes_the_place_of_a_deleted_one(stack: LocalStack) -> None:
-    """Its step 0 is the base model; later steps come as the adapter's did."""
+    """The run's step 0 is the base model. Later steps are published like the adapters' steps."""
     if way(stack) == "merge":
         pytest.skip("needs whole weights")
     stack.client.delete_run(RUN)
@@ -150,8 +150,8 @@ def test_a_vllm_that_starts_again_answers_nobody_before_it_has_the_newest_step(
     assert {answer.status_code for answer in answers} <= {503, 404, 200}
     assert answers[-1].headers["x-tandem-weights"] == f"{run}@2"
     assert answers[-1].json()["choices"] == expected
-    # The publisher lets requests in before it writes the record; vLLM's start removed the one
-    # before.
+    # The publisher admits requests before it writes the record. vLLM's start removed the earlier
+    # record.
     until(
         "the record is there",
         lambda: (now := stack.spool.served.get(run)) and now.verified > before.verified,

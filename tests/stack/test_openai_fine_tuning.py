@@ -1,5 +1,5 @@
-"""The openai package, unmodified, on a whole stack: a file becomes a model that answers by its
-name, through deaths of the controller."""
+"""The openai package, unmodified, on a whole stack: a file becomes a model that answers under its
+name, although the controller dies several times."""
 
 import io
 import json
@@ -27,7 +27,7 @@ ANSWERS = ["no", "yes"]
 
 
 def lines() -> bytes:
-    """A conversation of each question."""
+    """A conversation about each question."""
     chats = (
         [{"role": "user", "content": q}, {"role": "assistant", "content": ANSWERS[i % 2]}]
         for i, q in enumerate(QUESTIONS)
@@ -36,7 +36,7 @@ def lines() -> bytes:
 
 
 def client(url: str) -> OpenAI:
-    # The controller dies between calls: as many attempts as it needs to come back.
+    # The controller dies between calls. The client retries until it is back.
     return OpenAI(base_url=f"{url}/v1", api_key="test-api-key", max_retries=20)
 
 
@@ -69,7 +69,7 @@ def test_a_file_becomes_a_model_through_deaths_of_the_controller(stack: LocalSta
     done = until("the job's end", ended, 240, poll=0.5)
     assert done.status == "succeeded", done.error
     assert done.fine_tuned_model == f"ft:tiny:tandem:yes-no:{run}@12"
-    # Each part is one job, whoever submitted it.
+    # Each part is one job, even if two controllers submitted it.
     jobs = list(stack.client.list_jobs(run))
     assert [one.spec.base_step for one in jobs] == list(range(12))
     assert {one.state for one in jobs} == {"succeeded"}

@@ -1,4 +1,4 @@
-"""Two steps of RL on the real model of `make demo`, and what it writes and says."""
+"""Two steps of RL on the real model of `make demo`, and the demo's files and messages."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,8 @@ def test_two_steps_of_the_demo_on_the_real_model(
 ) -> None:
     if problem := demo_sums.fetch(MODEL):
         pytest.skip(f"the real model can't be fetched: {problem}")
-    # Its computation grows with the groups; a step asks for another where all rewards are equal.
+    # The computation grows with the number of groups. A step samples another group if all rewards
+    # of a group are equal.
     monkeypatch.setattr(demo_sums, "SHOWN", 2)
     text = demo_sums.configuration(2)
     # A group of six fits in 128 slots, and all slots of a row are computed.
@@ -50,7 +51,8 @@ def test_two_steps_of_the_demo_on_the_real_model(
     assert [line["step"] for line in report["steps"]] == [1, 2]
     assert [line["evaluated"] for line in report["evaluations"]] == [0, 2]
     assert len(lines) == 4
-    # The policy moves, and the trainer's log-probs are those that vLLM sampled with.
+    # The policy moves, and the trainer's log-probs agree with the log-probs with which vLLM
+    # sampled.
     assert all(line["trained"]["grad_norm"] > 0 for line in report["steps"])
     assert all(abs(line["trained"]["kl_sampler"]) < 1e-4 for line in report["steps"])
     assert [data["model"] for data in served] == ["demo@1", "demo@2"]

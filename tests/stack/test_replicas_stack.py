@@ -1,5 +1,6 @@
-"""Two real vLLM servers behind the real HAProxy: yes/no/maybe learns as with one, while requests
-from outside never get a step older than announced, and one of the servers dies by kill -9."""
+"""Two real vLLM servers behind the real HAProxy: yes/no/maybe learns as with one server, although
+one of the servers dies by kill -9. Requests from outside never get an older step than the announced
+one."""
 
 import asyncio
 import shutil
@@ -32,13 +33,13 @@ RUN = "both"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """It takes minutes: for --all-cases."""
+    """The test takes minutes, so it runs only with --all-cases."""
     ways = ["adapter", "merged", "nccl"] if metafunc.config.option.all_cases else []
     metafunc.parametrize("stack", ways, indirect=True, scope="module")
 
 
 def three_ports() -> int:
-    """The first of three ports that nobody uses."""
+    """The first of three consecutive unused ports."""
     while True:
         first = free_ports(1)[0]
         try:
@@ -72,7 +73,7 @@ def ready(stack: LocalStack) -> set[str]:
 
 
 class Stranger(threading.Thread):
-    """Asks for what is announced, without a break, and writes down what is wrong with answers."""
+    """Asks for the announced step without a break, and records wrong answers."""
 
     def __init__(self, stack: LocalStack) -> None:
         super().__init__(daemon=True)
@@ -100,7 +101,7 @@ class Stranger(threading.Thread):
             body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 2}
             answer = httpx.post(url, headers=headers, json=body, timeout=120)
             if answer.status_code in (502, 503):
-                self.unanswered += 1  # both were away; whoever asks tries again
+                self.unanswered += 1  # both servers were away; the client tries again
                 continue
             self.answers += 1
             step = int(answer.headers.get("x-tandem-weights", record.model).rpartition("@")[2])
@@ -144,7 +145,7 @@ def test_two_servers_learn_as_one_does_although_one_dies(stack: LocalStack) -> N
     served = [[event.type for event in of].count("served") for of in events]
     assert set(served) == {1}, "one event for each step"
     if stack.environment["TANDEM_TRANSPORT"] == "nccl":
-        # The steps that were made while one of them was away went to the other alone.
+        # Steps that were made while one server was away were served by the other server alone.
         _, events_of_one = succeeded(stack.client, train(stack.client, RUN, 1, learning_rate=1e-4))
         for one in (events[0], events_of_one):
             sent = [event.data for event in one if event.type == "sent"]

@@ -1,5 +1,5 @@
-"""`tandem rl` on a whole stack with a tiny model: it learns, also when it is killed ten times, and
-the examples run."""
+"""`tandem rl` on a whole stack with a tiny model: it learns, even if it is killed ten times. The
+examples run."""
 
 import importlib
 import json
@@ -51,7 +51,7 @@ def teach(
 
 
 class Rl:
-    """`tandem rl` on an example, with changes to its config, in a directory of its own."""
+    """Runs `tandem rl` on an example with a changed config, in a directory of its own."""
 
     def __init__(self, stack: LocalStack, directory: Path, example: str, **changes: str) -> None:
         text = (EXAMPLES / f"{example}.toml").read_text()
@@ -83,7 +83,7 @@ class Rl:
         )
 
     def finish(self) -> str:
-        """Run it to its end; what it printed."""
+        """Run the command to its end. Returns its output."""
         process = self.start()
         printed, _ = process.communicate(timeout=400)
         assert process.returncode == 0, printed
@@ -102,8 +102,8 @@ class Rl:
 
 
 def check(stack: LocalStack, run: str, first: int, steps: int, bound: int) -> None:
-    """From the jobs' records and events: each step was made once, of groups of its own, within the
-    bound."""
+    """Checks by the jobs' records and events that each step was made once, from groups of its own,
+    within the bound."""
     jobs = [job for _, job in stack.spool.jobs.list(run=run) if job.spec.kind == "rl"]
     assert sorted(job.spec.base_step for job in jobs) == list(range(first, first + steps))
     assert stack.spool.checkpoints.newest(run) == first + steps

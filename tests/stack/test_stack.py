@@ -1,8 +1,8 @@
 """`make demo` learns, and then its stack loses one program after another: every job ends as
 docs/jobs.md says.
 
-All tests share one stack and go on from the state that the one before them left. vLLM takes most of
-a minute to start, so it dies twice only.
+All tests share one stack, and each test continues from the state that the test before it left. vLLM
+takes most of a minute to start, so it dies twice only.
 """
 
 import json
@@ -34,7 +34,8 @@ SERVED_BOUND = 180
 """Longest until a step is served, in seconds."""
 SETTINGS = {
     **DEVICES,
-    # What computes before it forks leaves its children waiting for the second thread.
+    # If a process computes before it forks, its children wait for a second thread that does not
+    # exist.
     "OMP_NUM_THREADS": "2",
     "TANDEM_MAX_MODEL_LEN": "4096",  # a request that runs long enough to be stopped
     "TANDEM_VLLM_STALL_SECONDS": "20",
@@ -49,7 +50,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stack(out: Path) -> Iterator[LocalStack]:
-    """The stack on which the demo has learned. It runs on when the demo is done."""
+    """The stack on which the demo has learned. The stack runs on after the demo's end."""
     stacks: list[LocalStack] = []
 
     @contextmanager
@@ -96,7 +97,7 @@ def test_the_demo_learns(stack: LocalStack, out: Path) -> None:
     rewards = [row["reward"] for row in report["steps"]]
     assert rewards[-1] > rewards[0] + 0.1
     assert (out / "reward.png").stat().st_size > 10_000
-    # The sampler's log-probs are the trainer's, although two programs compute them.
+    # Sampler and trainer compute the same log-probs, although they are two programs.
     assert max(row["metrics"]["kl_sampler"] for row in report["steps"]) < 1e-3
 
 
@@ -136,7 +137,7 @@ def succeeds(stack: LocalStack, job: str) -> int:
 
 
 def is_rank(pid: int) -> bool:
-    """Whether `pid` is a living process of Tandem, not some later process with its number."""
+    """Whether `pid` is a living process of Tandem, not a later process with the same pid."""
     process = processes.read_process(pid)
     try:
         return (
@@ -240,7 +241,7 @@ def test_an_engine_that_stops_is_noticed_while_the_trainers_programs_die(stack: 
 
 
 def test_vllm_dies_while_it_loads_a_checkpoint(stack: LocalStack) -> None:
-    """Sessions of the rollout door end with it."""
+    """Sessions of the rollout door end with vLLM."""
     headers = {"Authorization": f"Bearer {stack.api_key}", "X-Session-ID": "before"}
     door, reward = f"{stack.inference_url}/rollout", {"reward": 1.0}
     asked = {"model": "base", "messages": [{"role": "user", "content": "Is it?"}], "max_tokens": 2}
@@ -263,8 +264,8 @@ def test_vllm_dies_while_it_loads_a_checkpoint(stack: LocalStack) -> None:
 
 
 def test_no_program_listens_for_strangers(stack: LocalStack) -> None:
-    """With adapters; test_merged_stack.py looks at the other transports, and test_real_ranks.py at
-    the other launchers."""
+    """This stack uses adapters. test_merged_stack.py tests the other transports, and
+    test_real_ranks.py the other launchers."""
     with watched(stack.process.pid) as listeners:
         succeeds(stack, submit(stack))
     assert listeners

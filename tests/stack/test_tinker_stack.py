@@ -1,5 +1,5 @@
-"""Tinker's package, unmodified, on a whole stack: a program from a model to samples, with what
-vLLM gives, through deaths of every program."""
+"""Tinker's package, unmodified, on a whole stack: a program from a model to samples from vLLM,
+although every program dies once."""
 
 import subprocess
 import sys
@@ -57,7 +57,7 @@ def test_a_program_trains_and_samples_what_it_trained(
     trained = logprobs(model.forward(DATA, "cross_entropy").result())
     served = sampler.compute_logprobs(prompt([5, 6, 7, 8, 9])).result()
     assert np.abs(np.array(served[1:]) - trained[0]).max() < 1e-4
-    # It is one of Tandem's checkpoints.
+    # The saved state is one of Tandem's checkpoints.
     run = model_of(str(model.model_id)).run
     assert stack.spool.names.find(run, "sampler", "here").step == 1
     assert stack.client.get_run(run).served.step == 1
@@ -71,7 +71,7 @@ def test_a_program_trains_and_samples_what_it_trained(
     after = [logprobs(one.forward(DATA, "cross_entropy").result()) for one in (model, same)]
     assert after[0] == after[1] != trained
 
-    # A loss of the client's, by its gradients, is the built-in one.
+    # A loss that the client computes by its gradients equals the built-in loss.
     def negative(_: object, values: list) -> tuple:
         return -sum(value.sum() for value in values), {}
 
@@ -154,7 +154,7 @@ def test_ranks_leave_and_come_back(client: tinker.ServiceClient, stack: LocalSta
         return not stack.spool.jobs.list(run, states=("queued", "running"))
 
     until("the session's job ends", idle)
-    # The gradients are made again.
+    # The gradients are recomputed.
     stepped = model.optim_step(ADAM).result()
     assert stepped.metrics["grad_norm"] > 0
     assert len([*stack.client.list_jobs(run)]) == 2

@@ -13,10 +13,11 @@ def main(name: str) -> None:
     order = os.environ.get(f"FAKE_{name.upper()}", "run")
 
     def stop(*_: object) -> None:
-        os.write(1, f"{name} stops at {time.time()}\n".encode())  # it may interrupt a print
+        os.write(1, f"{name} stops at {time.time()}\n".encode())  # the signal may interrupt a print
         sys.exit(0)
 
-    # Before it says that it runs, because a test may then stop it at once.
+    # The handler is set before the program reports that it runs, because a test may stop it right
+    # after that.
     signal.signal(signal.SIGTERM, signal.SIG_IGN if order == "stubborn" else stop)
     print(
         f"{name} runs; admin token of {len(os.environ['TANDEM_ADMIN_TOKEN'])} characters",
@@ -28,11 +29,12 @@ def main(name: str) -> None:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     if order == "orphans":
         for _ in range(3):
-            # Its parent is gone at once; it ends a little later, as another process's child.
+            # Its parent ends at once. The child ends a little later, as the child of another
+            # process.
             subprocess.run(["sh", "-c", "sleep 0.2 &"], check=True)
             print("orphaned", flush=True)
     if order == "daemon":
-        # Of a session of its own and deaf to SIGTERM, so supervisord does not end it.
+        # The child has a session of its own and ignores SIGTERM, so supervisord does not end it.
         script = (
             "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
         )

@@ -1,5 +1,5 @@
-"""In vLLM's place: answers GET /<name> with the file FAKE_VLLM/<name>, 404 where there is none; has
-an "engine"."""
+"""Takes the place of vLLM: answers GET /<name> with the file FAKE_VLLM/<name>, or 404 without the
+file. It has an "engine" process."""
 
 import os
 import subprocess

@@ -21,7 +21,8 @@ AB = (
 
 
 class Up:
-    """`programs`: fields of `Program`. Waits for nothing; nothing of it is left after `close`."""
+    """`programs`: fields of `Program`. The constructor does not wait. No process is left after
+    `close`."""
 
     def __init__(
         self, root: Path, role: str = "all", programs: tuple[dict, ...] = AB, **variables: str
@@ -61,7 +62,8 @@ class Up:
         return processes.marked("TANDEM_ROOT", str(self.root))
 
     def pid(self, *words: str) -> int:
-        """Of the process whose command line ends with these words, or has them after `-m`."""
+        """The pid of the process whose command line ends with these words, or has them after
+        `-m`."""
         for process in self.left():
             with suppress(OSError):  # another one, which has ended by now
                 line = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")

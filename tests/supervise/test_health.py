@@ -57,8 +57,8 @@ def test_a_trainer_is_healthy_while_its_runner_runs_and_holds_the_lock(up, tmp_p
 
 @contextmanager
 def server(port: int, answers: dict[str, tuple[int, Any]]) -> Iterator[set]:
-    """Answers each path with (status, body), but with the half of a body where that is None; the
-    paths and keys that it was asked for."""
+    """Answers each path with (status, body); if this is None, with half of a body. Yields the
+    requested paths and keys."""
     requests = set()
 
     class Handler(BaseHTTPRequestHandler):
@@ -93,7 +93,7 @@ def test_inference_is_healthy_when_vllm_lists_the_base_model(up):
         assert check(stack.environment, "inference") == (0, "inference is healthy")
         assert ("/v1/models", "Bearer first") in requests
         stack.until("ready after")
-        # Merged weights are known by the names of their run alone.
+        # Merged weights are recognised only by the names of their run.
         answers["/v1/models"] = (200, {"data": [{"id": "run@1"}, {"id": "run"}]})
         merged = stack.environment | {"TANDEM_WEIGHTS": "merged"}
         assert check(merged, "inference") == (0, "inference is healthy")
@@ -153,7 +153,7 @@ def test_a_loop_that_does_not_turn_any_more_is_named(tmp_path, monkeypatch):
     for program in ("up", "runner", "publisher"):
         liveness.beat(program)
         os.utime(directory / f"{program}.alive", (0, time.time() - 100))
-    # The runner's may take longer, the publisher is not the trainer's.
+    # The runner's turn may take longer, and the publisher does not belong to the trainer.
     (message,) = stopped_loops(settings, "trainer")
     assert message.startswith("the loop of up has not turned for 100 s")
 

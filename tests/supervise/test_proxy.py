@@ -1,5 +1,5 @@
-"""The real HAProxy, with the rule of `tandem.supervise.proxy`, before servers that tell who they
-are."""
+"""The real HAProxy with the rule of `tandem.supervise.proxy`, in front of servers that answer with
+their names."""
 
 import asyncio
 import itertools
@@ -38,8 +38,8 @@ needs_haproxy = pytest.mark.skipif(
 
 
 class Server:
-    """Answers with its name and what it got, if it has permission; else 503, as a replica's vLLM
-    does."""
+    """Answers with its name and the request if it has permission; otherwise with 503, as a
+    replica's vLLM does."""
 
     def __init__(self, name: str, port: int) -> None:
         self.name, self.port = name, port
@@ -72,7 +72,7 @@ class Server:
         writer.close()
 
     def die(self) -> None:
-        """Nobody listens any more, and its connections are closed."""
+        """The server no longer listens, and its connections are closed."""
 
         async def close() -> None:
             self._server.close()
@@ -103,7 +103,7 @@ class Proxied:
             return False
 
     def ask(self, group: str | None = None, session: str | None = None, **more: Any) -> Any:
-        """What the server got that answered; its name is `server`."""
+        """The request as the answering server got it; `server` is this server's name."""
         headers = {GROUP_HEADER: group, SESSION_HEADER: session} | more.pop("headers", {})
         given = {name: value for name, value in headers.items() if value is not None}
         answer = self.http.post("/v1/chat/completions", headers=given, **more)
@@ -146,7 +146,7 @@ def proxied(tmp_path: Path) -> Iterator[Proxied]:
 def test_a_group_starts_on_one_server_and_a_rollout_stays(proxied: Proxied) -> None:
     groups, samples = 48, 8
     keys = [(f"group-{g}", f"rollout-{g}-{s}") for g in range(groups) for s in range(samples)]
-    random.Random(1).shuffle(keys)  # as of a loop that is in full swing
+    random.Random(1).shuffle(keys)  # as in a loop in continuous operation
     for server in proxied.servers.values():
         server.seconds = 1.0  # the requests of a step run at the same time
     first = proxied.ask_all(keys)
@@ -184,7 +184,7 @@ def test_requests_of_a_server_that_dies_or_is_not_ready_are_answered_by_the_othe
         "it gets requests again",
         lambda: "s0" in [proxied.ask(name := next(names), name)["server"] for _ in range(8)],
     )
-    # Nobody listens any more, and no check has seen it.
+    # The server no longer listens, and no health check has noticed it yet.
     on = proxied.ask_all(keys)
     died = [key for key, server in zip(keys, on, strict=True) if server == "s1"]
     proxied.servers["s1"].die()
@@ -194,7 +194,8 @@ def test_requests_of_a_server_that_dies_or_is_not_ready_are_answered_by_the_othe
 
 @needs_haproxy
 def test_a_request_that_a_server_takes_to_its_grave_is_sent_to_another(tmp_path: Path) -> None:
-    """20 of 20: a server of two dies, by SIGKILL, while it answers them."""
+    """All 20 requests are answered, although one of two servers dies by SIGKILL while it answers
+    them."""
     port, dying, living = free_ports(3)
     code = (
         "import socket, sys, time\n"
@@ -317,7 +318,7 @@ def test_the_programs_of_several_servers_are_pairs_behind_one_proxy() -> None:
 def test_a_server_that_is_about_to_be_stopped_ends_its_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a rolling upgrade does it: no request fails, and none is cut off."""
+    """Servers are replaced as in a rolling upgrade: no request fails, and none is cut off."""
     vllm = FakeVllm()
     vllm.start()
     vllm.ready_until, vllm.in_use = time.monotonic() + 3600, {"run@1"}

@@ -1,4 +1,5 @@
-"""`examples/smollm2.py` says in a sentence why it has no model, and takes no other file for it."""
+"""`examples/smollm2.py` reports in one sentence why it can't make the model, and accepts no other
+file in place of the model."""
 
 import sys
 import zipfile

@@ -1,5 +1,5 @@
-"""`tandem up` with small programs: output, order, restarts, crash loops, and that nothing is left
-however it ends."""
+"""`tandem up` with small programs: output, order, restarts, crash loops, and that every kind of end
+leaves no process."""
 
 import json
 import os
@@ -20,8 +20,8 @@ from tandem.system import ports, processes
 from tandem.system.environment import runtime_dir
 from waiting import alive, until
 
-# Even a busy machine starts Python within so many seconds, and a program that ends in them could
-# not be started.
+# Even a busy machine starts Python within this number of seconds. A program that ends earlier
+# counts as not started.
 STARTS = {"start-fails": "30", "crash-loop": "1"}
 
 
@@ -45,7 +45,7 @@ def test_it_restarts_reaps_and_stops_in_order_and_ends_with_0(up):
     assert stack.left() == []
     stopped = {name: float(at) for name, at in re.findall(r"(.) stops at ([0-9.]+)", stack.text())}
     assert stopped["b"] < stopped["a"]
-    # The logs have what the terminal showed. The token is in neither, nor in any other file.
+    # The logs contain the terminal's output. The token is neither in the output nor in any file.
     assert "admin token" in (stack.root / "logs" / "a.log").read_text()
     written = [path for path in stack.root.rglob("*") if path.is_file()]
     shown = {
@@ -82,8 +82,8 @@ def test_a_program_that_does_not_stay_up_ends_everything_and_is_named(up, how, c
 
 
 def test_a_costly_program_that_is_about_to_start_again_stays_up(tmp_path, monkeypatch):
-    """It has no process for a moment, and another one, which can't be started, ends nothing
-    then."""
+    """A program has no process for a moment. At this moment another program that can't be started
+    does not end the stack."""
     monkeypatch.setattr(supervisord, "start_again", lambda *_: None)
     programs = [Program("a", "a", 1, costly=True), Program("b", "b", 1)]
     for name in "ab":
@@ -125,8 +125,8 @@ def test_once_the_stack_was_ready_one_programs_trouble_costs_no_other_its_state(
     stack.until("a | a runs", count=2)
 
     def killed() -> bool:
-        """Of two ends between two looks of `tandem up` it counts one, so this may need more than
-        two."""
+        """If a program ends twice between two polls of `tandem up`, only one end is counted. So
+        this may need more than two ends."""
         with suppress(AssertionError, ProcessLookupError):
             os.kill(stack.pid("fake_program", "a"), signal.SIGKILL)
         return stack.process.poll() is not None

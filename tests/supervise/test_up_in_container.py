@@ -18,8 +18,8 @@ from supervise.tandem_up import AB, HERE, PATH
 from tandem.system import processes
 from waiting import until
 
-# What the interpreter needs may lie where only root looks: it gets other parents, in this mount
-# namespace only.
+# The interpreter's files may lie below a directory that only root can read. In this mount namespace
+# they are mounted at another place.
 ROOT = r"""
 set -eu
 mount --make-rprivate /

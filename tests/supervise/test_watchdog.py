@@ -1,5 +1,5 @@
-"""A vLLM that hangs is ended and started again; one that loads, sleeps, is paused or has nothing to
-do is not."""
+"""A vLLM that hangs is ended and started again. A vLLM that loads, sleeps, is paused or is idle is
+left alone."""
 
 import os
 import re
@@ -54,7 +54,7 @@ class Watched:
     def see(
         self, seconds: float, *samples: Sample | None, process=VLLM, paused=False, may_sleep=True
     ) -> str | None:
-        """The first verdict within so many seconds of these samples, over and over."""
+        """Repeats these samples, and returns the first verdict within `seconds`."""
         for i in range(int(seconds / 10)):
             self.now += 10
             why = self.progress.observe(
@@ -100,19 +100,19 @@ def test_loading_is_no_stall_however_long_and_not_answering_any_more_is():
     assert watched.see(10, Sample(0, 0)) is None
     assert watched.see(300, None) is None
     assert watched.see(20, None) == "it has not answered for 310 s"
-    # Started again, here with its pid.
+    # vLLM was started again; in this test with the same pid.
     assert watched.see(5000, None, process=replace(VLLM, started=2)) is None
 
 
 def test_who_may_let_vllm_sleep(tmp_path):
-    """On shared GPUs only a trainer whose hold's deadline has not passed; without the volume nobody
-    knows."""
+    """On shared GPUs only a hold whose deadline has not passed counts. Without the volume the
+    answer is unknown."""
     spool, now = Spool.create(tmp_path / "spool"), time.time()
 
     def may_sleep(root=spool.root, **settings) -> bool:
         return Watchdog(Settings(root=root, **settings), "", print)._may_sleep()
 
-    assert may_sleep()  # of its own users
+    assert may_sleep()  # requests of its own users
     assert not may_sleep(gpu_mode="shared")
     for seconds in (60, -60):
         spool.hold.put(

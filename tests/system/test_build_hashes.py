@@ -1,4 +1,4 @@
-"""What builds the images is known by hash; no engine is needed to read that."""
+"""All inputs of the images' builds are pinned by hash. The test needs no Docker engine."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_everything_that_builds_the_images_has_a_hash():
-    """uv.lock has those of what is installed. `images/build.txt` has those of uv and hatchling."""
+    """uv.lock has the hashes of the installed packages. `images/build.txt` has the hashes of uv and
+    hatchling."""
     dockerfile = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
     for installer in ("pip install", "uv build"):
         lines = [line for line in dockerfile.splitlines() if f"/uv/bin/{installer}" in line]
@@ -25,7 +26,7 @@ def test_everything_that_builds_the_images_has_a_hash():
 
 
 def test_every_image_of_others_can_be_pinned_by_digest():
-    """By a variable. Tandem's own are built here."""
+    """By a variable. Tandem's own images are built here."""
     dockerfile = (ROOT / "Dockerfile").read_text()
     stages = re.findall(r"^FROM \S+ AS (\S+)$", dockerfile, re.MULTILINE)
     bases = set(re.findall(r"^FROM (\S+) AS", dockerfile, re.MULTILINE)) - set(stages)

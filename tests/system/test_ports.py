@@ -1,4 +1,4 @@
-"""Held ports: nobody else gets them, and the program they are for does."""
+"""Held ports: no other program gets them, and the intended program does."""
 
 import socket
 from contextlib import ExitStack

@@ -1,5 +1,5 @@
-"""The header of safetensors files: what safetensors' own library writes is read, what is damaged is
-refused in words, and what is written is what the library writes."""
+"""The header of safetensors files: headers that safetensors' own library writes are read, damaged
+headers are refused with a message, and Tandem writes the same headers as the library."""
 
 import json
 import random
@@ -158,7 +158,7 @@ def digit(raw: bytearray, chance: random.Random) -> None:
 def test_a_damaged_file_is_refused_or_its_tensors_fill_it(
     tmp_path: Path, damage: Callable[[bytearray, random.Random], None]
 ) -> None:
-    """Nothing but InvalidInput comes out, and what the library refuses is refused."""
+    """Only InvalidInput is raised, and every header that the library refuses is refused."""
     path, chance, refused = tmp_path / "file", random.Random(0), 0
     for _ in range(500):
         damage(raw := bytearray(WHOLE), chance)
@@ -169,7 +169,7 @@ def test_a_damaged_file_is_refused_or_its_tensors_fill_it(
             refused += 1
             continue
         filled(entries, len(raw))
-        deserialize(bytes(raw))  # raises what the library refuses
+        deserialize(bytes(raw))  # raises if the library refuses the header
     assert refused > 100
 
 

@@ -16,7 +16,8 @@ class Training:
     """Policy and optimizer, and one optimizer step after another on made-up tokens."""
 
     def __init__(self, model: Path, adapter: Path) -> None:
-        """`adapter`: where a random one is written first, if there is none."""
+        """`adapter`: the adapter's directory. If it does not exist, a random adapter is written
+        first."""
         self.model = model
         if not adapter.exists():
             write_random_adapter(adapter, model)
@@ -26,7 +27,7 @@ class Training:
         )
 
     def step(self, number: int, length: int = 24) -> float:
-        """Optimizer step `number`, always on the same tokens; its loss."""
+        """Runs optimizer step `number`, always on the same tokens. Returns its loss."""
         generator = torch.Generator().manual_seed(number)
         row = linear_row(
             torch.randint(0, self.policy.arch.vocab_size, (length,), generator=generator).numpy()
@@ -59,7 +60,7 @@ class Training:
         ]
 
     def device_tensors(self, part: str) -> list[Tensor]:
-        """All that `offload` of the part gives back."""
+        """The number of bytes that `offload` of this part must free."""
         parameters = [*self.policy.lora_parameters().values(), *self.base(), self.policy._inv_freq]
         optimizer = [*self._moments(), *(memory for memory, _ in self.optimizer._gradients)]
         return {"parameters": parameters, "optimizer": optimizer, "both": parameters + optimizer}[
@@ -67,7 +68,7 @@ class Training:
         ]
 
     def offload(self, part: str) -> int:
-        """`part`: parameters, optimizer, or both; the bytes given back."""
+        """`part`: parameters, optimizer, or both. Returns the freed bytes."""
         freed = self.policy.offload() if part in ("parameters", "both") else 0
         return freed + (self.optimizer.offload() if part in ("optimizer", "both") else 0)
 

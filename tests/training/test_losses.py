@@ -87,7 +87,7 @@ BOUNDS = {
 
 @st.composite
 def losses_of_every_kind(draw: st.DrawFn) -> RLLoss:
-    """Settings that go together; each is off in about half of the draws."""
+    """Random settings that can be combined. Each setting is off in about half of the draws."""
 
     def either(*values: object) -> object:
         return draw(st.sampled_from([None] * len(values) + list(values)))
@@ -239,7 +239,8 @@ def test_dro_is_its_papers(case, beta) -> None:
 )
 def test_gspo_token_is_its_papers(case, bounds, everywhere) -> None:
     """Zheng et al., arXiv:2507.18071, eq. 13 and 14, summed: each token has its own advantage and
-    gradient, and Tinker's mask says whose log-ratios make the sequence's."""
+    gradient. Tinker's mask selects the tokens whose log-ratios are averaged into the ratio of the
+    sequence."""
     spec = RLLoss(policy="gspo_token", clip_low=bounds[0], clip_high=bounds[1], normalisation="sum")
     low, high = BOUNDS["gspo"] if bounds[0] is None else (1 - bounds[0], 1 + bounds[1])
     rng = np.random.default_rng(case.n)
@@ -315,7 +316,7 @@ def test_the_gradient_of_a_token_that_is_far_off_does_not_vanish(nats, dtype) ->
     most = np.exp(min(nats, 20.0))
     case = Case(3, 0.1)
     case.adv = -np.abs(case.adv)
-    case.old = case.lp - nats  # the policy has moved towards what should become rarer
+    case.old = case.lp - nats  # the policy has moved towards tokens that should become rarer
     for policy in ("ppo", "gspo"):
         np.testing.assert_allclose(
             gradient(case, RLLoss(policy=policy), dtype), -case.adv * most, rtol=1e-2
@@ -338,7 +339,8 @@ def test_the_gradient_of_a_token_that_is_far_off_does_not_vanish(nats, dtype) ->
 
 
 def test_gspo_bounds_a_sequences_mean_and_not_each_token() -> None:
-    """30 nats up and 30 down are a ratio of 1; with one of 45 the mean is 5."""
+    """30 nats up and 30 nats down give a ratio of 1. With 45 nats up in place of 30 the mean is
+    5."""
     case = Case(0, 0.0)
     case.n, case.sequence, case.sequences = 3, np.zeros(3, int), [np.arange(3)]
     case.lp, case.adv, case.entropy = np.array([-1.0, -35.0, -2.0]), np.full(3, -1.0), np.ones(3)
@@ -393,7 +395,8 @@ def test_rewards_of_a_pair_are_sums_and_simpos_are_means() -> None:
         assert (sums["chosen_reward"].item(), sums["rejected_reward"].item()) == pytest.approx(
             (chosen, -0.4)
         )
-    start = dataclasses.replace(items, logprobs=0 * lp)  # where no answer has the larger reward
+    # cases in which no answer has the larger reward
+    start = dataclasses.replace(items, logprobs=0 * lp)
     assert losses.preference_loss(start, PreferenceLoss()).sums["accuracy"] == 0
     for margin, want in ((None, 0.25 - 0.5), (0.0, 0.25)):
         out = losses.preference_loss(items, PreferenceLoss(kind="simpo", beta=0.1, margin=margin))
@@ -401,9 +404,9 @@ def test_rewards_of_a_pair_are_sums_and_simpos_are_means() -> None:
 
 
 def test_the_corrected_penalty_has_the_kls_gradient_with_tokens_of_another_policy() -> None:
-    """An exact expectation over 5 tokens drawn from `old`, for each estimator; without correction
-    it is another, but where the policy itself has drawn the tokens: then k1 and k2 have the KL's
-    own gradient."""
+    """The expectation over 5 tokens drawn from `old` is computed exactly for each estimator.
+    Without correction the expectation is wrong, unless the policy itself has drawn the tokens: then
+    k1 and k2 have the KL's own gradient."""
     torch.manual_seed(0)
     logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
     old, ref = torch.randn(2, 5, dtype=torch.float64).log_softmax(-1)

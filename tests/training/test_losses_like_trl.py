@@ -22,7 +22,7 @@ SEQUENCES = 6
 
 @functools.cache
 def trainer_class() -> Any:
-    """TRL's. TRL would import vLLM, which what is used here does not need."""
+    """TRL's. TRL would import vLLM, and the functions that are used here don't need it."""
     utils: Any = import_module("trl.import_utils")
     utils.is_vllm_available = lambda *_, **__: False
     from trl.trainer.grpo_trainer import GRPOTrainer

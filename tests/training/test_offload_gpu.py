@@ -1,4 +1,4 @@
-"""Offloading in bytes, on a GPU: what is given back, what comes again, and that nothing else
+"""Offloading on a GPU, in bytes: the freed memory, the restored memory, and no other memory that
 stays."""
 
 import gc

@@ -10,7 +10,7 @@ from tandem.training.phases import MemoryWatch, Phases
 
 
 class Allocator:
-    """In place of torch's allocator, of a device that has started."""
+    """Takes the place of torch's allocator on a device that has started."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.peak = 0
@@ -105,7 +105,7 @@ def test_a_phase_that_ends_before_the_device_has_started_has_no_memory(
 
 
 def test_a_rank_that_stays_counts_from_0_in_each_job(allocator: Allocator, monkeypatch) -> None:
-    """The exporter adds up what ranks count, job by job."""
+    """The exporter adds up the ranks' counters over jobs."""
     counts = {"ooms": 0, "alloc_retries": 2}
     monkeypatch.setattr(memory, "stats", lambda: allocator.stats() | counts)
     for failures in (1, 3):  # the second job begins with the 1 of the first

@@ -115,8 +115,8 @@ def test_sft_counts_each_example_by_its_weight(tmp_path) -> None:
 
 
 def test_advantages_are_divided_by_their_weighted_mean_size(batch: PackedBatch) -> None:
-    """Per token the mean of |A| over tokens, per trajectory the mean over trajectories; SFT has
-    none."""
+    """The scale is the mean of |A| over tokens, or over trajectories if the loss is per trajectory.
+    SFT has no scale."""
     trajectory = np.concatenate([batch.row(row).item_trajectory for row in range(len(batch))])
     advantage = np.concatenate([batch.row(row).item_weight for row in range(len(batch))]).astype(
         np.float64

@@ -319,7 +319,8 @@ def _datasource() -> Json:
 
 
 def _variable(name: str, label: str, expr: str) -> Json:
-    # All is ".*", not the list of what there is: that list is empty on a machine without GPUs.
+    # All is ".*" and not the list of existing values, because that list is empty on a machine
+    # without GPUs.
     return {
         "name": name,
         "label": label,

@@ -159,8 +159,8 @@ def fields(data: Mapping[str, Any], names: Sequence[str]) -> str:
 def read_toml[M: BaseModel](
     path: Path | None, model: type[M], change: Callable[[dict[str, Any]], object] = lambda _: None
 ) -> M:
-    """The file's content as `model`, after `change`; without a file, an empty one. Raises
-    InvalidInput."""
+    """Reads the TOML file, applies `change` to its dictionary, and validates the result as `model`.
+    Without a file the dictionary is empty. Raises InvalidInput."""
     try:
         text = path.read_text() if path else ""
         content = tomllib.loads(text)

@@ -1,5 +1,5 @@
-"""`tandem plan`: which topologies fit a model on so many GPUs, and how fast each is expected to
-be."""
+"""`tandem plan`: the topologies that fit a model on a number of GPUs, and the expected speed of
+each."""
 
 from typing import Annotated, Any
 

@@ -304,7 +304,7 @@ def track(
     from tandem.client.rl.samples import find_samples
     from tandem.client.track import track as start
 
-    # W&B writes what it holds when it is closed.
+    # W&B writes its buffered rows when it is closed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # A wrong address or name is reported at once; later the controller may be away for long.
     make_client().get_run(run)

@@ -247,7 +247,7 @@ class TandemBackend:
 
     async def _arrived(self, model: Any, step: int) -> int:
         """Returns `step` once vLLM serves it. Makes a directory for the checkpoint, because ART
-        looks for one to know what it may delete."""
+        searches such directories for checkpoints that it may delete."""
         await self._tandem.wait_served(_run(model), step)
         self._served[_run(model)] = step
         _marker(model, step).mkdir(parents=True, exist_ok=True)

@@ -127,8 +127,8 @@ class Tandem:
     log_part = _blocking(Api.log_part)
 
     def events(self, job: str, after: int = -1, timeout: float = JOB_SECONDS) -> Iterator[Event]:
-        """A job's events as they happen, after seq `after`, to the terminal one; raises
-        TimeoutError."""
+        """A job's events as they happen, after seq `after`, up to the terminal event. Raises
+        TimeoutError after `timeout` seconds."""
         return _iterate(self._api.events(job, after, timeout))
 
     checkpoints = _blocking(Api.checkpoints)

@@ -206,7 +206,7 @@ class ChainPlan:
 
 
 def slices(total: int, per_epoch: int, most: int) -> list[Slice]:
-    """The jobs of `total` optimizer steps. Each job has as many whole epochs as fit into `most`
+    """The jobs of `total` optimizer steps. Each job has all whole epochs that fit into `most`
     steps, or a part of one epoch."""
     block = max(1, most // per_epoch) * per_epoch
     firsts = [

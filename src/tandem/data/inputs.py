@@ -1,8 +1,7 @@
 """The input of RL: trajectories as vLLM sampled them, and settings (examples are in
 `tandem.data.examples`). Imports no numpy and no torch.
 
-The trainer trains on these ids and never tokenises the text again. The trainer trains these ids,
-and never tokenises the text again.
+The trainer trains on these ids and never tokenises the text again.
 """
 
 import re

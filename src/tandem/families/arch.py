@@ -262,7 +262,7 @@ class Arch:
 
     @property
     def kv_size(self) -> int:
-        """Output features of k_proj, which are also those of v_proj."""
+        """Output features of k_proj and of v_proj, which are equal."""
         return self.num_kv_heads * self.head_dim
 
     @property

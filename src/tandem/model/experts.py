@@ -37,7 +37,7 @@ def grouped_product(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor)
 
 def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """`left^T right` for each group's rows: [N, a] and [N, b] -> [groups, a, b]; zero for an empty
-    group."""
+    group. `ends`: int32 [groups], one past each group's last row."""
     if _on_tensor_cores(left, left.shape[1], right.shape[1]):
         return torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
     sizes = _sizes(ends)

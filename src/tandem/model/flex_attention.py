@@ -53,6 +53,11 @@ def block_mask(
 
     The mask is computed on the host, because on a GPU it would take about forty small kernels for
     each row.
+
+    Args:
+        subtree_end: int [S], on the host.
+        window: the number of tokens of its sequence that a token sees, itself included.
+        slots: int64 [queries], the slots of this rank's queries; None: all slots.
     """
     ends = padded_ends(subtree_end)
     partial, full = seen_blocks(ends, len(subtree_end), window)

@@ -232,8 +232,8 @@ class Spool:
             os.fsync(file.fileno())
 
     def damage(self) -> dict[str, list[str]]:
-        """Damaged entries that lists leave out, by kind: `job` (set aside), `name` (a name among
-        the jobs' directories that is not a job's), `run`. Each entry is a path."""
+        """Damaged entries that lists leave out, by kind: `job` (set aside), `name` (a directory
+        among the jobs' directories whose name is not a job's name), `run`. Each entry is a path."""
         jobs = [str(self.paths.damaged / name) for name in listing(self.paths.damaged)]
         names = [str(path) for path in self.jobs.index.junk()]
         runs = [

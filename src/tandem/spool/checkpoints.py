@@ -244,8 +244,8 @@ class Checkpoints:
             with self._runs.lock(run):
                 manifest = self._forkable(run, step, new)
                 files = {
-                    name: opened.enter_context(self._open(run, step, name))
-                    for name in manifest.files
+                    name: opened.enter_context(self._open(run, step, name, entry.size))
+                    for name, entry in manifest.files.items()
                 }
             origin = Origin(run=run, step=step)
             details = manifest.model_dump(include={"topology", "versions", "metrics", "probe"})
@@ -281,9 +281,10 @@ class Checkpoints:
                 self.verify(run, manifest.step)  # if the source is damaged, this error names it
             raise
 
-    def _open(self, run: str, step: int, name: str) -> IO[bytes]:
+    def _open(self, run: str, step: int, name: str, size: int) -> IO[bytes]:
         try:
-            return open_plain(self.path(run, step) / name)
+            # a longer file is damaged, and would be copied whole
+            return open_plain(self.path(run, step) / name, most=size)
         except (FileNotFoundError, NotPlainError):
             self.verify(run, step)
             raise

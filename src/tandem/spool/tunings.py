@@ -44,8 +44,7 @@ class Uploads:
             fs.rename_dir(staged, self.directory / upload.id)
 
     def get(self, upload_id: str) -> Upload:
-        """Raises NotFound (field `file_id`) if the file does not exist. Raises NotFound (field
-        `file_id`) if the file does not exist."""
+        """The file's record. Raises NotFound (field `file_id`) if the file does not exist."""
         if (
             not _is_upload(upload_id)
             or (upload := _read_upload(self.directory / upload_id / _RECORD)) is None

@@ -85,9 +85,8 @@ def copy_plain(source: Path, target: Path, *, most: int | None = None) -> None:
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """The name differs from `path` if a directory of the path is a link, or if the file was
-    renamed. The name is another path if a directory of the path is a link, or if the file was
-    renamed."""
+    """Whether the open file `fd` is at `path`. The file is elsewhere if a directory of the path is
+    a link, or if the file was renamed."""
     try:
         return Path(f"/proc/self/fd/{fd}").readlink() == path
     except OSError:  # not Linux, so there is no /proc

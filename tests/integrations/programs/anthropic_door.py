@@ -1,5 +1,5 @@
-"""Anthropic's SDK and its runner of tools, which speak Messages, through the rollout door: a tool,
-then an answer; at once and as a stream."""
+"""Anthropic's SDK and its tool runner, which use the Messages API, through the rollout door: a
+tool, then an answer, whole and as a stream."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""ART's PipelineTrainer with its retention of checkpoints, and what the backend refuses."""
+"""ART's PipelineTrainer with its retention of checkpoints, and options that the backend refuses."""
 
 import asyncio
 import sys
@@ -18,7 +18,7 @@ run, base_model = sys.argv[1:]
 
 
 def options() -> None:
-    """ART's defaults are ART's; other values become Tandem's."""
+    """ART's default values are ignored; other values become Tandem's settings."""
     default = _job_settings(1e-5, 3, 256, {"loss_fn": "ppo"})
     assert default["loss"] == {
         "policy": "ppo",
@@ -90,7 +90,7 @@ async def refusals(
         with pytest.raises(InvalidInput) as refused:
             await backend.train(model, [group], **options)
         assert refused.value.field == field
-    # A choice that did not come through the door.
+    # This choice was sampled without the rollout door, so it has no token ids.
     model.openai_client()._client.base_url = str(model.inference_base_url).replace("/rollout", "")
     plain = await rollout(model, QUESTIONS[0])
     model.openai_client()._client.base_url = model.inference_base_url

@@ -1,5 +1,5 @@
-"""Any OpenAI client through the rollout door: each choice alone is a turn, and the turns train.
-openai 2.x and 3.x."""
+"""An OpenAI client (openai 2.x and 3.x) through the rollout door: each choice alone is a turn, and
+the turns train."""
 
 import json
 import os
@@ -40,7 +40,7 @@ for choice in [plain, *many, with_tools, *text, *streamed]:
     turn = turn_from_openai(choice)
     assert turn.policy_step == int(step), turn
     assert len(turn.token_ids) == len(turn.logprobs) > 0
-# A stream has the same tokens; and a choice survives a journey as JSON.
+# A stream has the same tokens, and a choice is unchanged after a conversion to JSON and back.
 expected = turn_from_openai(plain)
 assert turn_from_openai(streamed[0]).token_ids == expected.token_ids
 assert all(
@@ -48,7 +48,7 @@ assert all(
 )
 assert turn_from_openai(json.loads(plain.model_dump_json(warnings=False))) == expected
 
-# Without the door a choice has nothing to train on.
+# Without the rollout door a choice has no data for training.
 around = openai.OpenAI(base_url=f"{vllm}/v1").chat.completions.create(**ask).choices[0]
 with pytest.raises(InvalidInput, match="rollout"):
     turn_from_openai(around)

@@ -1,4 +1,4 @@
-"""The old API of verifiers, through the rollout door: its outputs train."""
+"""The old API of verifiers, through the rollout door: its outputs can be trained."""
 
 import asyncio
 import os

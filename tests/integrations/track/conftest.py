@@ -1,4 +1,4 @@
-"""Runs whose events are written by hand, and what each tracker's own reader finds of them."""
+"""Runs whose events the tests write, and the rows that each tracker's own reader finds."""
 
 import shutil
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class History:
-    """One run; its jobs begin, go on and end as a test says."""
+    """One run. The test begins, continues and ends its jobs."""
 
     server: Server
     client: Tandem
@@ -51,7 +51,8 @@ class History:
         append(self.job.spec.id, kind, attempt=self.job.attempt, **data)  # type: ignore[arg-type]
 
     def steps(self, first: int, *losses: float) -> None:
-        """Optimizer steps of the job at work; `first` is the run's number of the first of them."""
+        """Writes optimizer steps of the running job. `first`: the number of the first step within
+        the run."""
         for step, loss in enumerate(losses, first):
             memory = {"memory_optimizer_peak_bytes": None}
             metrics = {

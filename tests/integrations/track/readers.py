@@ -1,5 +1,4 @@
-"""What each tracker's own reader finds: (optimizer step, value) of a metric, in the order of
-steps."""
+"""Reads a metric with each tracker's own reader: (optimizer step, value), in the order of steps."""
 
 import json
 from pathlib import Path
@@ -26,7 +25,8 @@ def make_mlflow(directory: Path) -> None:
 
 
 def _mlflow_client(directory: Path) -> Any:
-    from mlflow import MlflowClient  # 3 s, also for who collects the tests and runs none of them
+    # the import takes 3 s, even in a process that only collects the tests
+    from mlflow import MlflowClient
 
     return MlflowClient(tracking_uri=MLFLOW.format(directory=directory))
 
@@ -36,8 +36,8 @@ def accumulator(directory: Path, run: str) -> EventAccumulator:
 
 
 def curves(kind: str, directory: Path, run: str, metric: str) -> list[Curve]:
-    """A curve for each run that the tracker has: more than one after a rollback, where it can't
-    take rows back."""
+    """A curve for each of the tracker's runs. After a rollback there are several, if the tracker
+    can't remove rows."""
     return READERS[kind](directory, run, metric)
 
 
@@ -61,7 +61,7 @@ def _wandb(directory: Path, run: str, metric: str) -> list[Curve]:
             }
             if metric in row:
                 rows.append((row["_step"], row["optimizer_step"], row[metric]))
-    for rows in found.values():  # W&B's server takes no row whose step is not above the last
+    for rows in found.values():  # W&B's server accepts only rows whose step is above the last one
         assert [row[0] for row in rows] == sorted({row[0] for row in rows})
     return [[row[1:] for row in rows] for _, rows in sorted(found.items())]
 
@@ -75,8 +75,8 @@ def _mlflow(directory: Path, run: str, metric: str) -> list[Curve]:
 
 
 def tables(directory: Path, run: str) -> dict[str, list[tuple[int, Any]]]:
-    """What each tracker has of the tables of samples: the optimizer step, and the rows, or the last
-    line of the text."""
+    """The tables of samples in each tracker: the optimizer step, and the rows, or the last line of
+    the text."""
     loaded = accumulator(directory, run)
     texts = loaded.Tensors("samples") if "samples" in loaded.Tags()["tensors"] else []
     found: dict[str, list[tuple[int, Any]]] = {"wandb": [], "mlflow": []}

@@ -1,5 +1,5 @@
-"""Each optimizer step of a run reaches TensorBoard, W&B and MLflow once, whatever is killed
-between."""
+"""Each optimizer step of a run reaches TensorBoard, W&B and MLflow once, even if programs are
+killed in between."""
 
 import json
 import math
@@ -111,8 +111,8 @@ def test_a_restart_goes_on_where_it_stopped(history, kind):
 
 @pytest.mark.parametrize("kind", ["tensorboard", "mlflow"])
 def test_the_last_attempt_counts(history, kind):
-    """Trackers that can't take rows back keep those that the next attempt computes again: to the
-    same numbers."""
+    """Trackers that can't remove rows keep the rows of a lost attempt. The next attempt computes
+    the same numbers."""
     history.begin()
     history.steps(1, 0.9, 0.8)
     run_track(history, kind)
@@ -140,7 +140,7 @@ def test_a_rank_that_died_between_a_checkpoint_and_its_event_stops_nothing(histo
     ("kind", "end"), [*((kind, "rollback") for kind in KINDS), ("tensorboard", "failure")]
 )
 def test_steps_that_are_no_longer_part_of_the_run_are_replaced(history, kind, end):
-    """By TensorBoard in its curve, by W&B and MLflow in a new one."""
+    """TensorBoard shows the steps in the same curve, W&B and MLflow in a new curve."""
     history.train(1, 0.9, 0.8)
     if end == "rollback":
         history.train(3, 0.7, 0.6)
@@ -204,8 +204,8 @@ t.track(Tandem(sys.argv[5], sys.argv[6]), sys.argv[1], [sys.argv[2]], follow=Fal
     [("tensorboard", "after", 4), ("wandb", "after", 60), ("mlflow", "before the tag", 4)],
 )
 def test_a_kill_loses_and_doubles_no_step(history, kind, moment, steps):
-    """SIGKILL right after a row was handed over, and in MLflow between a row and the tag that says
-    that it is there."""
+    """SIGKILL right after a row was written; in MLflow also between a row and the tag that confirms
+    the row."""
     losses = [step / 64 for step in range(steps)]
     history.train(1, *losses)
     arguments = [
@@ -217,7 +217,7 @@ def test_a_kill_loses_and_doubles_no_step(history, kind, moment, steps):
         KEY,
         str(steps - 2),
     ]
-    # W&B of this process must not keep the run open for the one that is killed.
+    # W&B in this process must not keep the run open in place of the killed process.
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     command = ["-c", _KILLED, *arguments]
     assert run_python(command, environment).returncode == -9
@@ -268,7 +268,7 @@ def test_two_trackers_of_a_run_in_one_place_are_refused(history, kind):
     to = place(kind, history.directory)
     with pytest.raises(Conflict, match="another `tandem track`"):
         track(history.client, history.run, [to, to], follow=False)
-    run_track(history, kind)  # the lock went with its holder
+    run_track(history, kind)  # the lock ended with its holder
 
 
 def test_a_wrong_place_and_a_missing_package_are_named(history, monkeypatch):

@@ -1,5 +1,5 @@
-"""Python imports this at its start where the soak's programs find it: their clocks go wrong, their
-volume gets slow.
+"""The soak's programs import this module at Python's start. It makes their clocks wrong and their
+volume slow.
 
 The file that SOAK_CONDITIONS names says how, as JSON: `clock` maps a program's module to seconds by
 which its `time.time` is wrong, `slow` is the most seconds that an fsync or a rename takes. It may

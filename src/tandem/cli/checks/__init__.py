@@ -1,5 +1,5 @@
-"""All checks of `tandem doctor`, `tandem preflight` and `tandem smoke reach`: the question, who
-asks it, and the remedy."""
+"""All checks of `tandem doctor`, `tandem preflight` and `tandem smoke reach`: the question, the
+commands that ask it, and the remedy."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Types of checks: who asks, the question, the answer."""
+"""Types of checks: the commands that run a check, the check's question, and its answer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

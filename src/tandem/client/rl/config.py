@@ -91,8 +91,8 @@ class RLSection(Record):
     steps: int = Field(ge=1)
     groups_per_step: int = Field(default=8, ge=1)
     group_size: int = Field(default=8, ge=1)
-    # Number of groups that roll out at the same time. None: as many as the jobs that
-    # `max_off_policy_steps` allows can train.
+    # Number of groups that roll out at the same time. None: the number of groups that the jobs
+    # train which `max_off_policy_steps` allows at once.
     groups_in_flight: int | None = Field(default=None, ge=1)
     max_off_policy_steps: int = Field(default=0, ge=0)
     dynamic_sampling: bool = True  # groups whose rewards are all equal are replaced

@@ -120,5 +120,5 @@ class Environment:
         pauses: tuple[float, float] = PAUSES,
         watch: Watch | None = None,
     ) -> Trajectory:
-        """One rollout; see `rollout.play`."""
+        """One rollout; see `rollout.play`. `pauses`: the seconds between tries, see `PAUSES`."""
         return await play(self.rollout, task, sampler, settings, failed, pauses, watch)

@@ -37,7 +37,7 @@ class SampledModel(NamedTuple):
 
     @property
     def model(self) -> str:
-        """vLLM's name of the model."""
+        """The model's name in requests to vLLM."""
         return BASE_MODEL_NAME if self.run is None else f"{self.run}@{self.step}"
 
 

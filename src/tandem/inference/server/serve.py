@@ -136,8 +136,8 @@ def _wait_for_trainer(settings: Settings) -> None:
         while spool.hold.live():
             time.sleep(_POLL_SECONDS)
     except SpoolUnusable as error:
-        # Without the volume no runner works either, so no trainer is waited for. After this
-        # function, the memory in use is measured.
+        # Without the volume the runner does not work either, so there is no trainer to wait for.
+        # After this function, the memory in use is measured.
         log.warning("can't see whether a trainer holds the GPUs", error=error)
 
 

@@ -33,7 +33,7 @@ class GatedMlp(MlpSublayer):
     def input_gradient(
         self, gradient: torch.Tensor, normalised: torch.Tensor, _saved: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Like `MlpSublayer.input_gradient`."""
+        """Like `MlpSublayer.input_gradient`; `gradient` and `normalised`: [S, hidden]."""
         output, tensors = super().add_mlp(torch.zeros_like(gradient), normalised, SaveLevel.ALL)
         gates = self._gates(normalised)
         grad_logits = self._logits_gradient(gradient, output, gates)

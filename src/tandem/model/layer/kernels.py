@@ -87,7 +87,7 @@ def split_heads_backward(
     gradients: Heads, qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of `qkv`. `gradients` may have any strides between slots and heads. The result
-    has the shape of `qkv`, [S, groups * (queries + 2) * size]."""
+    has the shape of `qkv`, [S, groups * (queries + 2) * size]. cos, sin: as in `split_heads`."""
     inputs = _group_heads(qkv.float(), shape).split([shape.queries, 1, 1], 2)
     parts = [
         gradient[: len(qkv)].float().unflatten(1, (shape.groups, -1)) for gradient in gradients

@@ -161,7 +161,7 @@ def make_heads_backward(
 
 def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """RoPE of [S, heads, size] on pairs of adjacent features. In the result, the first features of
-    all pairs come before the second ones, for queries and keys alike."""
+    all pairs come before the second ones, for queries and keys alike. cos, sin: [S, size / 2]."""
     first, second = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos.float()[:, None], sin.float()[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(heads.dtype)
@@ -170,7 +170,8 @@ def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 def rotate_pairs_backward(
     gradient: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of `rotate_pairs`' first argument. `gradient`: [S, heads, size]."""
+    """The gradient of `rotate_pairs`' first argument. `gradient`: [S, heads, size]; cos, sin:
+    [S, size / 2]."""
     first, second = gradient.float().chunk(2, -1)
     cos, sin = cos.float()[:, None], sin.float()[:, None]
     pairs = torch.stack((first * cos + second * sin, second * cos - first * sin), -1)

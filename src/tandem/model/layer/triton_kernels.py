@@ -347,8 +347,8 @@ def sum_assignments(
 def quantise_rows(
     rows: torch.Tensor, dtype: torch.dtype, largest: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row divided by its own scale, so that the row's largest value is `largest`; and the
-    scales, fp32 [n, 1]."""
+    """Each row of `rows`, [n, features], divided by its own scale, so that the row's largest value
+    is `largest`; and the scales, fp32 [n, 1]."""
     out, scales = (
         torch.empty_like(rows, dtype=dtype),
         rows.new_empty(len(rows), 1, dtype=torch.float32),

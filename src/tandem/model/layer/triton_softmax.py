@@ -70,7 +70,14 @@ def statistics(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, ...]:
     """m, Z, sum exp(l - m) (l - m), and l of the target (0 if it is on another rank): fp32 [n]; see
-    `logprobs._Statistics`."""
+    `logprobs._Statistics`.
+
+    Args:
+        logits: [n, vocabulary of this rank].
+        targets: int64 [n], indices into this rank's vocabulary; a target of another rank is out of
+            range.
+        temperature: l is a logit divided by it.
+    """
     out = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
     _statistics[(len(logits),)](
         logits, targets, *out, logits.shape[1], 1 / temperature, BLOCK=_BLOCK, num_warps=8
@@ -87,7 +94,16 @@ def logits_gradient(
     grad_entropy: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """See `logprobs._logits_gradient`."""
+    """The gradient of `logits`, which it overwrites; see `logprobs._logits_gradient`.
+
+    Args:
+        logits: [n, vocabulary of this rank].
+        targets: int64 [n], as in `statistics`.
+        normaliser: fp32 [n], m + log Z.
+        entropy: fp32 [n], in nats.
+        grad_logprobs, grad_entropy: fp32 [n], the gradients of log p(target) and of the entropy.
+        temperature: the logits were divided by it.
+    """
     grid = (len(logits), triton.cdiv(logits.shape[1], _BLOCK))
     _logits_gradient[grid](
         logits,

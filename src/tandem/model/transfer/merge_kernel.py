@@ -66,7 +66,14 @@ def block_rows(capability: int) -> int:
 def merge_on_gpu(
     out: torch.Tensor, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor
 ) -> None:
-    """See `merge`."""
+    """Write `base + scale * b @ a`, computed in float64, into `out`.
+
+    Args:
+        out, base: [n, rows, columns] of the same dtype.
+        a: float32 [n, rank, columns].
+        b: float32 [n, rows, rank].
+        scale: float64 [1].
+    """
     n, rows, columns = out.shape
     rows_per_block = block_rows(torch.cuda.get_device_capability(out.device)[0])
     grid = (triton.cdiv(rows, rows_per_block) * triton.cdiv(columns, COLUMNS), n)

@@ -93,8 +93,8 @@ class SaveRequest(Record):
 
 
 class LoadRequest(Record):
-    """`optimizer`: whether Adam's state is loaded too; if not, Adam starts with a new state.
-    `optimizer` loads Adam's state too; without it Adam starts anew."""
+    """Loads the weights of a checkpoint of any run with the same LoRA shape. `optimizer`: whether
+    Adam's state is loaded too; if not, Adam starts with a new state."""
 
     kind: Literal["load"] = "load"
     run: RunName

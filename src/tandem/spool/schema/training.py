@@ -258,11 +258,10 @@ Loss = RLLoss | SFTLoss | PreferenceLoss
 class Schedule(Record):
     """The change of the learning rate over optimizer steps, across all jobs of one training.
 
-    Step k (0, 1, ...) Then, with x = (k - warmup) / (total - warmup), the factor is 1 (constant),
-    floor + (1 - floor) (1 - x) (linear), or floor + (1 - floor) (1 + cos(pi x)) / 2 (cosine;
-    Loshchilov and Hutter, 2016, arXiv:1608.03983, eq. Then, with x = (k - warmup) / (total -
-    warmup), it is 1 (constant), floor + (1 - floor) (1 - x) (linear), or floor + (1 - floor) (1 +
-    cos(pi x)) / 2 (cosine; Loshchilov and Hutter, 2016, arXiv:1608.03983, eq. 5).
+    Step k (0, 1, ...) of `total` has the factor (k + 1) / (warmup + 1) while k < warmup. Then, with
+    x = (k - warmup) / (total - warmup), the factor is 1 (constant), floor + (1 - floor) (1 - x)
+    (linear), or floor + (1 - floor) (1 + cos(pi x)) / 2 (cosine; Loshchilov and Hutter, 2016,
+    arXiv:1608.03983, eq. 5).
     """
 
     shape: Literal["constant", "linear", "cosine"] = "constant"

@@ -81,9 +81,9 @@ class HostAgent:
         """As in the last attempt's `HostEnd`."""
 
     def serve(self, job: str, number: int, hosts: int | None = None) -> int:
-        """Run this host's part of an attempt; returns the agent's exit status. `hosts`: how many
-        the caller knows of. Raises SpoolUnusable, and InvalidInput for a host that the attempt
-        doesn't have."""
+        """Run this host's part of an attempt; returns the agent's exit status. `hosts`: the number
+        of hosts that the caller knows of. Raises SpoolUnusable, and InvalidInput for a host that
+        the attempt doesn't have."""
         meeting = Meeting(Attempt(self.spool, job, number))
         order = meeting.order()
         if order is None:
@@ -137,7 +137,7 @@ class HostAgent:
         return leave
 
     def _settings_of(self, order: AgentOrder) -> Settings:
-        """This host's settings, with what the runner decides for all hosts."""
+        """This host's settings, changed by the values that the runner decides for all hosts."""
         decided = {
             "device": order.settings.device,
             "trainer_ranks": order.settings.sizes.world,
@@ -147,15 +147,15 @@ class HostAgent:
         return self.settings.model_copy(update=decided)
 
     def _address(self, order: AgentOrder) -> tuple[str, str]:
-        """This host's address for the others, and its interface."""
+        """The address that this host gives to the other hosts, and its network interface."""
         if order.hosts == 1:
             return network.LOOPBACK, "lo"
         network.check_interface_names()
         return network.host_address(self.settings.host_address)
 
     def prepare(self) -> None:
-        """Start what can be started ahead of an attempt: for the first as the settings alone tell
-        it, then for one like the last."""
+        """Start what can be started ahead of an attempt. Before the first attempt, the settings say
+        what an attempt needs; later, the attempt before it does."""
         if self._launcher is not None:
             self._launcher.prepare()
             return
@@ -185,8 +185,8 @@ class HostAgent:
         settings: Settings,
         known: dict[str, object],
     ) -> list[HostRecord]:
-        """Write what this host has, once it can start ranks, and wait for the other hosts; their
-        records. The base model may be downloaded first. Raises LeavingError."""
+        """Write this host's record once it can start ranks, then wait for the other hosts. Returns
+        all hosts' records. The base model may be downloaded first. Raises LeavingError."""
         turn = partial(self._turn, watch)
         devices = Devices(settings, "trainer")
         if devices.uuids and len(devices.uuids) < settings.ranks_per_host:
@@ -256,7 +256,7 @@ class HostAgent:
         return self._launcher.launch(launch, listener)
 
     def _watch(self, handle: Handle, watch: AttemptWatch) -> Leave:
-        """Wait for the end of the ranks, or end them."""
+        """Wait until the ranks end, or end them if the attempt has to stop."""
         leaving: Leave | None = None
         kill_time = 0.0
         while (status := handle.poll()) is None:
@@ -276,7 +276,7 @@ class HostAgent:
         return leaving or self._must_leave(watch) or Leave(FAILED, "ranks failed")
 
     def _look_at_network(self) -> None:
-        """While the ranks' connections are there."""
+        """The network is measured while the ranks' connections still exist."""
         with suppress(OSError, ValueError):
             self._lost = self._lost or tuple(network.lost_data(self._others).values())
 
@@ -295,7 +295,8 @@ class HostAgent:
         return Leave(FAILED, str(error), refused)
 
     def _clear(self, settings: Settings, handle: Handle | None, leave: Leave) -> HostEnd:
-        """End what is left of the ranks; how they ended, and what is left on the devices."""
+        """End the processes that are left of the ranks. Returns how the ranks ended, and the bytes
+        that are still in use on the devices."""
         left = [] if handle is None else handle.kill_all(KILL_SECONDS)
         begin, used, free = time.monotonic(), dict[str, int | None](), False
         with suppress(TandemError):
@@ -303,7 +304,7 @@ class HostAgent:
             used = devices.wait_free(RELEASE_SECONDS, {})
             free = not devices.over(used, {})
         clean = leave.status == DONE and free and not left
-        # The next attempt has its whole time before the pod's own deadline.
+        # The remaining time lets the next attempt use its whole time before the pod's own deadline.
         if clean and time.monotonic() - self._begin < self.settings.start_seconds:
             self.lingers = self.linger_seconds
         return HostEnd(
@@ -338,7 +339,7 @@ class HostAgent:
         return DONE
 
     def next_attempt(self) -> tuple[str, int] | None:
-        """An attempt that is for this agent and has none for this host yet."""
+        """An attempt that this agent may serve, and that has no agent for this host yet."""
         for key in self.spool.jobs.index.running():
             _, job = self.spool.jobs.get(key.id)
             meeting = Meeting(Attempt(self.spool, key.id, job.attempt))
@@ -358,14 +359,14 @@ class HostAgent:
 
 
 def _listener(address: str) -> socket.socket:
-    """The store's: bound to the one address that the other hosts use."""
+    """The socket of the ranks' store, bound only to the address that the other hosts use."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=1024)
 
 
 def _check_reach(first: HostRecord) -> None:
-    """Raises LeavingError if this host can't reach the ranks' store, for which torch would wait
-    long and without its address."""
+    """Raises LeavingError if this host can't reach the ranks' store. torch would wait long, and its
+    error would not name the address."""
     try:
         socket.create_connection((first.address, first.port), CONNECT_SECONDS).close()
     except OSError as error:

@@ -59,8 +59,8 @@ class AgentOrder(Record):
 
 
 class HostRecord(BaseModel):
-    """One host of an attempt. Its agent writes it again when `waits` changes. Keys of another
-    version's record are ignored, so that the versions can be compared."""
+    """One host of an attempt. Its agent writes it again when `waits` changes. Unknown keys are
+    ignored, so that a record of another version can be read and its version compared."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -160,7 +160,8 @@ class Meeting:
                 own.write_text(identity)
                 with suppress(FileExistsError):
                     os.link(own, self._ticket(host))
-                # The answer of `link` may get lost on NFS, and the client's second try fails.
+                # On NFS the answer of `link` may get lost although the link was made. The NFS
+                # client's second try then fails.
                 return fs.read_bytes(self._ticket(host)) == identity.encode()
         except FileNotFoundError:  # the attempt was ended
             return False

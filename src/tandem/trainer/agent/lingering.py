@@ -13,8 +13,8 @@ from tandem.trainer.agent.watch import Leave
 
 
 def serve_and_linger(agent: HostAgent, job: str, number: int, hosts: int | None) -> int:
-    """Serves the attempt, and those that the runner gives to `agent.pods`; returns the agent's exit
-    status. Raises as `HostAgent.serve`."""
+    """Serves the attempt, then the attempts that the runner gives to `agent.pods`. Returns the
+    agent's exit status. Raises as `HostAgent.serve`."""
     status = agent.serve(job, number, hosts)
     while status == DONE and agent.lingers:
         log.info("lingers for another attempt", seconds=agent.lingers)
@@ -30,8 +30,8 @@ def serve_and_linger(agent: HostAgent, job: str, number: int, hosts: int | None)
 
 
 def _next_attempt(agent: HostAgent) -> tuple[str, int]:
-    """Waits for an order. Raises LeavingError if none comes in time, or on SIGTERM. The runner ends
-    the Job sooner; the agent's own bound is for a runner that is gone."""
+    """Waits for an order. Raises LeavingError if no order comes in time, or on SIGTERM. A runner
+    that is there ends the Job before that; the agent's own bound is for a runner that is gone."""
     end = time.monotonic() + agent.lingers + TAKE_SECONDS
 
     def turn() -> None:

@@ -1,5 +1,5 @@
-"""An agent's view of its attempt on the volume. A thread looks, because a volume that is gone
-may keep a look waiting for ever, and the agent must end its ranks all the same."""
+"""An agent's view of its attempt on the volume. A thread reads the volume, because a read of a
+volume that is gone may wait for ever. The agent must be able to end its ranks even then."""
 
 import threading
 import time
@@ -82,7 +82,8 @@ class AttemptWatch(threading.Thread):
         if now - self._answered > orphan:
             why = f"the volume has not answered for {orphan:g} s"
             return Leave(UNUSABLE, why, at_once=True)
-        if self._answered - self._lease_changed > orphan:  # by looks: no answer says nothing
+        # set by reads of the volume; a read without an answer does not change it
+        if self._answered - self._lease_changed > orphan:
             why = f"the runner has not renewed the job's lease for {orphan:g} s"
             error = JobError(type="runner_lost", message=why, retriable=True)
             return Leave(FENCED, why, error, at_once=True)

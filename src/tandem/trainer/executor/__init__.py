@@ -7,13 +7,13 @@ executor writes nothing about the job's state.
 `local.py` runs an attempt on the runner's host. `gpus.py` waits for its GPUs and measures what a
 job left. `shared_gpus.py` asks the publisher for vLLM's GPUs and gives them back. No torch.
 
-`agents.py` is what executors of several hosts share. On each host an agent (`trainer/agent`) starts
-that host's ranks. Runner and agents meet by records in the attempt's `hosts/`. The ranks outlive
-their runner, and the next runner adopts the attempt. `hosts.py` has no engine. `kubernetes.py`
-makes a Kubernetes Job per attempt: `manifest.py` fills the chart's template, `cluster.py` calls the
-API server, `job_state.py` reads its answers. `lingering.py` knows the Jobs whose pods stay for
-another attempt. `slurm.py` makes a Slurm job per attempt: `batch.py` writes its submission,
-`slurm_state.py` reads its states.
+`agents.py` has the code that all executors of several hosts share. On each host an agent
+(`trainer/agent`) starts that host's ranks. Runner and agents meet by records in the attempt's
+`hosts/`. The ranks outlive their runner, and the next runner adopts the attempt. `hosts.py` has no
+engine. `kubernetes.py` makes a Kubernetes Job per attempt: `manifest.py` fills the chart's
+template, `cluster.py` calls the API server, `job_state.py` reads its answers. `lingering.py` knows
+the Jobs whose pods stay for another attempt. `slurm.py` makes a Slurm job per attempt: `batch.py`
+writes its submission, `slurm_state.py` reads its states.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,8 @@ from tandem.spool.schema import EventType, Job, JobError
 
 @dataclass(frozen=True)
 class Waiting:
-    """The attempt has no ranks yet: it waits for somebody else. No bound of the job counts."""
+    """The attempt has no ranks yet: it waits for another system, such as a cluster's queue. No
+    bound of the job counts."""
 
     reason: str
 
@@ -49,7 +50,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Order:
-    """One claimed attempt to run, and what its executor may ask and tell meanwhile."""
+    """One claimed attempt to run, and the executor's calls to the runner while the attempt runs."""
 
     job: Job
     files: Attempt
@@ -62,8 +63,9 @@ class Order:
 
 
 class Execution(Protocol):
-    """The processes of one attempt. The runner polls it until it ended or has to be killed, kills
-    what is left in any case, and then has the devices given back."""
+    """The processes of one attempt. The runner polls it until the attempt has ended or has to be
+    killed. In both cases the runner then kills the processes that are left, and lets the executor
+    give the devices back."""
 
     def poll(self) -> Waiting | Running | Ended:
         """How the processes are. Doesn't block."""
@@ -72,11 +74,11 @@ class Execution(Protocol):
         """Asks the processes to end."""
 
     def kill(self) -> None:
-        """Ends the processes, in bounded time. Some may go on all the same: the fence keeps them
+        """Ends the processes, in bounded time. Some processes may survive: the fence keeps them
         from the run and the job."""
 
     def give_back(self) -> list[tuple[EventType, dict[str, object]]]:
-        """Gives the devices back; returns the events that tell so, in their order."""
+        """Gives the devices back. Returns the events about it, in order."""
 
 
 class Executor(Protocol):
@@ -86,23 +88,22 @@ class Executor(Protocol):
     """Whether a runner that stops leaves its attempts to the next one."""
 
     def prepare(self) -> None:
-        """Starts what can be started ahead of a job. Doesn't block."""
+        """Starts processes that can be started ahead of a job. Doesn't block."""
 
     def wait_until_free(self) -> None:
         """Waits until an attempt can start, or the runner has to stop."""
 
     def rest(self) -> None:
-        """Ends what has stayed long enough. The runner calls it all the time, and it returns
-        soon."""
+        """Ends pods or processes that have stayed for their time after a job. The runner calls it
+        often, so it returns soon."""
 
     def adopts(self, attempt: Attempt, /) -> bool:
-        """Whether the attempt, which an earlier runner started, may go on: `start` then finds
-        it."""
+        """Whether an attempt that an earlier runner started may go on. `start` then finds it."""
 
     def start(self, order: Order) -> Execution:
-        """Starts the attempt, or finds the one that an earlier runner started. An obstacle to the
-        start becomes the end of the attempt. Raises errors of the volume or the job that another
-        attempt would not change."""
+        """Starts the attempt, or finds the one that an earlier runner started. If the attempt can't
+        start, the returned execution has ended with the reason. Raises errors of the volume or the
+        job that another attempt would not change."""
 
     def close(self) -> None:
-        """Ends what stays between jobs."""
+        """Ends the processes that stay between jobs."""

@@ -1,9 +1,9 @@
-"""Attempts whose ranks an agent on each host starts (`trainer/agent`): what the executors of
-several hosts share. Runner and agents meet by files in the attempt's directory; the runner reaches
-no host.
+"""Attempts whose ranks an agent on each host starts (`trainer/agent`): the code that all executors
+of several hosts share. Runner and agents meet by files in the attempt's directory; the runner
+reaches no host.
 
-A subclass says how agents get onto hosts: it starts, stops and asks its engine. An engine is what
-places agents, such as Kubernetes or Slurm.
+A subclass says how agents get onto hosts: it starts, stops and asks its engine. An engine is a
+system that places agents, such as Kubernetes or Slurm.
 """
 
 import time
@@ -51,7 +51,8 @@ REPORT_SECONDS = 60.0
 
 
 class AgentsExecution:
-    """An `Execution`. The methods with an underscore at the end of the class are the engine's."""
+    """An `Execution`. Subclasses implement the methods with an underscore at the end of the class:
+    they call the engine."""
 
     def __init__(self, order: Order, settings: Settings, plan: AgentOrder, stop: Stop) -> None:
         self._order, self._settings, self._plan, self._stop = order, settings, plan, stop
@@ -63,11 +64,12 @@ class AgentsExecution:
         self._met = False
         self._records: dict[int, HostRecord] = {}
         self._ends: dict[int, HostEnd] = {}
-        self._beats: dict[int, tuple[HostBeat, float]] = {}  # and when it changed, by our clock
+        # and the time of its last change, by the runner's clock
+        self._beats: dict[int, tuple[HostBeat, float]] = {}
         self._polled = time.monotonic()
 
     def start(self) -> None:
-        """Gives the order to the agents, unless an earlier runner has."""
+        """Gives the order to the agents, unless an earlier runner has given it."""
 
         def give() -> bool:
             if (known := self._meeting.order()) is None:
@@ -87,7 +89,7 @@ class AgentsExecution:
             try:
                 self._look(now)
             except (TandemError, OSError):
-                # Without the volume nobody's silence says anything.
+                # While the volume can't be read, a host's silence proves nothing.
                 self._beats = {host: (beat, now) for host, (beat, _) in self._beats.items()}
             else:
                 self._forgive(time.monotonic())
@@ -96,7 +98,8 @@ class AgentsExecution:
         return self._state
 
     def _forgive(self, now: float) -> None:
-        """The time in which nobody could look says nothing about a host's silence."""
+        """The time in which this runner could not read the volume does not count as a host's
+        silence."""
         if (away := now - self._polled) > AWAY_SECONDS:
             self._beats = {
                 host: (beat, min(changed + away, now))
@@ -157,7 +160,7 @@ class AgentsExecution:
                     self._order.say(f"{self._records.get(host, f'host {host}')}: {lost}")
 
     def _judge(self, now: float) -> Waiting | Running | Ended:
-        """How the attempt is, by what its hosts have written and the engine says."""
+        """The attempt's status, from the hosts' records and the engine's answers."""
         if (error := misfit([*self._records_in_order()], self._plan)) is not None:
             return Ended(1, error)
         if (ended := self._ended(now)) is not None:
@@ -186,7 +189,7 @@ class AgentsExecution:
         return [self._records[host] for host in sorted(self._records)]
 
     def _missing(self) -> list[str]:
-        """A line for each host that is not ready: the things it lacks."""
+        """One line for each host that is not ready, with the things that the host lacks."""
         of, lines = self._plan.hosts, []
         for host in range(of):
             record, engine = self._records.get(host), self._lacks(host)
@@ -198,7 +201,7 @@ class AgentsExecution:
         return lines
 
     def _ended(self, now: float) -> Ended | None:
-        """How the attempt ended, once all hosts have said so or can't any more."""
+        """How the attempt ended, once every host has reported its end or can't report any more."""
         failed = any(end.status != DONE for end in self._ends.values())
         if failed and self._failed_since is None:
             self._failed_since = now
@@ -220,7 +223,7 @@ class AgentsExecution:
         return JobError(type="host_lost", message=message, retriable=True)
 
     def _silent(self, now: float, seconds: float) -> list[int]:
-        """Hosts whose agents have begun and neither beat nor end."""
+        """Hosts whose agents have begun, write no heartbeat any more, and have written no end."""
         return [
             host
             for host, (_, changed) in self._beats.items()
@@ -234,11 +237,12 @@ class AgentsExecution:
     # ---- the engine's
 
     def _start_engine(self) -> None:
-        """Has an agent started on each host; finds those that an earlier runner has started."""
+        """Has an agent started on each host. Finds agents that an earlier runner has started."""
 
     def _ask_engine(self) -> Waiting | Running | Ended:
-        """Waiting: the agents wait for places, and `start_seconds` doesn't count. Running: they
-        may have started. Ended: they can't go on."""
+        """Returns Waiting while the agents wait for hosts (this time does not count for
+        `start_seconds`), Running once the agents may have started, and Ended if the agents can't go
+        on."""
         return Running()
 
     def _lacks(self, _host: int) -> str:
@@ -246,14 +250,14 @@ class AgentsExecution:
         return ""
 
     def _stop_engine(self) -> None:
-        """Asks the engine to end the agents. A file on the volume asks the agents too."""
+        """Asks the engine to end the agents. A file on the volume asks the agents as well."""
 
     def _kill_engine(self) -> None:
         """Has the engine kill the agents."""
 
 
 class AgentsExecutor:
-    """An `Executor`, but for `start`."""
+    """An `Executor` whose subclasses add `start`."""
 
     stays = False
 
@@ -283,25 +287,26 @@ class EngineExecution(AgentsExecution):
     """An `Execution` whose engine may stop agents. A subclass explains why."""
 
     def _ended(self, now: float) -> Ended | None:
-        """As the agents tell it. Why an agent was stopped, or is silent, the engine knows."""
+        """The end, from the agents' records. If an agent was stopped or is silent, the engine knows
+        why."""
         ended = super()._ended(now)
         if ended is None or ended.error is None:
             return ended
         if ended.error.type not in ("preempted", "host_lost"):
             return ended
         failed = [end for end in self._ends.values() if end.status == FAILED]
-        if failed:  # the engine stopped the other hosts for that
+        if failed:  # the engine stopped the other hosts because of that end
             return Ended(1, next((end.error for end in failed if end.error is not None), None))
         return self._explained(ended, now)
 
     def _explained(self, ended: Ended, _now: float) -> Ended | None:
-        """`ended` with the engine's reason. None while the engine may still tell it."""
+        """`ended` with the engine's reason. None while the engine may still report its reason."""
         return ended
 
 
 class EngineExecutor(AgentsExecutor):
-    """An `Executor`, but for `start`, whose engine is asked over a network. The attempts go on
-    without the runner. Attempts in several threads may run at once."""
+    """An `Executor` whose engine is reached over a network. Subclasses add `start`. The attempts go
+    on without the runner. Attempts in several threads may run at once."""
 
     stays = True
     engine: ClassVar[str]
@@ -317,8 +322,8 @@ class EngineExecutor(AgentsExecutor):
         self._away_since: float | None = None
 
     def ask[T](self, action: Callable[[], T]) -> T:
-        """The result of a call of the engine. While the engine stays away, the runner is not
-        ready."""
+        """The result of a call of the engine. The runner is not ready while the engine does not
+        answer."""
         try:
             result = action()
         except self.away as error:

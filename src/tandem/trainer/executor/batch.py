@@ -1,4 +1,4 @@
-"""The Slurm job of one attempt: its name, the words that submit it, and its script."""
+"""The Slurm job of one attempt: its name, the arguments of `sbatch`, and its script."""
 
 import hashlib
 import shlex
@@ -71,12 +71,13 @@ _INHERITED_FAMILIES = ("GLOO_", "NCCL_", "TORCH_", "TRITON_")
 
 
 def output_path(attempt: Attempt) -> Path:
-    """The file of all that the script and the agents print, beside the hosts' records."""
+    """The file that receives the output of the script and the agents. It lies beside the hosts'
+    records."""
     return attempt.work / HOSTS / "slurm.log"
 
 
 class Batch:
-    """How attempts are submitted. InvalidInput where TANDEM_SLURM_ARGS can't be used."""
+    """The options of all submissions. Raises InvalidInput if TANDEM_SLURM_ARGS can't be used."""
 
     def __init__(self, settings: Settings, environment: Mapping[str, str]) -> None:
         self._settings, self._environment = settings, environment
@@ -90,14 +91,14 @@ class Batch:
         """The beginning of the names of this volume's Slurm jobs."""
 
     def name(self, job: Job) -> str:
-        """The name of the attempt's Slurm job: no other attempt has it, also after the volume was
-        emptied."""
+        """The name of the attempt's Slurm job: no other attempt ever has this name, not even after
+        the volume was emptied."""
         digest = hashlib.sha256(job.key.name.encode()).hexdigest()
         return f"{self.prefix}{job.spec.id}.{job.attempt}.{digest[:6]}"
 
     def exported(self) -> dict[str, str]:
-        """The variables of the agents: what they and their ranks read. None is a secret. The other
-        settings are in the runner's order."""
+        """The environment variables that agents and their ranks read. No variable is a secret. The
+        other settings are in the runner's order."""
         chosen = {
             name: value
             for name, value in self._environment.items()
@@ -106,7 +107,8 @@ class Batch:
         return chosen | {"TANDEM_ROOT": str(self._root)}
 
     def words(self, job: Job, attempt: Attempt) -> list[str]:
-        """The words after `sbatch`. Variables are exported by name: no command has their values."""
+        """The arguments of `sbatch`. Variables are exported by name, so their values do not appear
+        in any command line."""
         settings = self._settings
         gpus = [f"--gpus-per-node={settings.ranks_per_host}"] if settings.device != "cpu" else []
         log = str(output_path(attempt).absolute()).replace("%", "%%")
@@ -125,7 +127,8 @@ class Batch:
         ]
 
     def script(self, job: Job) -> str:
-        """An agent per node; it knows its number by SLURM_PROCID."""
+        """The script starts one agent per node. An agent takes its host's number from
+        SLURM_PROCID."""
         agent = [sys.executable, "-m", "tandem"]
         if self._container:
             # A variable set in the image overrides the job's variable of the same name.

@@ -1,4 +1,5 @@
-"""The calls of a Kubernetes API server that an executor makes. It polls: a poll misses nothing."""
+"""The calls of a Kubernetes API server that an executor makes. The executor polls instead of
+watching, because a poll misses no change."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -84,7 +85,7 @@ class Cluster:
         return self._list(_PODS, labels={"batch.kubernetes.io/job-name": job})
 
     def events(self, name: str) -> list[Object]:
-        """About the object with this name, the newest last."""
+        """The events about the object with this name, newest last."""
         found = self._list(_EVENTS, fields={"involvedObject.name": name})
         return sorted(found, key=lambda event: event.get("lastTimestamp") or "")
 
@@ -134,7 +135,7 @@ class Cluster:
         return str(found["metadata"]["uid"])
 
     def check_right(self, verb: str, group: str, resource: str, name: str | None = None) -> None:
-        """Raises InvalidInput if the account may not do that."""
+        """Raises InvalidInput if the account lacks the right."""
         asked = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
         if name is not None:
             asked["name"] = name
@@ -160,7 +161,8 @@ class Cluster:
             if status in _PASSING or status >= 500:
                 raise ClusterAway(f"the API server answers {status}: {error}") from error
             raise ClusterRefused(str(error), status) from error
-        except httpx2.HTTPStatusError as error:  # of a proxy: it has no Status
+        # The answer of a proxy has no Status object.
+        except httpx2.HTTPStatusError as error:
             raise ClusterAway(f"the API server answers {error.response.status_code}") from error
         except (httpx2.HTTPError, ConfigError, OSError) as error:
             raise ClusterAway(f"no answer of the API server: {error!r}") from error

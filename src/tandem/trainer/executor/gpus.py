@@ -28,8 +28,8 @@ class JobGpus:
     def __init__(
         self, settings: Settings, spool: Spool, launcher: Launcher, runner: str, stop: Stop
     ) -> None:
-        """`runner`: its name in the hold. Raises InvalidInput when the settings name devices that
-        don't exist."""
+        """`runner`: the runner's name in the hold. Raises InvalidInput when the settings name
+        devices that don't exist."""
         self._launcher, self._stop = launcher, stop
         self._devices = Devices(settings, "trainer")
         self.names = ",".join(self._devices.uuids) or "cpu"
@@ -88,7 +88,8 @@ class JobGpus:
                 )
                 self._launcher.close()
         if resident := self._launcher.holds_devices:
-            # They have freed what they can. The rest may stay in use until the next job.
+            # Resident ranks have freed what they can. Their other bytes may stay in use until the
+            # next job.
             used = self._devices.used()
             self.floor = {uuid: size for uuid, size in used.items() if size is not None}
         else:

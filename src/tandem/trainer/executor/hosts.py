@@ -1,5 +1,5 @@
-"""Attempts on hosts that each have an agent already, `tandem rank-agent --follow`: nothing is
-placed or queued, and the GPUs stay with the agents' containers."""
+"""Attempts on hosts where an agent already runs (`tandem rank-agent --follow`). No system places or
+queues the attempts, and the GPUs stay with the agents' containers."""
 
 from tandem.trainer.executor import Order
 from tandem.trainer.executor.agents import AgentsExecution, AgentsExecutor

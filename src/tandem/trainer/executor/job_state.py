@@ -89,14 +89,14 @@ class JobStates:
         )
 
     def why_failed(self, seen: Seen) -> Ended | None:
-        """Why the pods failed; None if neither a pod nor the Job tells."""
+        """Why the pods failed; None if neither a pod nor the Job reports a reason."""
         found = _why_failed(seen.pods)
         stopped = found is None or (found.error is not None and found.error.type == "job_deleted")
         return (self._disruption(seen.job) or found) if stopped else found
 
     def _disruption(self, job: Object | None) -> Ended | None:
-        """The disruption of a pod that is gone: as an earlier poll saw it, or in the words of the
-        Job, whose policy fails it for that."""
+        """The disruption of a pod that is gone. An earlier poll saw it, or the Job's message names
+        it: the Job's failure policy fails the Job for a disruption."""
         if self._disrupted is not None:
             return self._disrupted
         conditions = _true_conditions(job or {})
@@ -104,7 +104,7 @@ class JobStates:
         return Ended(1, _error("preempted", words)) if "DisruptionTarget" in words else None
 
     def _cant_go_on(self, pod: Object, now: float) -> JobError | None:
-        """Why a pod will never run, or run no more, although its Job doesn't say so."""
+        """Why a pod will never run (again), in cases where its Job does not report it."""
         uid, waiting = str(pod["metadata"].get("uid")), _waiting(pod)
         if waiting.get("reason") in _CANT_START:
             if now - self._since.setdefault(f"image {uid}", now) > IMAGE_SECONDS:
@@ -127,8 +127,9 @@ class JobStates:
 
 
 def _why_failed(pods: Sequence[Object]) -> Ended | None:
-    """Why the pods of a failed Job failed; None if the pods don't tell. The cause that ended the
-    other pods comes first: a disruption, then a failure of ranks, then a pod that was stopped."""
+    """Why the pods of a failed Job failed; None if the pods don't report a reason. The cause that
+    ended the other pods comes first: a disruption, then a failure of ranks, then a pod that was
+    stopped."""
     if (disrupted := _why_disrupted(pods)) is not None:
         return disrupted
     ends = [(pod, end) for pod in pods if (end := _terminated(pod)) is not None]
@@ -160,7 +161,7 @@ def _why_failed(pods: Sequence[Object]) -> Ended | None:
 
 
 def all_run(seen: Seen, hosts: int) -> bool:
-    """Whether the Job goes on and each of its pods runs, so that agents can wait in them."""
+    """Whether the Job has not ended and each of its pods runs. Agents can then wait in the pods."""
     job = seen.job
     if job is None or job["metadata"].get("deletionTimestamp") or job["spec"].get("suspend"):
         return False
@@ -177,7 +178,7 @@ def all_run(seen: Seen, hosts: int) -> bool:
 
 
 def lacks(pod: Object) -> str:
-    """The thing that a pod still needs to run, in words."""
+    """The thing that a pod still needs before it can run, in words."""
     status = pod.get("status", {})
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     scheduled = conditions.get("PodScheduled", {})
@@ -234,7 +235,7 @@ def _states(pod: Object) -> list[Object]:
 
 
 def _waiting(pod: Object) -> Object:
-    """Why a container waits, those before the main one too."""
+    """Why a container of the pod waits; init containers count too."""
     status = pod.get("status", {})
     before = status.get("initContainerStatuses") or ()
     states = [one.get("state") or {} for one in before] + _states(pod)

@@ -1,8 +1,8 @@
-"""Attempts on a Kubernetes cluster: each is a Job, whose pods run the hosts' agents. The runner has
-no GPU, and none is requested while no job runs.
+"""Attempts on a Kubernetes cluster. Each attempt is a Job whose pods run the hosts' agents. The
+runner has no GPU, and Tandem requests no GPU for training while no job runs.
 
-Whoever places the pods is the cluster, with Kueue or without. A Job's name says which attempt it
-is, so that a runner that comes back finds it, and never makes a second one.
+The cluster places the pods, with or without Kueue. A Job's name contains its attempt. A runner that
+comes back finds the Job by this name, and never makes a second Job for the attempt.
 """
 
 import time
@@ -114,7 +114,7 @@ class KubernetesExecutor(EngineExecutor):
         try:
             self.ask(lambda: self._cluster.delete(name))
         except (ClusterAway, ClusterRefused) as error:
-            # `wait_until_free` deletes it before the next attempt.
+            # `wait_until_free` deletes the Job before the next attempt.
             log.warning("can't delete the Job now", job=name, error=error)
         self._lingering.forget(name)
 
@@ -124,7 +124,7 @@ class KubernetesExecutor(EngineExecutor):
         self._lingering.add(name, run, seconds)
 
     def adopts(self, attempt: Attempt, /) -> bool:
-        """Raises ClusterAway as long as nobody knows."""
+        """Raises ClusterAway while the API server does not answer."""
         if not super().adopts(attempt):
             return False
         job = self._spool.jobs.get(attempt.job)[1]
@@ -136,13 +136,13 @@ class KubernetesExecutor(EngineExecutor):
 
     @staticmethod
     def _taken(attempt: Attempt) -> str:
-        """The name of the Job whose pods had stayed and were given the attempt."""
+        """The name of the lingering Job that was given the attempt."""
         order = Meeting(attempt).order()
         return "" if order is None else order.pods.rpartition("/")[2]
 
     def _take(self, made: Object, run: str) -> str:
-        """A Job whose pods have stayed and can serve the attempt, for which `made` would be
-        created. Those that can't would only keep their GPUs from it, and are deleted."""
+        """A lingering Job that can serve the attempt in place of the new Job `made`. Lingering Jobs
+        that can't serve it are deleted, because they would only keep GPUs from the attempt."""
         while (name := self._lingering.take(run)) is not None:
             with suppress(ClusterAway, ClusterRefused):
                 seen = Seen(self.ask(partial(self._cluster.job, name)))
@@ -153,7 +153,7 @@ class KubernetesExecutor(EngineExecutor):
         return ""
 
     def _served(self, attempt: Attempt) -> bool:
-        """Whether a pod has begun the attempt, under an earlier runner."""
+        """Whether a pod began the attempt under an earlier runner."""
         meeting = Meeting(attempt)
         hosts = range(self._settings.trainer_hosts)
         return (
@@ -175,7 +175,7 @@ class KubernetesExecutor(EngineExecutor):
         return execution
 
     def _order(self, order: Order, made: Object) -> AgentOrder:
-        """The order of an earlier runner, or a new one."""
+        """The order that an earlier runner wrote, or a new order."""
         if (known := Meeting(order.files).order()) is not None:
             return known
         name = self._take(made, order.job.spec.run)
@@ -224,21 +224,21 @@ class KubernetesExecution(EngineExecution):
         try:
             self._engine = self._read(now) if self._made else self._create()
         except (ClusterAway, ClusterRefused) as error:
-            # What is known stays: ranks that run are judged by their beats.
+            # The last known state is kept. Running ranks are judged by their heartbeats.
             self._next_ask = time.monotonic() + AWAY_POLL_SECONDS
             if not isinstance(self._engine, Running):
                 self._engine = Waiting(str(error))
         return self._engine
 
     def _create(self) -> Waiting | Ended:
-        """Creates the Job, unless it is there. Its answer may have got lost."""
+        """Creates the Job, unless it exists: the answer to an earlier request may have got lost."""
         try:
             self._executor.ask(lambda: self._cluster.create(self.make))
         except ClusterRefused as refusal:
             if refusal.status == 409:
                 return self._adopt()
             if refusal.status == 403 and "denied the request" not in str(refusal):
-                # A quota of Jobs, or a right that was taken away.
+                # The reason is a quota of Jobs, or a right that the account has lost.
                 self._next_ask = time.monotonic() + QUOTA_POLL_SECONDS
                 return Waiting(str(refusal))
             message = f"the cluster refuses the Job: {refusal}"
@@ -249,7 +249,7 @@ class KubernetesExecution(EngineExecution):
 
     def _adopt(self) -> Waiting | Ended:
         found = self._executor.ask(lambda: self._cluster.job(self._name))
-        if found is None:  # it went in between
+        if found is None:  # the Job was deleted between the two calls
             return Waiting(f"Job {self._name} to be made")
         if not is_of(found, self._order.job):
             message = f"there is a Job {self._name} already, and it is not this attempt's"
@@ -297,7 +297,7 @@ class KubernetesExecution(EngineExecution):
         if (found := self.states.why_failed(self._seen)) is not None and found.error is not None:
             return found
         if ended.error is not None and ended.error.type == "preempted":
-            # No disruption, and its queue still admits it.
+            # The Job has no disruption, and its queue still admits it.
             update = {
                 "type": "job_deleted",
                 "message": f"{ended.error.message}: its pod was deleted",
@@ -309,7 +309,7 @@ class KubernetesExecution(EngineExecution):
         self._executor.delete(self._name)
 
     def _kill_engine(self) -> None:
-        """Its pods may stay for long on a node that is lost. The fence keeps them from the run."""
+        """Pods on a lost node may stay for long. The fence keeps them from the run."""
         lingers = min((end.lingers for end in self._ends.values()), default=0.0)
         if lingers and len(self._ends) == self._plan.hosts:
             self._executor.lingers(self._name, self._order.job.spec.run, lingers)
@@ -318,6 +318,6 @@ class KubernetesExecution(EngineExecution):
 
 
 def _life(job: Object | None) -> int:
-    """How many seconds a Job's pods may live."""
+    """The time that a Job's pods may live, in seconds."""
     seconds: int = (job or {})["spec"]["template"]["spec"]["activeDeadlineSeconds"]
     return seconds

@@ -7,8 +7,8 @@ from threading import Lock
 
 @dataclass
 class LingeringJobs:
-    """Threads of attempts share it. A Job is known here from its end of an attempt until it is
-    deleted, so that nobody takes it for a Job that no attempt has."""
+    """Threads of attempts share it. A Job is known here from the end of its attempt until its
+    deletion. Without this record the Job would be deleted as a Job without an attempt."""
 
     _until: dict[str, tuple[float, str]] = field(default_factory=dict)  # and the last attempt's run
     _taken: set[str] = field(default_factory=set)
@@ -21,8 +21,8 @@ class LingeringJobs:
             self._until[name] = time.monotonic() + seconds, run
 
     def take(self, run: str) -> str | None:
-        """A Job that waits, for an attempt or for its end; one of the same run if there is one,
-        whose model its nodes have read."""
+        """A waiting Job, to serve an attempt or to be deleted. A Job of the same run is preferred,
+        because its nodes have already read the run's model."""
         with self._lock:
             return self._take(sorted(self._until, key=lambda name: self._until[name][1] != run))
 
@@ -40,7 +40,8 @@ class LingeringJobs:
         return None
 
     def forget(self, name: str) -> None:
-        """The Job was deleted, or somebody deletes it if that failed."""
+        """Forgets the Job: it was deleted, or the search for Jobs without an attempt deletes it
+        later."""
         with self._lock:
             self._taken.discard(name)
 

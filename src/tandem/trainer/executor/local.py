@@ -43,10 +43,10 @@ class LocalExecutor:
         runner: str,
         stop: Stop,
     ) -> None:
-        """Ends processes of an earlier runner of the volume: it is dead, because this one has the
-        lock. `entry`: module whose `main(attempt)` is a rank. `volume` names the volume wherever it
-        is mounted, `runner` this runner. Raises InvalidInput when the settings name devices that
-        don't exist."""
+        """Ends processes of an earlier runner of the volume. The earlier runner is dead, because
+        this runner has the lock. `entry`: module whose `main(attempt)` is a rank. `volume`: a name
+        of the volume that does not depend on where it is mounted. `runner`: this runner's name.
+        Raises InvalidInput when the settings name devices that don't exist."""
         marker = ("TANDEM_RUNNER_OF", volume)
         processes.adopt_orphans()
         for orphan in processes.marked(*marker):
@@ -92,8 +92,8 @@ class LocalExecutor:
 
 
 class LocalExecution:
-    """An `Execution`. Its terminal event comes after the events `slept`, `released` and `woken`, so
-    that vLLM never wakes beside the job's memory."""
+    """An `Execution`. The terminal event of the job comes after the events `slept`, `released` and
+    `woken`, so that vLLM never wakes while the job uses memory."""
 
     def __init__(
         self, order: Order, launch: Launch, launcher: Launcher, gpus: JobGpus, stop: Stop
@@ -129,8 +129,8 @@ class LocalExecution:
             self._gpus.vllm_sleeps(result.devices)
             order.say(f"vLLM sleeps after {result.seconds:.1f} s; bytes in use: {result.devices}")
             order.tell("slept", vars(result))
-            # The event may have waited for the volume for long, and nobody renews the hold
-            # meanwhile.
+            # The event may have waited long for the volume, and the hold is not renewed during such
+            # a wait.
             result = self._stop.retry("renew the hold", shared.renew)
         return order.interrupted() or result
 
@@ -151,8 +151,8 @@ class LocalExecution:
             self._survivors = self._handle.kill_all(KILL_SECONDS)
 
     def give_back(self) -> list[tuple[EventType, dict[str, object]]]:
-        # No event is written before vLLM is awake: an event waits for a volume that is gone or
-        # read-only, and vLLM must not sleep meanwhile.
+        # No event is written before vLLM is awake. An event waits for a volume that is gone or
+        # read-only, and vLLM must not sleep during this wait.
         events = list[tuple[EventType, dict[str, object]]]()
         if self._has_gpus:
             left = self._gpus.measure_release(self._order.job, self._survivors)

@@ -1,7 +1,7 @@
 """The Kubernetes Job of one attempt, from the template that the chart renders.
 
-The template says all about nodes, images and volumes. What is filled in here is the name, which job
-it is, and how long its pods may live.
+The template has all fields about nodes, images and volumes. This module fills in the name, the job,
+and the time that the pods may live.
 """
 
 import copy
@@ -28,8 +28,8 @@ _MOST_SECONDS = 2**31 - 1
 
 class JobTemplate:
     """The template of each attempt's Job. Raises InvalidInput if the chart has not made the
-    template. `start_seconds`: how long the pods of an attempt may take until all of them run.
-    `linger_seconds`: how long they may stay after it."""
+    template. `start_seconds`: the time in which all pods of an attempt must run. `linger_seconds`:
+    the time for which the pods may stay after an attempt."""
 
     def __init__(
         self, path: Path | None, hosts: int, start_seconds: float, linger_seconds: float = 0.0
@@ -76,14 +76,14 @@ class JobTemplate:
 
     @property
     def owner(self) -> str | None:
-        """The name of the StatefulSet whose end is the end of the Jobs."""
+        """The name of the StatefulSet that owns the Jobs: its deletion deletes them."""
         owners = self._job["metadata"].get("ownerReferences") or [{}]
         name: str | None = owners[0].get("name")
         return name
 
     @property
     def grace_seconds(self) -> float:
-        """Between SIGTERM and SIGKILL of a pod."""
+        """The seconds between SIGTERM and SIGKILL of a pod."""
         return float(self._job["spec"]["template"]["spec"].get("terminationGracePeriodSeconds", 30))
 
     def name(self, job: Job) -> str:
@@ -97,8 +97,8 @@ class JobTemplate:
 
     @property
     def lingers(self) -> str:
-        """The annotation LINGERS of this template's Jobs: a Job of another template serves no
-        attempt of this one."""
+        """The annotation LINGERS of this template's Jobs: a Job of another template can't serve
+        this template's attempts."""
         text = json.dumps([self._job, self.linger_seconds], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -122,7 +122,8 @@ class JobTemplate:
             metadata.pop("ownerReferences", None)
         else:
             metadata["ownerReferences"][0]["uid"] = owner_uid
-        # The kubelet itself ends the pod after this time, even if nobody reaches its node any more.
+        # The kubelet itself ends the pod after this time, even if the node can't be reached any
+        # more.
         seconds = self._start_seconds + job.spec.deadline_seconds + self.grace_seconds
         if self.linger_seconds:  # the last attempt may begin so late
             seconds += self._start_seconds + self.linger_seconds + TAKE_SECONDS

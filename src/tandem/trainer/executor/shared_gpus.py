@@ -5,7 +5,7 @@ and answers in a record, and the runner measures the memory. The cycle of a job:
 
 1. The publisher says in `jobs/vllm.json` how vLLM is, twice a second. The runner claims nothing
    until this record says that vLLM is awake. Then the runner claims a job and writes the hold.
-2. The publisher finishes what it loads and sees the hold. It asks vLLM once more, calls `POST
+2. The publisher finishes its load and then sees the hold. It asks vLLM once more, calls `POST
    /sleep?level=1&mode=keep` and answers the hold. Level 2 would lose the base model under LoRA.
    With `keep`, running requests return to vLLM's queue and continue after the wake.
 3. The runner does not trust the answer (vLLM #47654). It reads the bytes in use by UUID until they
@@ -15,8 +15,8 @@ and answers in a record, and the runner measures the memory. The cycle of a job:
    the hold. The publisher wakes vLLM and says so. Then the job gets its terminal state; if no vLLM
    wakes, it gets this state after 60 s.
 
-The hold is written before the publisher looks at vLLM, and a vLLM that starts looks for a hold
-first: so a vLLM that is about to take the memory is either noticed by the publisher or waits there.
+The hold is written before the publisher looks at vLLM, and a starting vLLM looks for a hold first.
+So a starting vLLM either is seen by the publisher, or sees the hold and waits.
 """
 
 import time
@@ -193,9 +193,9 @@ class SharedGpus:
             self._spool.hold.put(self._hold)
 
     def renew(self) -> JobError | None:
-        """Renew the hold before the ranks start. Returns an error if this may be too late: once the
-        hold's lease is over, the publisher clears the hold and wakes vLLM. Raises SpoolUnusable,
-        and may then be called again.
+        """Renew the hold before the ranks start. Returns an error if the renewal may come too late:
+        when the hold's lease ends, the publisher clears the hold and wakes vLLM. Raises
+        SpoolUnusable, and may then be called again.
         """
         assert self._hold is not None
         found, now = self._spool.hold.get(), time.time()
@@ -222,8 +222,8 @@ class SharedGpus:
         if hold is None:
             return None
         if hold.floor and not self._wait_until_released(hold, floor):
-            # The hold stays: the publisher, after this runner has ended, waits for the memory
-            # before it wakes vLLM.
+            # The hold stays. After this runner has ended, the publisher waits until the memory is
+            # free and then wakes vLLM.
             self._hold = None
             return None
         begin = time.monotonic()
@@ -245,8 +245,8 @@ class SharedGpus:
                 )
                 return True
             if self._vllm() == "awake":
-                # Somebody started or woke one in spite of the hold, because it was not renewed in
-                # time.
+                # A vLLM was started or woken in spite of the hold, because the hold was not renewed
+                # in time.
                 log.warning(
                     "vLLM is awake already, and the memory in use is its own", bytes_in_use=left
                 )

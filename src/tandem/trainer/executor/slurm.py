@@ -1,7 +1,7 @@
 """Attempts under Slurm: each is a Slurm job with an agent on each of its nodes.
 
-Slurm places and queues them. The Slurm job's name says which attempt it is, so that a runner that
-comes back finds it, and never submits a second one.
+Slurm places and queues the Slurm jobs. A Slurm job's name contains its attempt. A runner that comes
+back finds the Slurm job by this name, and never submits a second one for the attempt.
 """
 
 import os
@@ -155,7 +155,7 @@ class SlurmExecutor(EngineExecutor):
                 self.ask(partial(self.slurm.cancel, one.name))
 
     def adopts(self, attempt: Attempt, /) -> bool:
-        """Raises SlurmAway as long as nobody knows."""
+        """Raises SlurmAway while Slurm does not answer."""
         if not super().adopts(attempt):
             return False
         return self.find(self._spool.jobs.get(attempt.job)[1]) is not None
@@ -194,7 +194,7 @@ class SlurmExecution(EngineExecution):
         try:
             self._engine = self._read(now)
         except SlurmAway as error:
-            # What is known stays: ranks that run are judged by their beats.
+            # The last known state is kept. Running ranks are judged by their heartbeats.
             self._next_ask = time.monotonic() + AWAY_POLL_SECONDS
             if not isinstance(self._engine, Running):
                 self._engine = Waiting(str(error))
@@ -222,13 +222,15 @@ class SlurmExecution(EngineExecution):
     def _look_at_job(self) -> SlurmJob | None:
         found = self._executor.find(self._order.job)
         if found is not None:
-            if not self._submitted:  # by an earlier runner, or its answer got lost
+            # an earlier runner submitted it, or the answer to the submission got lost
+            if not self._submitted:
                 self._order.say(f"found Slurm job {found.id}")
             self._seen, self._submitted = found, True
         return found
 
     def _submit(self) -> Waiting:
-        """Submits the Slurm job. A submission whose answer gets lost is found by its name."""
+        """Submits the Slurm job. If the answer to a submission gets lost, the Slurm job is found by
+        its name."""
         batch, order = self._batch, self._order
         made = self._executor.ask(
             lambda: self._slurm.submit(
@@ -269,10 +271,10 @@ class SlurmExecution(EngineExecution):
         self._cancel()
 
     def _kill_engine(self) -> None:
-        """Slurm kills what does not end; nodes that are lost don't hear it. The fence keeps their
-        ranks from the run."""
+        """Slurm kills processes that do not end. Lost nodes do not receive the signal. The fence
+        keeps their ranks from the run."""
         if len(self._ends) == self._plan.hosts:
-            # Cancelled, it would have failed in the cluster's accounts.
+            # A cancelled Slurm job would stand as failed in the cluster's accounting.
             self._executor.lets_finish(self._order.job)
         else:
             self._cancel()
@@ -283,5 +285,5 @@ class SlurmExecution(EngineExecution):
         try:
             self._executor.ask(partial(self._slurm.cancel, self._batch.name(self._order.job)))
         except SlurmAway as error:
-            # `wait_until_free` cancels it before the next attempt.
+            # `wait_until_free` cancels the Slurm job before the next attempt.
             log.warning("can't cancel the Slurm job now", error=error)

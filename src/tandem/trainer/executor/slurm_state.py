@@ -76,8 +76,8 @@ class SlurmJob:
 
 
 def read(job: SlurmJob, *, began: bool, printed: str = "") -> Waiting | Running | Ended:
-    """How the attempt is, as far as Slurm knows. `began`: an agent has written something.
-    `printed`: the end of what the job printed."""
+    """The attempt's status, from its Slurm job. `began`: an agent has written something. `printed`:
+    the end of what the job printed."""
     if job.ended:
         return _why(job, began=began, printed=printed)
     if job.state in _RUNS:

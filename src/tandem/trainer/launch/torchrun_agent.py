@@ -6,8 +6,8 @@ torchrun's exit status is 1 whichever rank failed and however it failed. This pr
 torchrun's own `main` and writes the failures that it raises to `exits.json` in `directory`.
 
 torchrun's stores listen on all interfaces and ask for no key, and the agent unpickles values from
-one of them. So whoever reaches that port could run code here. In this program the stores listen on
-loopback.
+one of them. So anybody who reaches that port could run code here. In this program the stores listen
+on loopback.
 """
 
 import os

@@ -173,8 +173,8 @@ class JobRun:
         if isinstance(result, JobError):
             return self.spool.queue.requeue(self.job, result, counts=self._counts(result))
         if result.state == "succeeded":
-            # After the commit of the checkpoint, nobody needs the packed data. The data is removed
-            # before the job's end becomes visible.
+            # After the commit of the checkpoint, the packed data is no longer needed. The data is
+            # removed before the job's end becomes visible.
             fs.remove_tree(self.spool.paths.data_dir(self.job.spec.id))
         return self.spool.queue.finish(self.job, result)
 
