@@ -20,7 +20,7 @@ def images(engine: None) -> None:
     build_images()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def stack(images: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
     """One running stack for `test_running_stack` and then `test_stack_faults`, on a data volume of
     1.2 GB in memory.

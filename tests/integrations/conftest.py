@@ -5,7 +5,7 @@ import pytest
 from local_stack import LocalStack
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     """One stack for the programs of all files of the group. A game's turns fill 4,096 tokens."""
     variables = {"TANDEM_KEEP_SERVED": "3", "TANDEM_MAX_MODEL_LEN": "4096"}

@@ -6,14 +6,14 @@ import tiny_model
 from local_stack import LocalStack
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def resident_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     """A stack whose ranks stay between jobs, for every file of the group that uses it."""
     with LocalStack(tmp_path_factory.mktemp("resident"), TANDEM_LAUNCH="resident") as stack:
         yield stack
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def loops_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     """A stack for clients that loop: `tandem rl`, and then Tinker's package. Its model is large
     enough to learn the examples."""

@@ -47,7 +47,8 @@ class Server:
         self.seconds = 0.0
         self.asked: list[str] = []
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
         start = asyncio.start_server(self._serve, "127.0.0.1", port, backlog=512)
         self._server = asyncio.run_coroutine_threadsafe(start, self._loop).result(10)
 
@@ -72,17 +73,20 @@ class Server:
         writer.close()
 
     def die(self) -> None:
-        """The server no longer listens, and its connections are closed."""
+        """The server no longer listens, and its connections are closed. A dead server may die
+        again."""
 
         async def close() -> None:
             self._server.close()
-            for task in asyncio.all_tasks():
-                if task is not asyncio.current_task():
-                    task.cancel()
-            self._loop.call_later(0.1, self._loop.stop)
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-        if self._loop.is_running():
+        if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(close(), self._loop).result(10)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(10)
 
 
 class Proxied:
