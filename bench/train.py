@@ -5,10 +5,10 @@ the same rows.
     auto-fp8 peft]
                           [--trainable lora] [--limit 40] [--steps 5] [--ranks 1]
 
-Weights and tokens are random. LoRA of rank 16 is on all linear layers (`--targets attention`: on q,
-k, v and o), and every token but each sequence's first is trained. A row is one sequence (`8192`),
-several (`4x1024`), or `tree`: a group of 16 completions of 512 tokens after one prompt of 2048,
-which Tandem computes once. `--limit`: GiB of the GPU that may be used.
+Weights and tokens are random. With `--trainable lora`, LoRA of rank 16 is on all linear layers
+(`--targets attention`: on q, k, v and o), and every token but each sequence's first is trained. A
+row is one sequence (`8192`), several (`4x1024`), or `tree`: a group of 16 completions of 512 tokens
+after one prompt of 2048, which Tandem computes once. `--limit`: GiB of the GPU that may be used.
 
 Model TFLOP/s: forward, and the gradient of activations (the base is frozen): 4 FLOPs per weight and
 token, and 3.5 times the forward of causal attention; with `--trainable full` 6 FLOPs per weight and

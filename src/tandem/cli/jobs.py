@@ -276,7 +276,7 @@ def _memory_rows(attempt: AttemptMemory) -> Iterator[tuple[str, object, dict[str
     """(phase, rank, bytes), in the order of the phases and within them of the ranks.
 
     A phase that each step repeats has two rows per rank: the memory at its last end, and the
-    maximum over all its ends.
+    maximum over all its ends. The attempt's last step has a row for the fullest rank.
     """
     ranks = attempt.ranks.items()
     for phase in dict.fromkeys(

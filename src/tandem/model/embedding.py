@@ -16,7 +16,7 @@ def embed(gpt: GPTModel, tokens: torch.Tensor, arch: Arch, topology: Topology) -
 
     The vocabulary is cut over tensor-parallel ranks.
     """
-    # A leaf tensor makes autograd call this function's backward pass.
+    # A leaf that requires a gradient makes autograd call `_Embed.backward`.
     leaf = torch.empty(
         (), requires_grad=gradients.has_gradient_buffer(gpt.embedding.word_embeddings.weight)
     )

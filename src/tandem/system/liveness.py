@@ -22,8 +22,8 @@ LONGEST_SECONDS = {
     # Ending ranks takes half a minute; removing a job's data from a slow volume takes longer.
     "runner": 600.0,
     # One turn hashes and copies one adapter, makes vLLM load it, and makes vLLM score the probe.
-    # During a swap of merged weights, and while a whole model is hashed, the publisher writes beats
-    # in between.
+    # During a swap of merged weights, and while the publisher hashes a whole model, it beats every
+    # 10 s.
     "publisher": 1800.0,
 }
 """The most seconds that one turn of a program's loop may take."""

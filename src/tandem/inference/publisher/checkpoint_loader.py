@@ -42,9 +42,9 @@ class ServedCheckpoint:
     job: str | None
     told: bool = False
 
-    def read(self, manifest: tuple[int, int] | None) -> "ServedCheckpoint":
-        """Reads a checkpoint's manifest, unless the manifest that was read last has the identity
-        `manifest`."""
+    def with_manifest(self, manifest: tuple[int, int] | None) -> "ServedCheckpoint":
+        """Records that the checkpoint's manifest was read. `manifest`: the `manifest_identity` that
+        the file had right before."""
         self.record = self.record.model_copy(update={"manifest": manifest})
         return self
 
@@ -131,7 +131,7 @@ class CheckpointLoader:
                 return served
             raise self._refuse(name, (), str(error)) from error
         if served is not None and served.path == path and self._lists(name, path):
-            return served.read(identity)
+            return served.with_manifest(identity)
         self._served.pop(name, None)
         if name in self.transport.listed and not self._lists(name, path):
             log.info("unloading an adapter whose checkpoint was replaced", model=name)
@@ -155,7 +155,7 @@ class CheckpointLoader:
             raise self._refuse(
                 name, stats, str(error), passing=isinstance(error, InferenceFailed)
             ) from error
-        self._served[name] = served.read(identity)
+        self._served[name] = served.with_manifest(identity)
         self._refused.pop(name, None)
         return served
 

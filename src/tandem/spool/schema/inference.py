@@ -1,5 +1,5 @@
-"""Records in which a publisher reports the state and the address of its vLLM to runner and ranks,
-which don't contact vLLM themselves."""
+"""Records in which a publisher reports about its vLLM. `SharedVllm` tells the runner whether vLLM
+is awake. `VllmPlace` tells ranks the address to which they send weights."""
 
 from typing import Literal
 

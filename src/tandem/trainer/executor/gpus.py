@@ -28,8 +28,8 @@ class JobGpus:
     def __init__(
         self, settings: Settings, spool: Spool, launcher: Launcher, runner: str, stop: Stop
     ) -> None:
-        """`runner`: the runner's name in the hold. Raises InvalidInput when the settings name
-        devices that don't exist."""
+        """`runner`: the runner's name, which requests for shared GPUs carry. Raises InvalidInput
+        when the settings name devices that don't exist."""
         self._launcher, self._stop = launcher, stop
         self._devices = Devices(settings, "trainer")
         self.names = ",".join(self._devices.uuids) or "cpu"

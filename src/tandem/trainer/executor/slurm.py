@@ -271,8 +271,8 @@ class SlurmExecution(EngineExecution):
         self._cancel()
 
     def _kill_engine(self) -> None:
-        """Slurm kills processes that do not end. Lost nodes do not receive the signal. The fence
-        keeps their ranks from the run."""
+        """Slurm kills processes that do not end. Lost nodes do not receive the signal, and their
+        ranks may continue. `tandem.spool.fence` keeps these ranks from changing the run."""
         if len(self._ends) == self._plan.hosts:
             # A cancelled Slurm job would stand as failed in the cluster's accounting.
             self._executor.lets_finish(self._order.job)

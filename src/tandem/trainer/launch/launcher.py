@@ -118,8 +118,8 @@ def rank_environment(
     defaults that apply if all ranks are on this host."""
     defaults = {
         "OMP_NUM_THREADS": str(threads_per_rank(settings)),
-        # Otherwise the import of numpy starts OpenBLAS's threads, and the fork server must have no
-        # threads.
+        # With more than one thread, the import of numpy starts threads of OpenBLAS. The fork server
+        # must have no threads.
         "OPENBLAS_NUM_THREADS": "1",
         # A rank compiles only a few kernels, once, so starting a pool of compiler processes takes
         # longer than it saves.

@@ -169,8 +169,9 @@ class ModelCalls:
                     raise
 
     def _add(self, seq: int, *, backward: bool) -> "_Passed":
-        """Adds this rank's rows of a pass. If a rank may have to repeat this method alone, the
-        method contains no collective."""
+        """Computes the losses of this rank's rows of a pass. With `backward`, adds their gradients
+        to the accumulated gradients. If a rank may have to repeat this method alone, the method
+        contains no collective."""
         request = self.spool.requests.get(self.run.name, seq).request
         assert isinstance(request, PassRequest)
         kept: dict[int, np.ndarray] = {}

@@ -251,7 +251,7 @@ def _evaluate(session: Session, training: Training) -> dict[str, float]:
 def _publication(
     session: Session, run: RunSpec, base_model: Path, policy: Policy
 ) -> Publication | None:
-    """The object that sends whole weights to vLLM. None if vLLM reads the checkpoint's files
+    """The object that publishes whole weights. None if vLLM reads the checkpoint's files
     itself. With `merge` vLLM reads the adapter. With `volume` it reads the model if the run trains
     all weights."""
     way = session.settings.way

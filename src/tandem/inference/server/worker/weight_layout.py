@@ -1,7 +1,8 @@
 """Finds the place of each Hugging Face tensor in the parameters of vLLM's model on this worker.
 
-vLLM fuses q, k and v, gate and up, and all experts of a layer into one parameter each. vLLM cuts
-parameters over its tensor-parallel workers.
+vLLM fuses q, k and v into one parameter, and gate and up into another. `w13_weight` holds gate and
+up of all experts of a layer, `w2_weight` holds down of all experts. vLLM cuts parameters over its
+tensor-parallel workers.
 """
 
 from collections.abc import Iterator
