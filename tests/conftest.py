@@ -1,4 +1,5 @@
 import functools
+import gc
 import importlib.metadata
 import json
 import os
@@ -50,6 +51,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run every case of the tests that are marked `sample`",
     )
+
+
+def pytest_collection_finish() -> None:
+    """Keep garbage collections from looking at what stays until the end: some million objects of
+    modules and tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

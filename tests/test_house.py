@@ -30,10 +30,15 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    return list(ast.walk(tree))
+
+
 def imports(path: Path) -> set[str]:
     """Every `tandem.…` module a file imports, without the leading `tandem.`."""
     found: set[str] = set()
-    for node in ast.walk(parsed(path)):
+    for node in nodes(parsed(path)):
         if (
             isinstance(node, ast.ImportFrom)
             and node.module
@@ -51,7 +56,7 @@ def imports(path: Path) -> set[str]:
 def imported(tree: ast.AST) -> set[str]:
     """Every module that a file imports by name."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found.add(node.module)
         elif isinstance(node, ast.Import):
@@ -154,7 +159,7 @@ def defined(tree: ast.Module) -> set[str]:
     """The public names of a module: names that it binds other than by an import, names in
     `__all__`, and names that it imports as themselves (`import a as a`)."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             found.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -176,7 +181,7 @@ def test_a_name_is_imported_from_where_it_is_defined():
     trees = {module_name(path): parsed(path) for path in SOURCE.rglob("*.py")}
     names = {module: defined(tree) for module, tree in trees.items()}
     for importer, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tandem"):
                 module = node.module.removeprefix("tandem").lstrip(".")
                 for alias in node.names:
@@ -213,7 +218,7 @@ def test_every_package_says_what_it_is():
 def docstrings(tree: ast.AST) -> list[str]:
     """The docstrings of a file's module, classes and functions."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+    found = [ast.get_docstring(node) for node in nodes(tree) if isinstance(node, kinds)]
     return [text for text in found if text]
 
 

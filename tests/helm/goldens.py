@@ -68,8 +68,12 @@ def value(name: str, path: str) -> Any:
     return node
 
 
-@cache
 def rendered(name: str, release: str = "a", version: str = NEWEST) -> Rendered:
+    return _rendered(name, release, version)  # one key of the cache, whatever has its default
+
+
+@cache
+def _rendered(name: str, release: str, version: str) -> Rendered:
     given = values(name)
     if version != NEWEST and given.get("gpuMode") == "shared":
         # Claims need Kubernetes 1.34.

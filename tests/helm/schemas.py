@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
+import kubernetes_validate.utils
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
 from helm.pods import Object, containers, pod_template, quantity
+
+# `kubernetes_validate` reads its definitions, some MB of JSON, for each object.
+kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 CRDS = Path(__file__).parent / "crds"
 CRD_GROUPS = {"monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1"}
