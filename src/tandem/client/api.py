@@ -64,7 +64,7 @@ class Api(Requests):
         seed: int | None = None,
     ) -> RunStatus:
         """Create a run, whose step 0 equals the base model. Creating the same run again changes
-        nothing."""
+        nothing. An argument that is None has the controller's default."""
         if isinstance(lora, LoraShape):
             lora = lora.model_dump(exclude_unset=True)  # the controller chooses the default targets
         body = {

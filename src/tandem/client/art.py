@@ -86,12 +86,15 @@ _AUTO_BATCH = 8
 
 
 class TandemBackend:
-    """A backend of ART. `url`, `api_key`: the controller's address and key, as for `Tandem`;
-    `inference_url`: vLLM's address, default TANDEM_INFERENCE_URL or http://127.0.0.1:8000; `path`:
-    the directory of ART's own files; `sequence_length`: slots of a packed row, at least the longest
-    conversation; `options`: further settings of each job (`stall_seconds`, `labels`, ...).
+    """A backend of ART. A model is the run of its name; `get_inference_name()` names its newest
+    served step.
 
-    A model is the run of its name; `get_inference_name()` names its newest served step.
+    Args:
+        url, api_key: the controller's address and key, as for `Tandem`.
+        inference_url: vLLM's address; None: TANDEM_INFERENCE_URL, else http://127.0.0.1:8000.
+        path: the directory of ART's own files.
+        sequence_length: slots of a packed row, at least the longest conversation's tokens.
+        options: further settings of each job (`stall_seconds`, `labels`, ...).
     """
 
     def __init__(
@@ -174,6 +177,11 @@ class TandemBackend:
 
         InvalidInput names an option that Tandem can't follow (docs/art.md), or a choice that did
         not come through the rollout door. If the rewards have no variance, nothing is trained.
+
+        Args:
+            trajectory_groups: ART's groups; a group without a trajectory is left out.
+            learning_rate: the learning rate of this job, unless the option `adam_params` has one.
+            options: the options of ART's `train`.
         """
         groups = [
             {

@@ -74,10 +74,13 @@ def _blocking[**P, T](
 class Tandem:
     """Talks to a controller; several threads may use it.
 
-    `base_url` and `api_key` default to TANDEM_URL (else http://127.0.0.1:8080) and to
-    TANDEM_API_KEY or the file that TANDEM_API_KEY_FILE names. `patience`: seconds for which a
-    request is repeated while the controller doesn't answer. Refusals are raised as the classes of
-    `tandem.errors`, with the offending `field`. Raises Unreachable when patience is exhausted.
+    Refusals are raised as the classes of `tandem.errors`, with the offending `field`. Raises
+    Unreachable when patience is exhausted.
+
+    Args:
+        base_url: the controller's address; None: TANDEM_URL, else http://127.0.0.1:8080.
+        api_key: the key; None: TANDEM_API_KEY, else the file that TANDEM_API_KEY_FILE names.
+        patience: seconds for which a request is repeated while the controller doesn't answer.
     """
 
     def __init__(
@@ -127,8 +130,12 @@ class Tandem:
     log_part = _blocking(Api.log_part)
 
     def events(self, job: str, after: int = -1, timeout: float = JOB_SECONDS) -> Iterator[Event]:
-        """A job's events as they happen, after seq `after`, up to the terminal event. Raises
-        TimeoutError after `timeout` seconds."""
+        """A job's events as they happen, up to the terminal event.
+
+        Args:
+            after: the seq of the event after which the events begin; -1: the first event.
+            timeout: seconds after which TimeoutError is raised.
+        """
         return _iterate(self._api.events(job, after, timeout))
 
     checkpoints = _blocking(Api.checkpoints)

@@ -38,8 +38,15 @@ _KINDS = {kind.code: kind for kind in reversed(_CLASSES)}
 def connection(
     base_url: str | None, api_key: str | None, given_by: str = "base_url"
 ) -> dict[str, Any]:
-    """Arguments for httpx's clients: URL and key as given, else TANDEM_URL, TANDEM_API_KEY,
-    TANDEM_API_KEY_FILE. Raises InvalidInput if that file can't be read, or the URL is not a URL."""
+    """Arguments for httpx's clients. Raises InvalidInput if the key's file can't be read, the key
+    is not printable ASCII, or the URL is not a URL.
+
+    Args:
+        base_url: the controller's or vLLM's address; None: TANDEM_URL, else http://127.0.0.1:8080.
+        api_key: the key, or several separated by commas or white space, of which the first is sent.
+            None: TANDEM_API_KEY, else the file that TANDEM_API_KEY_FILE names, else no key.
+        given_by: the name of the setting that gave `base_url`, for errors.
+    """
     url = base_url or os.environ.get("TANDEM_URL") or "http://127.0.0.1:8080"
     given_by = given_by if base_url else "TANDEM_URL"
     try:
@@ -113,8 +120,13 @@ def raise_if_failed(job: JobStatus) -> None:
 
 
 def raise_if_other(run: RunStatus, wanted: Mapping[str, Any], field: str) -> None:
-    """Raises Conflict, with this field, if an existing run differs from the given `trainable` and
-    `lora`."""
+    """Raises Conflict if an existing run differs from the given `trainable` and `lora`.
+
+    Args:
+        wanted: the run's settings as given; only `trainable` and `lora` are compared, and a setting
+            that is absent fits every run.
+        field: the error's field.
+    """
     existing, lora = run.spec.lora, wanted.get("lora") or {}
     other = lora.items() - (existing.model_dump() if existing else {}).items()
     if other or wanted.get("trainable", run.spec.trainable) != run.spec.trainable:
@@ -124,8 +136,13 @@ def raise_if_other(run: RunStatus, wanted: Mapping[str, Any], field: str) -> Non
 
 
 def discarded(job: str, base: int, checkpoints: Iterable[CheckpointInfo]) -> bool:
-    """Whether a rollback removed the step that the job made from step `base`. `checkpoints` are the
-    run's present chain."""
+    """Whether a rollback removed the step that the job made.
+
+    Args:
+        job: the job's id.
+        base: the step that the job started from.
+        checkpoints: the run's present chain.
+    """
     # A checkpoint whose job's record is damaged has no job id (None).
     made, step = {info.step: info.job for info in checkpoints}, base + 1
     return made[step] not in (job, None) if step in made else max(made) < step

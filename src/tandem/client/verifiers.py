@@ -159,9 +159,14 @@ class VerifiersEnvironment:
         concurrency: int = 32,
     ) -> AsyncIterator[GroupDict]:
         """A group of trajectories of `<run>@<step>` for each task, in the order in which the groups
-        end. By default all tasks are played. Rollouts that fail are left out. Raises TandemError if
-        all rollouts of a task fail. Raises InvalidInput (field `tasks`) if the taskset has no end
-        and no tasks are given."""
+        end. Rollouts that fail are left out. Raises TandemError if all rollouts of a task fail.
+        Raises InvalidInput (field `tasks`) if the taskset has no end and no tasks are given.
+
+        Args:
+            group_size: rollouts per task.
+            tasks: the tasks to play; None: all tasks of the taskset.
+            concurrency: the most rollouts at the same time.
+        """
         if tasks is None and not self._taskset.bounded:
             raise InvalidInput("the taskset has no end; pass the tasks to play", field="tasks")
         gate = asyncio.Semaphore(concurrency)

@@ -146,7 +146,12 @@ def open_vllm() -> Vllm:
 
 
 async def raise_unless_serving(vllm: Vllm, run: str, patience: float = START_PATIENCE) -> None:
-    """Raises the reason if vLLM does not list a step of the run within `patience` seconds."""
+    """Raises the reason if vLLM does not list a step of the run in time.
+
+    Args:
+        run: the run's name.
+        patience: seconds during which a step may appear in vLLM's list.
+    """
     url, backoff = f"{vllm.url}/models", Backoff(patience)
     remedy = (
         f"set {VARIABLE} to the address of the vLLM that serves the run (OPENAI_BASE_URL is not"

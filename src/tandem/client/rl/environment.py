@@ -78,7 +78,14 @@ def _order(seed: int, epoch: int, length: int) -> list[int]:
 
 class Environment:
     """The class with `tasks` and `rollout` that `use` names, or a function with a function `tasks`
-    beside it."""
+    beside it.
+
+    Args:
+        section: the entry of the config file that names the class or function and its arguments.
+        seed: decides the order of the tasks if `tasks()` returns a sequence.
+        where: the entry's place in the config file, for errors. Raises InvalidInput (field
+            `<where>.use`) if the environment can't be loaded or has no task.
+    """
 
     def __init__(self, section: EnvironmentSection, seed: int, where: str) -> None:
         module_name, _, name = section.use.partition(":")
@@ -120,5 +127,5 @@ class Environment:
         pauses: tuple[float, float] = PAUSES,
         watch: Watch | None = None,
     ) -> Trajectory:
-        """One rollout; see `rollout.play`. `pauses`: the seconds between tries, see `PAUSES`."""
+        """One rollout; the arguments are those of `rollout.play`."""
         return await play(self.rollout, task, sampler, settings, failed, pauses, watch)

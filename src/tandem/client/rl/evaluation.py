@@ -20,9 +20,17 @@ Show = Callable[[Sequence[Trajectory], str], object]
 
 
 class Evaluations:
-    """The evaluations. The first section decides which step is the best, and when to stop. `own`:
-    the environments of the sections that name an environment. The other sections evaluate
-    `first`."""
+    """The evaluations.
+
+    Args:
+        sections: the entries of [eval]; the first decides which step is the best, and when to stop.
+        first: the environment of the sections that name none.
+        own: the environments of the sections that name one, in the order of the sections.
+        rollouts: samples the groups.
+        record: the file of the results, which also says which evaluations are done.
+        patience: returns the seconds for which every rollout of an evaluation may fail.
+        pauses: the shortest and the longest pause between tries, in seconds.
+    """
 
     def __init__(
         self,
@@ -42,9 +50,14 @@ class Evaluations:
         self._patience, self._pauses = patience, pauses
 
     async def evaluate(self, step: int, made: int, is_last: bool, show: Show) -> None:
-        """Run and record the evaluations that are due at `step`. `made`: how many steps the loop
-        has made up to `step`. Raises TandemError if every rollout of an evaluation fails for longer
-        than `patience`."""
+        """Run and record the evaluations that are due at `step`. Raises TandemError if every
+        rollout of an evaluation fails for longer than `patience`.
+
+        Args:
+            made: the number of steps that the loop has made up to `step`.
+            is_last: whether `step` is the last one, at which all evaluations are due.
+            show: called with the trajectories of each task.
+        """
         async with asyncio.TaskGroup() as sections:
             for section, of in zip(self._sections, self._environments, strict=True):
                 due = made % section.every == 0 or is_last
@@ -117,7 +130,12 @@ class Evaluations:
 
 def pass_at(k: int, groups: Sequence[Sequence[Trajectory]], passes: float) -> float | None:
     """The unbiased estimate of the probability that one of k answers passes, over the tasks with at
-    least k samples (Chen et al., 2021, arXiv:2107.03374, eq. 1); None without such a task."""
+    least k samples (Chen et al., 2021, arXiv:2107.03374, eq. 1); None without such a task.
+
+    Args:
+        groups: the trajectories of each task.
+        passes: the lowest reward of an answer that passes.
+    """
     counts = [
         (len(group), sum(one.reward >= passes for one in group))
         for group in groups

@@ -21,9 +21,18 @@ Lost = tuple[str, str]
 
 
 class Rollouts:
-    """Rolls out groups. `served()` returns the newest served step. `failed` is called with each
-    error of a rollout, `lost` with each rollout that gives no trajectory. `teacher` scores the
-    trajectories that are trained."""
+    """Rolls out groups.
+
+    Args:
+        rl: the settings under [rl].
+        run: the run's name.
+        served: returns the newest served step.
+        failed: called with each error of a rollout.
+        lost: called with each rollout that gives no trajectory.
+        pauses: the shortest and the longest pause between tries of a rollout, in seconds.
+        watch: follows the tasks of the rollouts.
+        teacher: scores the trajectories that are trained; None: they are not scored.
+    """
 
     def __init__(
         self,
@@ -49,9 +58,16 @@ class Rollouts:
         step: int | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[Trajectory]:
-        """The trajectories of `size` rollouts of a task, without failed and discarded ones. All
-        rollouts sample from `step`; if `step` is None, they sample from the newest served step.
-        Raises the last error if none is left."""
+        """The trajectories of the rollouts of a task, without failed and discarded ones. Raises the
+        last error if none is left.
+
+        Args:
+            of: the environment.
+            size: the number of rollouts.
+            step: the step that all rollouts sample from. None: they sample from the newest served
+                step, and are trained.
+            options: vLLM's sampling options; None: those of [rl]. A `seed` grows by 1 per rollout.
+        """
         sampling = self._rl.sampling if options is None else options
         name = uuid4().hex  # the group's name, for the proxy of several inference servers
 

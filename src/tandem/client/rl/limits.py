@@ -21,9 +21,13 @@ _REFUSED = 3
 
 class Limits:
     """The counters of these limits. `teaches`: whether a group with equal rewards also changes the
-    weights.
-    `patience`: how many seconds groups may keep failing after the last success. Before the first
-    success no failure is tolerated: most likely the environment is wrong."""
+    weights. Before the first success no failure is tolerated: most likely the environment is wrong.
+
+    Args:
+        rl: the settings under [rl].
+        patience: seconds for which groups may keep failing after the last success.
+        pauses: the shortest and the longest pause after failed groups, in seconds.
+    """
 
     def __init__(self, rl: RLSection, patience: float, pauses: tuple[float, float]) -> None:
         self._size = rl.groups_per_step
@@ -86,7 +90,12 @@ class Limits:
 
     def refused(self, batch: Sequence[RolloutGroup], refusal: NothingToLearn, base: int) -> None:
         """Count a batch whose groups the controller does not train; raises `refusal` after too
-        many."""
+        many.
+
+        Args:
+            refusal: the controller's answer.
+            base: the step at which the run stays.
+        """
         self._refused += 1
         if self._refused >= (
             _REFUSED if any(group.informative for group in batch) else _UNINFORMATIVE

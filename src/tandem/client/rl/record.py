@@ -216,7 +216,14 @@ class RunRecord:
         self._write(line)
 
     def begins(self, config: Config, base: int, last: int, task: Any, awaited: int) -> None:
-        """Tell people what begins now, and what the loop waits for."""
+        """Tell people what begins now, and what the loop waits for.
+
+        Args:
+            base: the step that the next job starts from.
+            last: the step at which the training ends.
+            task: the first task.
+            awaited: the step that vLLM must serve before the rollouts begin.
+        """
         rl, run = config.rl, config.run.name
         per_step = f"{rl.groups_per_step} groups of {rl.group_size} rollouts per step"
         uses = ", ".join(section.use for section in rl.environment)

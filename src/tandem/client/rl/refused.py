@@ -12,7 +12,11 @@ from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound
 
 def raise_unless_free(status: RunStatus, state: State, bound: int) -> None:
     """Raises Conflict if the run has jobs that this loop did not submit. Raises InvalidInput if the
-    loop wants to sample during jobs on shared GPUs, where vLLM sleeps during a job."""
+    loop wants to sample during jobs on shared GPUs, where vLLM sleeps during a job.
+
+    Args:
+        bound: `rl.max_off_policy_steps`; 0: the loop does not sample during jobs.
+    """
     if not state.jobs and status.num_pending:
         problem = f"run {state.run!r} has queued or running jobs; wait until they end"
         raise Conflict(problem, field="run.name")

@@ -25,9 +25,14 @@ class Sampler:
     messages. A turn continues the tokens of an earlier turn if its messages begin with that turn's
     messages and answer.
 
-    `group` names the rollouts of one task, which share their prompt. `newest()` is the newest
-    served step; `pin`, if given, is the step to sample from instead. `response` is vLLM's last
-    answer. `discarded` is the reason of `discard`.
+    `response` is vLLM's last answer. `discarded` is the reason of `discard`.
+
+    Args:
+        run: the run's name.
+        newest: returns the newest served step.
+        pin: the step to sample from; None: the newest served step, asked anew for each request.
+        options: vLLM's options for each message.
+        group: names the rollouts of one task, which share their prompt; None: no name is sent.
     """
 
     def __init__(

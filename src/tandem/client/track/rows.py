@@ -77,7 +77,13 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 class Follower:
-    """Reads the run's events after `position` (None: all), and makes rows of them."""
+    """Reads the run's events, and makes rows of them.
+
+    Args:
+        position: the event after which the reading begins; None: before the first event.
+        samples: finds the file in which `tandem rl` keeps its samples, or returns None.
+        follow: whether `rows` waits for later events, without end.
+    """
 
     def __init__(
         self,
