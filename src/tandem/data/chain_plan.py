@@ -206,8 +206,14 @@ class ChainPlan:
 
 
 def slices(total: int, per_epoch: int, most: int) -> list[Slice]:
-    """The jobs of `total` optimizer steps. Each job has all whole epochs that fit into `most`
-    steps, or a part of one epoch."""
+    """The jobs of a training. Each job has all whole epochs that fit into `most` steps, or a part
+    of one epoch.
+
+    Args:
+        total: optimizer steps of all jobs together.
+        per_epoch: optimizer steps of an epoch.
+        most: the most optimizer steps of a job.
+    """
     block = max(1, most // per_epoch) * per_epoch
     firsts = [
         first

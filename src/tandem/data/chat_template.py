@@ -115,7 +115,11 @@ class Renderer:
 
     def text(self, prompt: str, completion: str, name: str) -> SequenceText:
         """A prompt and its completion, as vLLM's completions API would tokenise and end them: BOS
-        first if the tokenizer adds it, EOS last if there is one."""
+        first if the tokenizer adds it, EOS last if there is one.
+
+        Args:
+            name: the completion's name in errors.
+        """
         eos = self.tokenizer.eos_token or ""
         whole = prompt + completion + ("" if completion.rstrip().endswith(eos) else eos)
         lead = (

@@ -116,6 +116,12 @@ def pass_request(
     """The request, and the function that writes its packed arrays, in the form in which
     `RequestLog.append` takes them. The same data gives the same bytes. Raises InvalidInput (fields
     `data.<i>...`) for data that can't be computed.
+
+    Args:
+        data: at least one datum.
+        loss_name, config: the loss and its settings, see `named_loss`.
+        vocab_size: the model's vocabulary size.
+        longest: the most tokens of a datum and its last target together.
     """
     loss = named_loss(loss_name, config)
     if not data:

@@ -179,14 +179,18 @@ FORMATS: dict[str, tuple[Kind, Callable[[Record], Record], tuple[set[str], ...],
 
 
 class Examples:
-    """The records of a file, or of a directory of the package datasets, as examples (`kind` "sft")
-    or pairs ("dpo").
+    """The records of a file, or of a directory of the package datasets, as examples or pairs.
 
-    `format`: one of `FORMATS`, or `auto` for the format of the first record. `examples[i]` is a
-    pair: the record's place, and the record in the shape of `SFTExample` or `PreferencePair`.
-    Columns that the format does not use are left out (`ignored`). `template_kwargs`: chat template
-    variables for all conversations. Raises InvalidInput that names the file, the place and the
-    field of the mistake.
+    `examples[i]` is a pair: the record's place, and the record in the shape of `SFTExample` or
+    `PreferencePair`. Columns that the format does not use are left out (`ignored`). Raises
+    InvalidInput that names the file, the place and the field of the mistake.
+
+    Args:
+        path: a file, or a directory of the package datasets.
+        format: one of `FORMATS`, or `auto` for the format of the first record.
+        kind: "sft" for examples, "dpo" for pairs, None for either. Raises InvalidInput (field
+            `--format`) if the format is not of this kind.
+        template_kwargs: chat template variables for all conversations.
     """
 
     def __init__(

@@ -10,7 +10,12 @@ INSTEAD = "give token_ids and trainable instead of messages"
 
 def check_blank(messages: list[Message], names: list[str], trained: set[int]) -> None:
     """Refuses trained messages without content: they would train only the end of a turn. Raises
-    InvalidInput; the field is the message's name."""
+    InvalidInput.
+
+    Args:
+        names: the messages' names in errors.
+        trained: indices of the trained messages.
+    """
     for index in sorted(trained):
         message = messages[index]
         if (
@@ -26,8 +31,13 @@ def check_blank(messages: list[Message], names: list[str], trained: set[int]) ->
 
 def check_calls(text: str, messages: list[Any], name: str) -> None:
     """Refuses messages whose trained text lacks their calls. Also refuses messages with nothing but
-    reasoning whose trained text lacks it. Raises InvalidInput; the field is the conversation's
-    name."""
+    reasoning whose trained text lacks it. Raises InvalidInput.
+
+    Args:
+        text: the trained text.
+        messages: the trained messages, in the form that a chat template reads.
+        name: the error's field.
+    """
     for message in messages:
         said = [call["function"]["name"] for call in message.get("tool_calls", ())]
         if not (said or message["content"]) and message.get("reasoning_content"):

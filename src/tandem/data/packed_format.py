@@ -118,10 +118,16 @@ def check_size(size: int) -> None:
 
 
 def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> str:
-    """Writes `arrays` into the directory `out`, which is made if absent and must not hold the file
-    yet; returns the file's SHA-256, lower-case hex. Raises InvalidInput if the arrays are too
-    large. Raises SpoolUnusable if the volume can't take the file; `out` may then hold a part of it.
-    The caller commits `out` by renaming it."""
+    """Writes the arrays as a packed directory; returns the file's SHA-256, lower-case hex. Raises
+    InvalidInput if the arrays are too large. Raises SpoolUnusable if the volume can't take the
+    file; `out` may then hold a part of it.
+
+    Args:
+        out: the directory, which is made if absent and must not hold the file yet. The caller
+            commits it by renaming it.
+        arrays: the arrays of the module's table, by name.
+        vocab_size: the model's vocabulary size, which is written beside the arrays.
+    """
     arrays = {
         "format": np.array(FORMAT, np.int64),
         "vocab_size": np.array(vocab_size, np.int64),

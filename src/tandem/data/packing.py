@@ -63,8 +63,15 @@ class LinearSequence:
         expert_ids: Int16 | None = None,
     ) -> Self:
         """The sequence without the tokens after the last trained one, because no trained token
-        attends to them. By default the targets are the tokens themselves, and the weights 1. The
-        shapes and dtypes of the arrays are those of the class's fields."""
+        attends to them. The shapes and dtypes of the arrays are those of the class's fields.
+
+        Args:
+            targets: None: the tokens themselves.
+            weights: None: 1 for every trained token.
+            logprobs: None: NaN.
+            policy_steps: None: -1.
+            expert_ids: None: unknown for every token.
+        """
         return cls(
             tokens[: trained[-1] + 1],
             trained,
@@ -159,12 +166,16 @@ class PrefixTree:
         insort(self.sequences, index)
 
     def lay_out(self, row_tokens: Int32, positions: Int32, subtree_end: Int32) -> list[Int32]:
-        """Writes the tree to the beginning of a row's arrays (int32 [L], as in the packed format).
-        Returns the slots of each of `sequences`, int32, token by token.
+        """Writes the tree to the beginning of a row's arrays. Returns the slots of each of
+        `sequences`, int32, token by token.
 
         Depth-first order is lexicographic order: each sequence appends the tokens that it does not
         share with the one before it. Each append ends the subtrees of the previous sequence's
         tokens that the new sequence does not share.
+
+        Args:
+            row_tokens, positions, subtree_end: the row's arrays, int32 [L] each, as in the packed
+                format. Only their first `num_slots` entries are written.
         """
         subtree_end[: self.num_slots] = self.num_slots
         previous = path = np.empty(0, np.int32)

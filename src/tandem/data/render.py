@@ -52,7 +52,13 @@ def render(
 
 
 def check_ids(ids: Int32, vocab_size: int, field: str) -> None:
-    """Raises InvalidInput for a token id outside the model's vocabulary. `ids`: int32 [tokens]."""
+    """Raises InvalidInput for a token id outside the model's vocabulary.
+
+    Args:
+        ids: int32 [tokens], at least one.
+        vocab_size: the model's vocabulary size.
+        field: the error's field.
+    """
     index = int(ids.argmax())
     if ids[index] >= vocab_size:
         problem = (
@@ -65,7 +71,14 @@ def check_ids(ids: Int32, vocab_size: int, field: str) -> None:
 def check_vocabulary(
     item: Item, sequences: Sequence[LinearSequence], vocab_size: int, field: str
 ) -> None:
-    """Applies `check_ids` to the sequences that `render` made of one item."""
+    """Applies `check_ids` to the sequences of one item.
+
+    Args:
+        item: the example or pair.
+        sequences: the sequences that `render` made of it.
+        vocab_size: the model's vocabulary size.
+        field: the item's name in errors.
+    """
     tokens_field = targets_field = field
     if isinstance(item, SFTExample):
         form = next(form for form in _FORMS if getattr(item, form) is not None)
@@ -79,7 +92,13 @@ def check_ends(
     tokenizer: Any, items: Sequence[Item], rendered: Sequence[Sequence[LinearSequence]], field: str
 ) -> None:
     """Refuses conversations in which no trained turn ends with a token at which vLLM stops, if the
-    chat template is the cause. Raises InvalidInput (field `field`)."""
+    chat template is the cause. Raises InvalidInput.
+
+    Args:
+        tokenizer: may be None if no item is a conversation.
+        rendered: the sequences of each item, as `render` returns them.
+        field: the error's field.
+    """
     chats = (
         one for item, ones in zip(items, rendered, strict=True) if _is_chat(item) for one in ones
     )

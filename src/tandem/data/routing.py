@@ -25,8 +25,14 @@ class Mixture(NamedTuple):
 
 def routed_expert_ids(turn: Turn, mixture: Mixture | None, field: str) -> Int16 | None:
     """The experts of all tokens of prompt and answer but the last, int16 [tokens - 1, layers,
-    experts per token]; None if the turn has none. Raises InvalidInput (field `field`) if the array
-    does not fit the turn or the model."""
+    experts per token]; None if the turn has none. Raises InvalidInput if the array does not fit the
+    turn or the model.
+
+    Args:
+        turn: its `routed_experts` is base64 of a file in NumPy's format, or None.
+        mixture: None: the base model is not a mixture of experts.
+        field: the error's field.
+    """
     if turn.routed_experts is None:
         return None
     if mixture is None:

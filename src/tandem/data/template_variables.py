@@ -34,11 +34,16 @@ def prints_date(template: str) -> bool:
 def options(
     template: str, given: Mapping[str, Any] | None, day: date | None, field: str
 ) -> dict[str, Any]:
-    """Variables for the template: the ones in `given`, and `day` as today's date. With `day` None,
-    the template gets the clock's date.
+    """The template's variables: the given ones, and a function of today's date (`strftime_now`).
 
     Raises InvalidInput for a variable that the template does not read, because vLLM would ignore it
     silently.
+
+    Args:
+        template: the chat template's text.
+        given: `chat_template_kwargs` of an example; None: none.
+        day: today's date for the template; None: the template gets the clock's date.
+        field: the example's name in errors.
     """
     given = given or {}
     if unknown := sorted(given.keys() - variables_read(template)):
