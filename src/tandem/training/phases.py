@@ -164,8 +164,13 @@ def reduce_values(
     group: dist.ProcessGroup | None,
     where: torch.device,
 ) -> dict[str, float]:
-    """`values` (scalars with the same names on every rank), reduced over `group` in float64 with
-    one collective."""
+    """Each value, reduced over the group in float64, by name. One collective reduces all of them.
+
+    Args:
+        values: scalars, with the same names on every rank of the group.
+        group: None: all ranks.
+        where: the device of the collective.
+    """
     if not values:
         return {}
     vector = torch.stack(

@@ -45,7 +45,12 @@ class Fit:
     (`tandem.model.recompute`)."""
 
     def __init__(self, policy: Policy, device: torch.device, *, on: bool) -> None:
-        """Without `on`, the layers keep what they were already set to keep."""
+        """A fit for the layers of this policy.
+
+        Args:
+            device: the device of the rows' tensors.
+            on: if False, the layers keep what they were already set to keep.
+        """
         self._policy, self._device, self._on = policy, device, on
         self._slots = 0
 
@@ -150,7 +155,13 @@ class RowLosses:
         return self.policy(row_tensors(row, self.device), temperature=temperature)
 
     def of_row(self, row: PackedRow, outputs: ItemOutputs, denominator: float | None) -> LossOutput:
-        """The row's loss divided by `denominator`; None if all weights are zero."""
+        """The row's loss.
+
+        Args:
+            outputs: the policy's outputs for the row, [items].
+            denominator: the loss is divided by it; None: all weights are zero, so the row changes
+                nothing.
+        """
         loss, tensor = self.loss, self._tensor
         weights = np.zeros(len(row.item_target))
         if denominator is not None:

@@ -99,7 +99,13 @@ def make_schedule(
 
 def row_weights(batch: PackedBatch, row: PackedRow, loss: Loss) -> tuple[Floats, Floats]:
     """`losses.item_weights` for the row's items, both float64 [items]. For SFT, both arrays are
-    multiplied by the item's own weight."""
+    multiplied by the item's own weight.
+
+    Args:
+        batch: the packed rows, which give the numbers of items of trajectories and groups.
+        row: a row of `batch`.
+        loss: only its kind and its normalisation matter here.
+    """
     trajectory_items = batch.trajectory_num_items[row.item_trajectory]
     group_items = batch.group_num_items[batch.trajectory_group[row.item_trajectory]]
     constant = loss.normalisation_constant if isinstance(loss, RLLoss) else None

@@ -68,6 +68,10 @@ class ShardedAdam:
     sends it to the last stage, whose own gradient and state for the table are meaningless. If both
     stages updated the table, the two copies would diverge, because the order in which ranks sum a
     gradient depends on the owner.
+
+    Args:
+        policy: from now on, its backward passes add the base weights' gradients to this object's.
+        base: this rank's weights, all bfloat16 or all fp32. The updates write into their memory.
     """
 
     def __init__(self, policy: Policy, base: BaseWeights, settings: OptimizerSettings) -> None:
@@ -286,7 +290,13 @@ def join_master(weights: Tensor, remainder: Tensor) -> Tensor:
 
 def split_master(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
     """Write master values as bfloat16 weights (rounded to nearest, ties away from zero) and int16
-    remainders. All three tensors have the same shape."""
+    remainders. All three tensors have the same shape.
+
+    Args:
+        master: fp32; unchanged.
+        weights: bfloat16; overwritten.
+        remainder: int16; overwritten.
+    """
     bits = master.view(torch.int32)
     upper = (bits + 2**15).bitwise_right_shift_(16)
     weights.view(torch.int16).copy_(upper)
