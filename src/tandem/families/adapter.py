@@ -169,7 +169,12 @@ def stacked_name(key: str) -> str:
 
 
 def write_adapter_config(directory: Path, lora: LoraShape, base_model: str) -> None:
-    """Write `adapter_config.json` in the form that PEFT and vLLM read."""
+    """Write `adapter_config.json` in the form that PEFT and vLLM read.
+
+    Args:
+        directory: the adapter's directory, which exists.
+        base_model: the base model's directory or hub name, written as `base_model_name_or_path`.
+    """
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -141,9 +141,15 @@ class Decoder:
         return rules
 
     def layer_rules(self, arch: Arch, layer: int, parameter: str, source: str) -> list[WeightRule]:
-        """The rules of one layer. `parameter` and `source` are the prefixes of Megatron's and
-        Hugging Face's names. Megatron's `linear_qkv` has one block of rows for each key head: the
-        block's query heads, the key head, the value head."""
+        """The rules of one layer. Megatron's `linear_qkv` has one block of rows for each key head:
+        the block's query heads, the key head, the value head.
+
+        Args:
+            arch: the shape of this layer, from `Arch.of_layer`.
+            layer: the layer's number, from 0.
+            parameter: the prefix of Megatron's names, `decoder.layers.<layer>.`.
+            source: the prefix of Hugging Face's names, such as `model.layers.<layer>.`.
+        """
         hidden, groups, attention = arch.hidden_size, arch.num_kv_heads, source + "self_attn."
         qkv = attention_features(arch)
         qkv_weights = {f"{attention}{name}.weight": (rows, hidden) for name, rows in qkv.items()}
@@ -194,7 +200,14 @@ class Decoder:
 
     def mlp_rules(self, arch: Arch, _layer: int, parameter: str, source: str) -> list[WeightRule]:
         """The rules of one layer's MLP, in which `linear_fc1` stacks gate above up; or of the
-        layer's router and its stacked experts."""
+        layer's router and its stacked experts.
+
+        Args:
+            arch: the shape of this layer.
+            _layer: the layer's number, from 0.
+            parameter: the prefix of Megatron's names, such as `decoder.layers.<layer>.mlp.`.
+            source: the prefix of Hugging Face's names, such as `model.layers.<layer>.mlp.`.
+        """
         hidden, moe = arch.hidden_size, arch.moe
         ffn = arch.ffn_hidden_size if moe is None else moe.ffn_hidden_size
         each = (

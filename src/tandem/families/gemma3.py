@@ -76,7 +76,12 @@ class Gemma3(Decoder):
 
 def with_post_norms(rules: list[WeightRule], parameter: str, source: str) -> list[WeightRule]:
     """A layer's rules, extended by Gemma's norms. In these checkpoints `post_attention_layernorm`
-    comes after the attention, not before the MLP."""
+    comes after the attention, not before the MLP.
+
+    Args:
+        rules: the layer's rules without these norms, among them the one of `pre_mlp_layernorm`.
+        parameter, source: the prefixes of names, as in `Decoder.layer_rules`.
+    """
     norms = {
         "post_self_attn_layernorm": "post_attention_layernorm",
         "pre_mlp_layernorm": "pre_feedforward_layernorm",

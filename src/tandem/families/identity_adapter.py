@@ -15,11 +15,16 @@ from tandem.system.safetensors_header import lay_out
 def write_identity_adapter(
     directory: Path, arch: Arch, lora: LoraShape, *, base_model: str, seed: int
 ) -> None:
-    """Write both adapter files into `directory`, which exists.
+    """Write both adapter files.
 
     The values are PEFT's initial ones: B is zero, A is Kaiming-uniform with a = sqrt(5), which is
     U(-1/sqrt(in), 1/sqrt(in)). Every A has its own random stream, seeded by `seed` and the layer's
     name. So the same seed gives the same bytes on every machine.
+
+    Args:
+        directory: the adapter's directory, which exists.
+        base_model: the base model's directory or hub name, for `adapter_config.json`.
+        seed: the run's seed; not negative.
     """
     tensors = {}
     for module, (in_features, out_features) in lora_modules(arch, lora).items():

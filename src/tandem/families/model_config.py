@@ -21,10 +21,15 @@ MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
 def model_directory(
     model: str, files: tuple[str, ...] = MODEL_FILES, *, cached: bool = False
 ) -> Path:
-    """`model` if it is a directory, else the local snapshot of the hub name `model`. `files` are
-    downloaded if they are not in the cache. With `cached`, nothing is downloaded, and the hub is
-    not contacted. Raises InvalidInput if there is neither a directory nor a hub model;
-    HubUnreachable or VolumeFull if a retry can help."""
+    """The directory of a model: `model` itself, or the local snapshot of a hub name. Raises
+    InvalidInput if there is neither a directory nor a hub model; HubUnreachable or VolumeFull if a
+    retry can help.
+
+    Args:
+        model: a directory, or a model's name at the hub.
+        files: patterns of the names of the files that are downloaded if the cache lacks them.
+        cached: if True, nothing is downloaded, and the hub is not contacted.
+    """
     if Path(model).is_dir():
         return Path(model)
     # imported late: a local directory needs no hub client
@@ -155,7 +160,13 @@ class ModelConfig:
         self, key: str, kind: type[int] | type[float], default: float | None = None
     ) -> Any:
         """The value of `given`, which must be a positive number. Raises InvalidInput if the number
-        is not positive."""
+        is not positive.
+
+        Args:
+            kind: the type of the result; int refuses numbers that are not whole.
+            default: the value of a key that is missing or null, and for which the family has no
+                default.
+        """
         value = self.given(key, default)
         if (
             isinstance(value, bool)

@@ -76,7 +76,12 @@ class WeightRule:
 
 def on_stage(parameter: str, arch: Arch, sizes: Sizes, stage: int) -> bool:
     """Whether a pipeline stage has the parameter of a `WeightRule`. A tied table is on the first
-    stage and the last."""
+    stage and the last.
+
+    Args:
+        parameter: the name in the rule, where layers are counted over all stages.
+        stage: the number of the pipeline stage, from 0.
+    """
     if layer := re.search(r"layers\.(\d+)\.", parameter):
         return int(layer[1]) in sizes.layers(arch.num_layers, stage)
     first, last = stage == 0, stage == sizes.pipeline - 1
