@@ -63,9 +63,14 @@ class SavedBytes(NamedTuple):
 
 
 def choose_levels(saved: SavedBytes, layers: int, budget: float) -> tuple[int, int]:
-    """How many of `layers` keep everything, and how many of the others keep their attention block.
-    The kept tensors of all layers together fit into `budget` bytes. Keeping everything saves more
+    """The number of layers that keep everything, and the number of the other layers that keep their
+    attention block, so that the kept tensors fit into the budget. Keeping everything saves more
     time per byte than keeping the attention block alone.
+
+    Args:
+        saved: bytes of one layer at each level.
+        layers: the number of layers.
+        budget: bytes for the kept tensors of all layers together.
     """
     left = budget - layers * saved.input
     counts: list[int] = []

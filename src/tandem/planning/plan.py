@@ -92,8 +92,12 @@ class Plan:
 
 
 def plan(workload: Workload, gpus: int, gpu_memory: float) -> Plan:
-    """All topologies that the trainer can build on `gpus` GPUs with `gpu_memory` bytes each. Raises
-    InvalidInput if none fits."""
+    """All topologies that the trainer can build on these GPUs. Raises InvalidInput if none fits.
+
+    Args:
+        gpus: the number of GPUs, all of which each topology uses.
+        gpu_memory: bytes of each GPU.
+    """
     found = [
         _candidate(workload, sizes, gpu_memory)
         for sizes in all_sizes(gpus)
