@@ -26,7 +26,13 @@ _BLOCKS = {
 
 
 class AdapterParts:
-    """This rank's parts of the adapter in `gpt`; none if `lora` is None."""
+    """This rank's parts of the adapter in `gpt`.
+
+    Args:
+        gpt: this rank's stage of the model, which has the LoRA parameters.
+        lora: None: there is no adapter, and so no part.
+        layers: the layers of this rank's pipeline stage, counted over all stages.
+    """
 
     def __init__(
         self, gpt: GPTModel, arch: Arch, lora: LoraShape | None, topology: Topology, layers: range
@@ -92,9 +98,14 @@ class AdapterParts:
         local: Mapping[str, torch.Tensor],
         suffix: str = "",
     ) -> None:
-        """The inverse of `whole`: fill `local`, this rank's part of each LoRA parameter, from a
-        file's whole tensors, which are named `<PEFT key><suffix>`. Reads only the bytes of this
-        rank's parts. Raises the errors of `read_tensors`."""
+        """The inverse of `whole`. Reads only the bytes of this rank's parts. Raises the errors of
+        `read_tensors`.
+
+        Args:
+            stored: the tensors of one file by name, whole.
+            local: LoRA parameter -> this rank's part of it, which is filled.
+            suffix: the file's names are `<PEFT key><suffix>`.
+        """
         pieces = [
             piece
             for name, part in local.items()

@@ -162,8 +162,13 @@ def _ancestor(
 
 
 def convolve(x: torch.Tensor, weight: torch.Tensor, row: Recurrence) -> torch.Tensor:
-    """The causal convolution of each feature along its sequences: x [slots, features], weight
-    [features, tokens]; the weight's last column applies to the current token."""
+    """The causal convolution of each feature along its sequences: [slots, features], at least fp32.
+
+    Args:
+        x: [slots, features].
+        weight: [features, tokens]; the last column applies to the current token.
+        row: the path through the row's sequences.
+    """
     weight, kernel = _wide(weight), weight.shape[1]
     wide = _wide(x)
     output, padded = wide * weight[:, -1], pad(wide, (0, 0, 0, 1))
@@ -182,9 +187,14 @@ def delta_rule(
 ) -> torch.Tensor:
     """The values that tokens read: [slots, value heads, value size], in the dtype of `value`.
 
-    Queries and keys [slots, key heads, key size] are divided by their norms here; queries also by
-    the square root of the key size. Each key head serves an equal number of value heads. `g`, the
-    logarithm of the decay, and `beta`: fp32 [slots, value heads].
+    Args:
+        query, key: [slots, key heads, key size]. Both are divided by their norms here; queries also
+            by the square root of the key size.
+        value: [slots, value heads, value size]. Each key head serves an equal number of value
+            heads.
+        g: the logarithm of the decay, fp32 [slots, value heads].
+        beta: fp32 [slots, value heads].
+        row: the path of the states through the row.
     """
     if value.is_cuda and (rule := _flash_linear_attention()) is not None:
         return _by_levels(rule, query, key, value, g, beta, row)

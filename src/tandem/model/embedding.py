@@ -11,10 +11,14 @@ from tandem.model.parallel import Topology
 
 
 def embed(gpt: GPTModel, tokens: torch.Tensor, arch: Arch, topology: Topology) -> torch.Tensor:
-    """The tokens' embeddings: int64 [S] -> [S, 1, hidden]. With sequence parallelism, the result
-    has only this rank's part of the slots, whose number must be divisible by the ranks.
+    """The tokens' embeddings: [S, 1, hidden]. With sequence parallelism, the result has only this
+    rank's part of the slots, whose number must be divisible by the ranks.
 
     The vocabulary is cut over tensor-parallel ranks.
+
+    Args:
+        tokens: int64 [S], all slots of the row, on every rank.
+        arch: its `embedding_scale` multiplies the embeddings.
     """
     # A leaf that requires a gradient makes autograd call `_Embed.backward`.
     leaf = torch.empty(

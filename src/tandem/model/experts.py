@@ -36,8 +36,13 @@ def grouped_product(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor)
 
 
 def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """`left^T right` for each group's rows: [N, a] and [N, b] -> [groups, a, b]; zero for an empty
-    group. `ends`: int32 [groups], one past each group's last row."""
+    """`left^T right` for each group's rows: [groups, a, b]; zero for an empty group.
+
+    Args:
+        left: [N, a]; first the rows of group 0, then those of group 1, ...
+        right: [N, b], of left's dtype and in the same order.
+        ends: int32 [groups], one past each group's last row.
+    """
     if _on_tensor_cores(left, left.shape[1], right.shape[1]):
         return torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
     sizes = _sizes(ends)
@@ -62,6 +67,13 @@ class ExpertLinear(Adapters):
     Ranks that share the cut experts (expert tensor parallelism) have the same assignments in the
     same order. Outputs, gradients of x and gradients of probabilities are then this rank's
     summands; gradients of adapters are already complete.
+
+    Args:
+        experts: the number of experts, over all ranks.
+        in_features, out_features: sizes over all ranks, the latter for each target.
+        cut, lora, switch: as in `Adapters`.
+        dtype: the dtype of weight and bias.
+        bias: whether each expert has a bias.
     """
 
     aligned = _ALIGNED
@@ -136,9 +148,15 @@ class ExpertLinear(Adapters):
         inner: torch.Tensor | None,
         ends: torch.Tensor,
     ) -> None:
-        """Add the gradients of the adapters, and of a trained weight, to their buffers. `gradient`:
-        [N, out]; `grad_inner` and `inner`: [N, targets * rank]; `x`: [N, in]; `ends`: int32
-        [experts]."""
+        """Add the gradients of the adapters, and of a trained weight, to their buffers.
+
+        Args:
+            gradient: the gradient of the output, [N, out].
+            grad_inner: the second result of `input_gradient`, [N, targets * rank].
+            x: the input of the forward pass, [N, in].
+            inner: A x from the forward pass, [N, targets * rank].
+            ends: int32 [experts].
+        """
         if gradients.has_gradient_buffer(self.weight):
             gradients.add(self.weight, grouped_outer(gradient, x, ends))
         if grad_inner is None or inner is None:

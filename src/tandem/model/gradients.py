@@ -30,8 +30,13 @@ def add(parameter: Any, gradient: Tensor) -> None:
 
 
 def add_product(parameter: Any, left: Tensor, right: Tensor) -> None:
-    """Add `left^T right` of [S, a] and [S, b], the gradient of a weight [a, b], with sums in
-    fp32."""
+    """Add `left^T right`, the gradient of a weight, to the weight's buffer, with sums in fp32.
+
+    Args:
+        parameter: a weight [a, b] that has a buffer.
+        left: [S, a].
+        right: [S, b].
+    """
     if not left.is_cuda or left.dtype is torch.float32:
         parameter.gradient_sum.addmm_(left.float().t(), right.float())
         return

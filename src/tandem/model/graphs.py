@@ -129,11 +129,15 @@ def _tensors(tree: TreeParams) -> list[torch.Tensor]:
 
 
 def repeat(policy: Policy, row: RowTensors, passes: int) -> None:
-    """Capture the policy's passes if that saves time within `passes` further passes over rows as
-    long as `row`, and if there is enough memory.
+    """Capture the policy's passes if that saves time within the further passes over rows as long as
+    `row`, and if there is enough memory.
 
     Call it right after the backward pass of such a row, so that the allocator's peaks belong to
     that row's passes.
+
+    Args:
+        row: the row whose backward pass has just ended, before `Policy.lay_out`.
+        passes: the number of further passes over rows of this length.
     """
     # Trained base weights, latent attention, and changes to heads' rows are left out, because no
     # test shows that they get the same bits. Delta nets are left out, because they launch different
@@ -166,7 +170,11 @@ def worth_capturing(passes: int, host: float, gpu: float) -> bool:
 
 def capture(policy: Policy, hidden: torch.Tensor, tree: TreeParams) -> None:
     """Turn the policy's passes into graphs. If capturing fails, the passes stay as they are.
-    `hidden`: [S, 1, hidden], the input of the first layer."""
+
+    Args:
+        hidden: [S, 1, hidden], the input of the first layer.
+        tree: the parameters of the same row.
+    """
     # The unused memory that earlier passes left is as large as the memory that the graphs need.
     memory.release_cached()
     layers = list(policy.gpt.decoder.layers)

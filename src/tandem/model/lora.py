@@ -64,6 +64,16 @@ class Adapters(nn.Module):
 
     The weight's rows are `blocks` equal blocks, each with an equal share of every target's rows;
     for experts, the rows of each expert.
+
+    Args:
+        in_features: the size on this rank.
+        out_features: the size on this rank for each target, adapted or not.
+        cut: the cut of the weight over ranks.
+        lora: None: there are no adapters.
+        switch: the switch of the policy's adapters.
+        groups: the number of blocks of a matrix; Megatron's `linear_qkv` has one per key head.
+        experts: the number of this rank's experts; None: the weight is a matrix.
+        sections: by target; see `WeightRule`.
     """
 
     aligned = 1
@@ -188,7 +198,15 @@ class Adapters(nn.Module):
 
 class LoraLinear(Adapters):
     """A linear layer: frozen with adapters, or trained itself. The layer is column parallel if its
-    rows are cut, row parallel if its columns are cut. Uninitialised."""
+    rows are cut, row parallel if its columns are cut. Uninitialised.
+
+    Args:
+        in_features, out_features: sizes over all ranks, the latter for each target.
+        cut, lora, switch, sections: as in `Adapters`.
+        dtype: the dtype of weight and bias.
+        groups: the number of blocks on this rank; see `Adapters`.
+        bias: whether the layer has a bias.
+    """
 
     def __init__(
         self,

@@ -64,7 +64,13 @@ def current() -> Topology:
 
 
 def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Join torch's default process group; a collective that waits longer than `timeout` fails."""
+    """Join torch's default process group.
+
+    Args:
+        store: the store in which the ranks find one another.
+        rank: this process's number, from 0.
+        timeout: a collective that waits longer fails.
+    """
     if world_size == 1:
         # otherwise Gloo looks up this host's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -186,7 +192,12 @@ def all_reduce(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """`dist.all_reduce`; does nothing in a group of one rank. There, NCCL would create a
-    communicator, which takes time, and device memory for the life of the process."""
+    communicator, which takes time, and device memory for the life of the process.
+
+    Args:
+        tensor: this rank's summand; overwritten by the result.
+        group: None: all ranks.
+    """
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op=op, group=group)
 

@@ -83,7 +83,12 @@ class Pipeline:
         self, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device
     ) -> torch.Tensor:
         """The hidden states that the previous stage sends. In the backward pass, the previous stage
-        gets their gradient."""
+        gets their gradient.
+
+        Args:
+            shape, dtype: those of the hidden states, which the previous stage does not send.
+            where: the device of the result.
+        """
         hidden = self._forward.receive(shape, dtype, where)
         if not torch.is_grad_enabled():
             return hidden

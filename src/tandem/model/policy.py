@@ -54,6 +54,13 @@ class Policy(nn.Module):
 
     After `backward`, gradients still have to be summed over data-parallel ranks (see
     `tandem.model.lora`).
+
+    Args:
+        gpt: this rank's stage of the model.
+        lora: None: all weights are trained.
+        switch: the switch that the layers' adapters share.
+        inv_freq: the radians per position of each rotated pair of dimensions, see
+            `attention.rotation`; `place` moves it to the device.
     """
 
     def __init__(

@@ -26,8 +26,13 @@ def allocate(
     """Pack many uninitialised tensors into one allocation, because each call of the driver blocks
     the other threads.
 
-    Returns `(whole, parts)`: `whole` is a flat tensor whose size in bytes is a multiple of
-    `multiple`; `parts` are views of it with the given shapes, in the order of `shapes`.
+    Returns `(whole, parts)`: `whole` is a flat tensor; `parts` are views of it with the given
+    shapes, in the order of `shapes`.
+
+    Args:
+        shapes: each tensor's shape by name.
+        where: the device of the memory.
+        multiple: bytes; the size of the whole is a multiple of it.
     """
     begins, end, step = {}, 0, ALIGNMENT // dtype.itemsize
     for name, shape in shapes.items():

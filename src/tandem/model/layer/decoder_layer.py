@@ -34,7 +34,14 @@ from tandem.spool.schema import LoraShape
 
 class DecoderLayer(MegatronModule):
     """Attention, and an MLP or a mixture of experts. Parameters are uninitialised and have
-    Megatron's names."""
+    Megatron's names.
+
+    Args:
+        config: Megatron's configuration, which gives the parameters' dtype.
+        index: the layer's number, counted over all stages.
+        lora: None: the layer has no adapters.
+        switch: the switch of the policy's adapters.
+    """
 
     save_level = SaveLevel.ALL
 
@@ -98,8 +105,13 @@ class DecoderLayer(MegatronModule):
         return self._scaled(x), kept
 
     def go_back(self, gradient: torch.Tensor, saved: list[Saved], tree: TreeParams) -> torch.Tensor:
-        """The gradient of x, from the gradient of `compute`'s output; adds the parameters'
-        gradients to their buffers. Consumes `saved`. Both gradients are [S, hidden]."""
+        """The gradient of x, [S, hidden]; adds the parameters' gradients to their buffers.
+
+        Args:
+            gradient: the gradient of `compute`'s output, [S, hidden].
+            saved: the second result of `compute`; consumed.
+            tree: the parameters that `compute` got.
+        """
         gradient = self._scaled(gradient)
         for index in reversed(range(len(saved))):
             if saved[index].x is None:

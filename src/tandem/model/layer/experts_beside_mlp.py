@@ -17,7 +17,14 @@ from tandem.model.layer.sublayers import MlpSublayer, Saved, SaveLevel
 class ExpertsBesideMlp(MoeSublayer):
     """`x + norm(mlp_norm(mlp(norm_1(x))) + experts_norm(sum over a token's experts of p * s *
     expert(norm_2(x))))`, where s is a factor of each expert. The router's input is the normalised x
-    times the router's scale."""
+    times the router's scale.
+
+    Args:
+        norms: the norms of the experts' input, of the experts' sum, and of the whole output.
+        router: has the weight [experts, hidden], `scale` [hidden] and `expert_scale` [experts].
+        layer: the layer's number, from 0.
+        mlp: the dense MLP, with its own output norm.
+    """
 
     def __init__(
         self,

@@ -41,6 +41,13 @@ class DeltaNetSublayer(Sublayer):
 
     Autograd computes the part between the two products. Below `SaveLevel.ALL` this part is computed
     again in the backward pass.
+
+    Args:
+        norm: the norm of the input.
+        weights: the other weights; see `DeltaNetWeights`.
+        eps: the epsilon of the gated norm.
+        part, parts: this rank has the share `part`, from 0, of `parts` equal shares of the value
+            heads.
     """
 
     def __init__(
@@ -91,8 +98,13 @@ class DeltaNetSublayer(Sublayer):
         return self._add_output(self._out, saved.tensors["output"].detach(), saved.x)[0]
 
     def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
-        """The gradient of x, from the gradient of the output; adds the parameters' gradients to
-        their buffers. Consumes `saved`. Both gradients are [S, hidden]."""
+        """The gradient of x, [S, hidden]; adds the parameters' gradients to their buffers.
+
+        Args:
+            gradient: the gradient of the output, [S, hidden].
+            saved: the second result of `forward`; consumed.
+            tree: the parameters that `forward` got.
+        """
         assert isinstance(saved, SavedDeltaNet)
         assert saved.x is not None
         output = saved.tensors.pop("output")

@@ -13,7 +13,11 @@ from tandem.model.lora import LoraLinear
 
 
 class GatedMlp(MlpSublayer):
-    """`x + sigmoid(W_gate norm(x)) * W_down swiglu(W_gate_up norm(x))`."""
+    """`x + sigmoid(W_gate norm(x)) * W_down swiglu(W_gate_up norm(x))`.
+
+    Args:
+        gate_weight: [1, hidden], the same on all ranks.
+    """
 
     def __init__(
         self, norm: Any, gate_up: LoraLinear, down: LoraLinear, gate_weight: Parameter

@@ -23,9 +23,13 @@ class HeadRows(Protocol):
     def backward(
         self, gradient: torch.Tensor, rows: torch.Tensor, tree: TreeParams
     ) -> torch.Tensor:
-        """The gradient of `rows`, from the gradient of `forward`'s output; adds the weights'
-        gradients to their buffers. `gradient`, `rows` and the result: [S, groups * (queries + 2) *
-        size]."""
+        """The gradient of `rows`, of their shape; adds the weights' gradients to their buffers.
+
+        Args:
+            gradient: the gradient of `forward`'s output, [S, groups * (queries + 2) * size].
+            rows: the input of `forward`, of the same shape.
+            tree: the parameters that `forward` got.
+        """
 
 
 class GrowingQueries:
@@ -84,7 +88,14 @@ class NormalisedValues:
 
 
 class WideNorm:
-    """RMSNorm over all queries of a token and over all of its keys (OLMo 3), across ranks."""
+    """RMSNorm over all queries of a token and over all of its keys (OLMo 3), across ranks.
+
+    Args:
+        shape: the layout of this rank's rows.
+        q_norm, k_norm: the weights for this rank's features: [groups * queries * size] and [groups
+            * size].
+        group: the ranks that share the heads.
+    """
 
     def __init__(
         self, shape: HeadShape, q_norm: Parameter, k_norm: Parameter, group: dist.ProcessGroup

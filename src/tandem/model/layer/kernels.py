@@ -41,7 +41,12 @@ def _one_kernel_on_cuda[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 @_one_kernel_on_cuda
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467): [S,
-    features]."""
+    features], in x's dtype.
+
+    Args:
+        x: [S, features].
+        weight: [features].
+    """
     return (_normalise(x.float(), eps)[0] * weight).to(x.dtype)
 
 
@@ -49,14 +54,25 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rms_norm_backward(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, plus: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of x plus `plus`, the gradient of the residual connection: [S, features]."""
+    """The gradient of x plus `plus`: [S, features], in x's dtype.
+
+    Args:
+        gradient: the gradient of the output, [S, features].
+        x: the input, [S, features].
+        weight: [features].
+        plus: the gradient of the residual connection, [S, features].
+    """
     grad_x = _norm_gradient(gradient.float() * weight, *_normalise(x.float(), eps))
     return (plus + grad_x).to(x.dtype)
 
 
 def norm_weight_gradient(gradient: torch.Tensor, x: torch.Tensor, eps: float) -> torch.Tensor:
-    """The gradient of `rms_norm`'s weight, fp32 [features]; `gradient`: the gradient of the
-    output."""
+    """The gradient of `rms_norm`'s weight, fp32 [features].
+
+    Args:
+        gradient: the gradient of the output, [S, features].
+        x: the input, [S, features].
+    """
     return (gradient.float() * _normalise(x.float(), eps)[0]).sum(0)
 
 
@@ -64,12 +80,14 @@ def norm_weight_gradient(gradient: torch.Tensor, x: torch.Tensor, eps: float) ->
 def split_heads(
     qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor, length: int
 ) -> Heads:
-    """Queries and keys, normalised and rotated, and values, from qkv [S, groups * (queries + 2) *
-    size].
+    """Queries and keys, normalised and rotated, and values, in the dtype of `qkv`.
 
-    cos, sin: [S, size / 2], of RoPE (Su et al., 2021, arXiv:2104.09864); dimension i is paired with
-    dimension i + size / 2. With `partial_rope`, cos has fewer columns, n, and dimension i is paired
-    with dimension i + n. Slots from S to `length` become zero.
+    Args:
+        qkv: [S, groups * (queries + 2) * size], in the layout of `HeadShape`.
+        cos, sin: [S, size / 2], of RoPE (Su et al., 2021, arXiv:2104.09864); dimension i is paired
+            with dimension i + size / 2. With `partial_rope`, they have fewer columns, n, and
+            dimension i is paired with dimension i + n.
+        length: slots of the result, at least S; slots from S on are zero.
     """
     parts = list(_group_heads(qkv.float(), shape).split([shape.queries, 1, 1], 2))
     for index, weight in enumerate((shape.q_norm, shape.k_norm)):
@@ -86,8 +104,14 @@ def split_heads(
 def split_heads_backward(
     gradients: Heads, qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of `qkv`. `gradients` may have any strides between slots and heads. The result
-    has the shape of `qkv`, [S, groups * (queries + 2) * size]. cos, sin: as in `split_heads`."""
+    """The gradient of `qkv`, of its shape and dtype.
+
+    Args:
+        gradients: the gradients of `split_heads`' results, [length, heads, size], with any strides
+            between slots and heads.
+        qkv: the input of `split_heads`, [S, groups * (queries + 2) * size].
+        cos, sin: as in `split_heads`.
+    """
     inputs = _group_heads(qkv.float(), shape).split([shape.queries, 1, 1], 2)
     parts = [
         gradient[: len(qkv)].float().unflatten(1, (shape.groups, -1)) for gradient in gradients
@@ -168,8 +192,13 @@ def expert_swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(The gradient of `gate_up`, which on CUDA overwrites `gate_up`; `expert_swiglu(gate_up,
-    probs)`; the gradient of `probs`). `gradient`: [N, features]; `gate_up`: [N, 2 * features];
-    `probs`: fp32 [N]."""
+    probs)`; the gradient of `probs`).
+
+    Args:
+        gradient: the gradient of the output, [N, features].
+        gate_up: [N, 2 * features], gate first.
+        probs: fp32 [N], each assignment's probability.
+    """
     grad_gate_up, activated = swiglu_backward(gradient * probs[:, None], gate_up.float())
     return (
         grad_gate_up.to(gate_up.dtype),
@@ -187,7 +216,12 @@ def expert_geglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(The gradient of `gate_up`; `expert_geglu(gate_up, probs)`; the gradient of `probs`).
-    `gradient`: [N, features]; `gate_up`: [N, 2 * features]; `probs`: fp32 [N]."""
+
+    Args:
+        gradient: the gradient of the output, [N, features].
+        gate_up: [N, 2 * features], gate first.
+        probs: fp32 [N], each assignment's probability.
+    """
     grad_gate_up, activated = geglu_backward(gradient * probs[:, None], gate_up.float())
     return (
         grad_gate_up.to(gate_up.dtype),
@@ -208,7 +242,12 @@ def clamped_swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(The gradient of `gate_up`; `clamped_swiglu(gate_up, probs)`; the gradient of `probs`).
-    `gradient`: [N, features]; `gate_up`: [N, 2 * features]; `probs`: fp32 [N]."""
+
+    Args:
+        gradient: the gradient of the output, [N, features].
+        gate_up: [N, 2 * features], gate first.
+        probs: fp32 [N], each assignment's probability.
+    """
     gate, up = _clamp(gate_up)
     sigmoid, gradient = torch.sigmoid(ALPHA * gate), gradient.float()
     glu = gate * sigmoid

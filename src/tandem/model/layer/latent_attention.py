@@ -35,7 +35,14 @@ class LatentLinears:
 
 class LatentAttentionSublayer(AttentionSublayer):
     """`x + W_o attention(heads(W_q_up norm(c_q), W_kv_up norm(c_kv), k))`. `W_down norm(x)` is the
-    concatenation of c_q, c_kv and the key features k that all heads share."""
+    concatenation of c_q, c_kv and the key features k that all heads share.
+
+    Args:
+        norm: the norm of the input.
+        proj: W_o.
+        shape: the layout of this rank's queries and keys.
+        scale: the factor on q k^T; None: 1 / sqrt(size) of a head.
+    """
 
     def __init__(
         self,
@@ -129,9 +136,15 @@ def make_heads(
     sin: torch.Tensor,
     length: int,
 ) -> Heads:
-    """Three tensors: query heads [S, heads, nope + rope], keys' own features with values [S, heads,
-    nope + value], and the key features that all heads share [S, rope]. cos, sin: [S, rope / 2].
-    Slots from S to `length` become zero."""
+    """Queries and keys [length, heads, nope + rope], rotated, and values [length, heads, value].
+
+    Args:
+        parts: query heads [S, heads, nope + rope], keys' own features with values [S, heads, nope +
+            value], and the key features that all heads share [S, rope].
+        mla: the sizes.
+        cos, sin: [S, rope / 2].
+        length: slots of the result, at least S; slots from S on are zero.
+    """
     queries, keys_values, shared = parts
     own, values = keys_values.split([mla.nope_size, mla.value_size], 2)
     fixed, turned = queries.split([mla.nope_size, mla.rope_size], 2)
@@ -147,8 +160,14 @@ def make_heads(
 def make_heads_backward(
     gradients: Heads, mla: LatentAttention, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of `parts`; the gradient of the shared features is fp32. The shapes are those
-    of `make_heads`."""
+    """The gradients of `make_heads`' `parts`, of their shapes; the gradient of the shared features
+    is fp32.
+
+    Args:
+        gradients: the gradients of `make_heads`' results without the padding: [S, ...].
+        mla: the sizes.
+        cos, sin: [S, rope / 2].
+    """
     grad_queries, grad_keys, grad_values = gradients
     fixed, turned = grad_queries.split([mla.nope_size, mla.rope_size], 2)
     own, shared = grad_keys.split([mla.nope_size, mla.rope_size], 2)
@@ -160,8 +179,13 @@ def make_heads_backward(
 
 
 def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE of [S, heads, size] on pairs of adjacent features. In the result, the first features of
-    all pairs come before the second ones, for queries and keys alike. cos, sin: [S, size / 2]."""
+    """RoPE on pairs of adjacent features. In the result, of the shape and dtype of `heads`, the
+    first features of all pairs come before the second ones, for queries and keys alike.
+
+    Args:
+        heads: [S, heads, size].
+        cos, sin: [S, size / 2].
+    """
     first, second = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos.float()[:, None], sin.float()[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(heads.dtype)
@@ -170,8 +194,12 @@ def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 def rotate_pairs_backward(
     gradient: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of `rotate_pairs`' first argument. `gradient`: [S, heads, size]; cos, sin:
-    [S, size / 2]."""
+    """The gradient of `rotate_pairs`' first argument, of the shape and dtype of `gradient`.
+
+    Args:
+        gradient: the gradient of the result, [S, heads, size].
+        cos, sin: [S, size / 2].
+    """
     first, second = gradient.float().chunk(2, -1)
     cos, sin = cos.float()[:, None], sin.float()[:, None]
     pairs = torch.stack((first * cos + second * sin, second * cos - first * sin), -1)

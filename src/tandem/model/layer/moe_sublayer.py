@@ -132,8 +132,13 @@ class MoeSublayer(Sublayer):
         return self._sum_per_token(output, routing, x), tensors
 
     def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
-        """The gradient of x, from the gradient of the output; adds the parameters' gradients to
-        their buffers. Consumes `saved`. Both gradients are [S, hidden]."""
+        """The gradient of x, [S, hidden]; adds the parameters' gradients to their buffers.
+
+        Args:
+            gradient: the gradient of the output, [S, hidden].
+            saved: the second result of `forward`; consumed.
+            tree: the parameters that `forward` got.
+        """
         x = saved.x
         assert x is not None
         normalised = self._normalise(x)

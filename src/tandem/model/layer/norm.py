@@ -20,8 +20,12 @@ class OffsetNorm(nn.RMSNorm):
 
 
 def make_norm(arch: Arch, dtype: torch.dtype, size: int | None = None, **_: Any) -> nn.RMSNorm:
-    """A norm of the kind that the model uses, over `size` features (None: the hidden size). Further
-    options come from Megatron and are ignored."""
+    """A norm of the kind that the model uses. Further options come from Megatron and are ignored.
+
+    Args:
+        dtype: the weight's dtype.
+        size: the number of features; None: the hidden size.
+    """
     kind = OffsetNorm if arch.offset_norms else nn.RMSNorm
     return kind(size or arch.hidden_size, arch.rms_norm_eps, dtype=dtype)
 

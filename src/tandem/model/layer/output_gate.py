@@ -20,8 +20,12 @@ def take_gates(fused: torch.Tensor, shape: HeadShape) -> tuple[torch.Tensor, tor
 
 
 def join_gates(qkv: torch.Tensor, gates: torch.Tensor, shape: HeadShape) -> torch.Tensor:
-    """The inverse of `take_gates`. `qkv`: [S, groups * (queries + 2) * size]; `gates`: [S, heads *
-    size]."""
+    """The inverse of `take_gates`.
+
+    Args:
+        qkv: [S, groups * (queries + 2) * size].
+        gates: [S, heads * size].
+    """
     grouped = qkv.view(len(qkv), shape.groups, shape.queries + 2, shape.size)
     queries, keys_values = grouped.split([shape.queries, 2], 2)
     pairs = torch.stack([queries, gates.view(queries.shape)], 3).flatten(2, 3)
@@ -36,7 +40,12 @@ def gated(output: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
 def gated_backward(
     gradient: torch.Tensor, output: torch.Tensor, gates: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of `output` and of `gates`. All tensors are [S, heads * size]."""
+    """The gradients of `output` and of `gates`, in their shapes and dtypes.
+
+    Args:
+        gradient: the gradient of `gated`'s result, [S, heads * size].
+        output, gates: the arguments of `gated`, [S, heads * size].
+    """
     sigmoid, gradient = gates.float().sigmoid(), gradient.float()
     grad_gates = gradient * output.float() * sigmoid * (1 - sigmoid)
     return (gradient * sigmoid).to(output.dtype), grad_gates.to(gates.dtype)

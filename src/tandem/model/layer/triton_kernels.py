@@ -347,8 +347,14 @@ def sum_assignments(
 def quantise_rows(
     rows: torch.Tensor, dtype: torch.dtype, largest: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row of `rows`, [n, features], divided by its own scale, so that the row's largest value
-    is `largest`; and the scales, fp32 [n, 1]."""
+    """Each row, divided by its own scale, so that the row's largest magnitude becomes `largest`;
+    and the scales, fp32 [n, 1].
+
+    Args:
+        rows: [n, features], contiguous.
+        dtype: the dtype of the quotients.
+        largest: the largest magnitude of a quotient.
+    """
     out, scales = (
         torch.empty_like(rows, dtype=dtype),
         rows.new_empty(len(rows), 1, dtype=torch.float32),

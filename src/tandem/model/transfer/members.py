@@ -20,10 +20,13 @@ _POLL_SECONDS = 0.01
 
 
 def fix_members(store: Store, servers: Sequence[str], beat: Callable[[], None]) -> dict[str, int]:
-    """Wait for all workers of `servers`, and fix the group. Returns each server's number of
+    """Wait for the workers of all servers, and fix the group. Returns each server's number of
     workers, in the order of their ranks. Raises TimeoutError if no server came.
 
-    `beat` is called each time a server is complete.
+    Args:
+        store: the publication's store.
+        servers: the names of the servers that may come.
+        beat: called each time a server is complete.
     """
     found: dict[str, int] = {}
     deadline = time.monotonic() + STALL_SECONDS
@@ -52,9 +55,15 @@ def _checked(members: dict[str, int]) -> dict[str, int]:
 
 
 def join_members(store: Store, server: str, worker: int, workers: int) -> tuple[int, int]:
-    """Announce this worker, one of `workers` of its server, and wait for the list. Returns this
-    worker's index among all workers of the group, and the number of workers. Raises RuntimeError if
-    the list does not include this worker's server."""
+    """Announce this worker, and wait for the list. Returns this worker's index among all workers of
+    the group, and the number of workers. Raises RuntimeError if the list does not include this
+    worker's server, or if this worker was announced before.
+
+    Args:
+        server: the name of this worker's server.
+        worker: this worker's number within its server, from 0.
+        workers: the number of the server's workers.
+    """
     store.set(f"workers/{server}", str(workers))
     if store.add(f"worker/{server}/{worker}", 1) != 1:
         raise RuntimeError("an earlier vLLM of this server has come for these weights")

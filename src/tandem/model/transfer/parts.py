@@ -63,7 +63,13 @@ def buffers(
 
 def shares(arch: Arch, *, sizes: Sizes, rank: int, most: int) -> Iterator[list[Part]]:
     """The `buffers` of whole weights that `rank` writes to files; ranks that hold the same parts
-    write them alternately."""
+    write them alternately.
+
+    Args:
+        sizes: the trainer's sizes.
+        rank: the rank's number, from 0.
+        most: the most elements of a list.
+    """
     in_stage, different = rank % sizes.stage, math.lcm(sizes.tensor, sizes.expert_ranks)
     # first rank of those that hold the same parts
     first = rank - in_stage + in_stage % different
@@ -89,7 +95,13 @@ def send_order(
     arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, most: int
 ) -> list[SendBuffer]:
     """The `buffers` of all senders, in the order in which they are sent. While one sender's buffer
-    is being sent, the next sender fills its own."""
+    is being sent, the next sender fills its own.
+
+    Args:
+        targets: linear layers, as in `LoraShape`; None: every tensor.
+        sizes: the trainer's sizes.
+        most: the most elements of a buffer.
+    """
     lists = [buffers(arch, targets, sizes=sizes, rank=rank, most=most) for rank in senders(sizes)]
     rounds = zip_longest(*lists)
     return [
@@ -108,8 +120,15 @@ def agreement(order: list[SendBuffer], dtype: str) -> list[object]:
 def rank_parts(
     arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int
 ) -> Iterator[Part]:
-    """The parts that a rank has (see `buffers`). A part has more than `most` elements only if it is
-    one row, or the rows of one head group or one expert."""
+    """The parts that a rank has (see `buffers`). A part exceeds `most` only if it is one row, or
+    the rows of one head group or one expert.
+
+    Args:
+        targets: linear layers, as in `LoraShape`; None: every tensor.
+        sizes: the trainer's sizes.
+        rank: the rank's number, from 0.
+        most: the most elements of a part.
+    """
     place, rank = sizes.place(rank), rank % sizes.stage
     for index, rule in enumerate(weight_rules(arch)):
         ranks = sizes.tensor if rule.num_experts is None else sizes.expert_ranks

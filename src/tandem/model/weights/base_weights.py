@@ -33,13 +33,14 @@ def load_weights(
     sizes: Sizes,
     place: Place,
 ) -> None:
-    """Fill `parameters()`, all or some of the model's parameters, from the directory's safetensors
-    files.
+    """Fill all or some of the model's parameters from the directory's safetensors files. Only the
+    rows that contain this rank's part are read, and only this rank's part is copied to the device.
 
-    `parameters()`: Megatron name -> this rank's tensor, of any dtype and on any device. The
-    function is called after the files' headers have been checked, so memory may be allocated during
-    the check. Only the rows that contain this rank's part are read, and only this rank's part is
-    copied to the device.
+    Args:
+        parameters: returns Megatron name -> this rank's tensor, of any dtype and on any device. The
+            function is called after the files' headers have been checked, so memory may be
+            allocated during the check.
+        place: this rank's place among the ranks of `sizes`.
 
     Raises:
         InvalidInput: a tensor is missing, is quantised, or has another shape than config.json says;

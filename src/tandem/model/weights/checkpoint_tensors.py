@@ -49,12 +49,17 @@ def check_adapter(directory: Path, arch: Arch, lora: LoraShape) -> dict[str, Sto
 
 
 def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor], pieces: Iterable[Piece]) -> None:
-    """Read `pieces` of the file `path` into `tensors`, whose keys are the names for error messages.
-    All tensors have floating dtypes and are on one device.
+    """Read a file's pieces into tensors.
+
+    Args:
+        path: the file, for error messages.
+        tensors: the tensors that the pieces fill, of floating dtypes and on one device. The keys
+            are the names for error messages.
+        pieces: the pieces of the file, which name their targets.
 
     Raises:
         CheckpointDamaged: the file has become shorter, or one of `tensors` contains NaN or infinity
-        afterwards.
+            afterwards.
     """
     try:
         fill_targets(pieces, threads=4)
