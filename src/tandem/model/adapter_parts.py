@@ -37,7 +37,6 @@ class AdapterParts:
     def __init__(
         self, gpt: GPTModel, arch: Arch, lora: LoraShape | None, topology: Topology, layers: range
     ) -> None:
-        """`layers`: the layers of this rank's pipeline stage."""
         self._topology, self._num_layers = topology, arch.num_layers
         self._shapes = adapter_shapes(arch, lora) if lora else {}
         # LoRA parameter -> PEFT keys of the tensors stacked in it

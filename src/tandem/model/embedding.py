@@ -17,7 +17,7 @@ def embed(gpt: GPTModel, tokens: torch.Tensor, arch: Arch, topology: Topology) -
     The vocabulary is cut over tensor-parallel ranks.
 
     Args:
-        tokens: int64 [S], all slots of the row, on every rank.
+        tokens: int64 [S], the same on all tensor-parallel ranks.
         arch: its `embedding_scale` multiplies the embeddings.
     """
     # A leaf that requires a gradient makes autograd call `_Embed.backward`.

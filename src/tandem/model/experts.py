@@ -90,7 +90,6 @@ class ExpertLinear(Adapters):
         dtype: torch.dtype,
         bias: bool,
     ) -> None:
-        """`experts`, `in_features` and `out_features` are totals over all ranks; see `Adapters`."""
         topology = parallel.current()
         sizes = topology.sizes
         if cut == "rows":

@@ -92,10 +92,6 @@ class Adapters(nn.Module):
         experts: int | None = None,
         sections: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """`in_features`, `out_features`: sizes on this rank, the latter for each target, adapted or
-        not;
-        `cut`: the cut of the weight over ranks. `groups`: the number of blocks of a matrix;
-        Megatron's `linear_qkv` has one per key head. `sections`: by target; see `WeightRule`."""
         super().__init__()
         self.column, self.stacked, self.switch = cut == "rows", experts is not None, switch
         self._cut = cut
@@ -221,8 +217,6 @@ class LoraLinear(Adapters):
         bias: bool = False,
         sections: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """`in_features` and `out_features` are totals over all ranks, `groups` is this rank's; see
-        `Adapters`."""
         topology = parallel.current()
         parts = topology.sizes.tensor
         if cut == "rows":

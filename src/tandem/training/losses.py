@@ -261,9 +261,9 @@ def kl_estimate(
 
 
 def kl_penalty(items: Items, loss: RLLoss, estimate: Tensor) -> Tensor:
-    """`kl_i`, [items]. With `kl_correction`, `kl_i` is r k3, or sg(r) k1, or sg(r) k2. In each case
-    the gradient is r x grad lp. The mean of this gradient over tokens drawn from the policy of
-    `old` is the gradient of the KL itself.
+    """`kl_i`, [items]: the estimate or, with `kl_correction`, r k3, or sg(r) k1, or sg(r) k2. In
+    each of these cases the gradient is r x grad lp. The mean of this gradient over tokens drawn
+    from the policy of `old` is the gradient of the KL itself.
 
     Args:
         estimate: the items' `kl_estimate`, [items], in nats.

@@ -159,8 +159,7 @@ class RowLosses:
 
         Args:
             outputs: the policy's outputs for the row, [items].
-            denominator: the loss is divided by it; None: all weights are zero, so the row changes
-                nothing.
+            denominator: the loss is divided by it; None: all of the row's weights are zero.
         """
         loss, tensor = self.loss, self._tensor
         weights = np.zeros(len(row.item_target))

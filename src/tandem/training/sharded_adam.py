@@ -70,7 +70,7 @@ class ShardedAdam:
     gradient depends on the owner.
 
     Args:
-        policy: from now on, its backward passes add the base weights' gradients to this object's.
+        policy: from now on its backward passes add the base weights' gradients to the buffers here.
         base: this rank's weights, all bfloat16 or all fp32. The updates write into their memory.
     """
 

@@ -54,7 +54,6 @@ class DecoderLayer(MegatronModule):
         switch: AdapterSwitch,
         **_: Any,
     ) -> None:
-        """`index`: the layer's number, counted over all stages."""
         super().__init__(config=config)
         arch = arch.of_layer(index)
         self._arch, self._index, self._dtype = arch, index, config.params_dtype

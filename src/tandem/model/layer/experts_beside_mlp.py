@@ -36,9 +36,6 @@ class ExpertsBesideMlp(MoeSublayer):
         layer: int,
         mlp: MlpSublayer,
     ) -> None:
-        """`norms`: the norms of the experts' input, of the experts' sum, and of the whole output.
-        `router`: has the weight [experts, hidden], `scale` [hidden] and `expert_scale` [experts].
-        `mlp`: the dense MLP, with its own output norm."""
         norm, self._experts_norm, self._whole_norm = norms
         super().__init__(norm, router, gate_up, down, shape, layer)
         self._mlp = mlp

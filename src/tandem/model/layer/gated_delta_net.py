@@ -62,7 +62,6 @@ class DeltaNetSublayer(Sublayer):
         part: int,
         parts: int,
     ) -> None:
-        """`part` of `parts`: the share of value heads that this rank has."""
         super().__init__(norm)
         self._in, self._out, self._weights, self._gdn = in_proj, out_proj, weights, gdn
         self._eps, self._parts = eps, parts

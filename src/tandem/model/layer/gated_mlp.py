@@ -22,7 +22,6 @@ class GatedMlp(MlpSublayer):
     def __init__(
         self, norm: Any, gate_up: LoraLinear, down: LoraLinear, gate_weight: Parameter
     ) -> None:
-        """`gate_weight`: [1, hidden], the same on all ranks."""
         super().__init__(norm, gate_up, down)
         self._gate_weight = gate_weight
 

@@ -100,8 +100,6 @@ class WideNorm:
     def __init__(
         self, shape: HeadShape, q_norm: Parameter, k_norm: Parameter, group: dist.ProcessGroup
     ) -> None:
-        """`q_norm`, `k_norm`: weights for this rank's features; `group`: the ranks that share the
-        heads."""
         self._shape, self._weights, self._group = shape, (q_norm, k_norm), group
 
     def forward(self, rows: torch.Tensor, _tree: TreeParams) -> torch.Tensor:

@@ -54,7 +54,6 @@ class LatentAttentionSublayer(AttentionSublayer):
         *,
         scale: float | None,
     ) -> None:
-        """`shape`: the layout of this rank's queries and keys."""
         super().__init__(norm, linears.down, proj, shape, scale=scale)
         self._linears, self._mla = linears, mla
 
