@@ -233,12 +233,15 @@ class Checkpoints:
             return later
 
     def fork(self, run: str, step: int, new: RunSpec) -> RunSpec:
-        """Makes the run `new`, whose step 0 is a copy of this checkpoint, optimizer state included.
-        The copy is verified.
+        """Makes a run whose step 0 is a copy of this checkpoint, optimizer state included. The copy
+        is verified.
 
         Raises Conflict (field `name`) if `new.name` exists, InvalidInput if `new` has another base
         model or LoRA shape, CheckpointDamaged, and NotFound. The source run may change during the
         copy, because open files outlive their names.
+
+        Args:
+            new: the new run; its `forked_from` is set here.
         """
         with ExitStack() as opened:
             with self._runs.lock(run):
@@ -297,7 +300,10 @@ class MergedFiles:
     def __init__(
         self, runs: Runs, served: ServedRecords, replicas: Callable[[str], Collection[int]]
     ) -> None:
-        """`replicas(run)` returns the steps that several inference servers serve."""
+        """
+        Args:
+            replicas: `replicas(run)` returns the steps that several inference servers serve.
+        """
         self._runs, self._served, self._replicas = runs, served, replicas
 
     def _dir(self, run: str) -> Path:

@@ -37,10 +37,14 @@ class Events:
         attempt: int = 0,
         **data: Any,
     ) -> Event:
-        """Adds one event, durably. `data` must be representable as JSON; NaN and infinities become
-        null. If a dead writer left the last line unterminated, ends that line first. Raises
-        SpoolUnusable if the volume refuses the write; the file is then unchanged. Raises NotFound
-        (field `id`) if the job does not exist."""
+        """Adds one event, durably. If a dead writer left the last line unterminated, ends that line
+        first. Raises SpoolUnusable if the volume refuses the write; the file is then unchanged.
+        Raises NotFound (field `id`) if the job does not exist.
+
+        Args:
+            attempt: the attempt's number, from 1; 0: the event is of no attempt.
+            data: must be representable as JSON; NaN and infinities become null.
+        """
         with file_lock(self._paths.job_lock(job_id)):
             path = self._paths.events_file(job_id)
             if not path.parent.is_dir():
@@ -103,9 +107,14 @@ class Events:
     def since(
         self, job_id: str, offset: int, limit: int | None = None
     ) -> tuple[list[Event], int, int]:
-        """The events of the complete lines from byte `offset` on, the offset from which to
-        continue, and the file's size when it was read. Reads at least one complete line, in chunks
-        of `limit` bytes."""
+        """The events of the complete lines from an offset on, the offset from which to continue,
+        and the file's size when it was read, in bytes. Reads at least one complete line, if the
+        file has one.
+
+        Args:
+            offset: the first byte to read, at the beginning of a line.
+            limit: bytes of one read; None: the rest of the file is read at once.
+        """
         content = b""
         with (
             suppress(FileNotFoundError, NotPlainError),

@@ -134,8 +134,13 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Writes or replaces `path`. Readers see the old content or the new, even after a crash at any
-    point. Without `durable`, the file may be old, empty or missing after a power loss. Raises
-    SpoolUnusable (full, read-only, no permission, …), and leaves no temporary file in that case."""
+    point. Raises SpoolUnusable (full, read-only, no permission, …), and leaves no temporary file in
+    that case.
+
+    Args:
+        durable: call fsync on file and directory. Without it, the file may be old, empty or missing
+            after a power loss.
+    """
     with replacing(path, data, durable=durable):
         pass
 

@@ -122,8 +122,11 @@ class Index:
             yield from sorted(set(keys).difference(running), key=lambda key: (key.base_step, key))
 
     def first_gap(self, run: str, step: int, decided: Collection[JobKey]) -> int:
-        """The first base step from `step` on for which there is no job. Jobs in `decided` don't
-        count."""
+        """The first base step from `step` on for which there is no job.
+
+        Args:
+            decided: jobs that don't count.
+        """
         while True:
             entries = self._paths.entries(self._paths.bucket(run, step))
             taken = {entry.key.base_step for entry in entries if entry.key not in decided}
@@ -170,9 +173,15 @@ class Jobs:
         limit: int | None = None,
         before: str | None = None,
     ) -> JobList:
-        """Jobs of one run or all runs, in the given states or all states, oldest first. Returns at
-        most the newest `limit` jobs, and only jobs submitted before the job `before`. Raises
-        NotFound (field `before`) if there is no such job."""
+        """Jobs and their states, oldest first.
+
+        Args:
+            run: only jobs of this run; None: of all runs.
+            states: only jobs in these states; None or empty: in all states.
+            limit: at most this many jobs, the newest.
+            before: only jobs submitted before the job with this id. Raises NotFound (field
+                `before`) if there is no such job.
+        """
         wanted = frozenset(states or _STATES)
         bound = None
         if before is not None and (bound := self.find(before)) is None:

@@ -176,7 +176,13 @@ class Leases:
 
     def write(self, job: Job, runner: str, phase: str, waits_since: float | None = None) -> None:
         """Writes the runner's heartbeat for the job. No check is needed, because the runner of the
-        spool, which holds the runner lock, is the only writer."""
+        spool, which holds the runner lock, is the only writer.
+
+        Args:
+            runner: the runner's name.
+            waits_since: the time since which the attempt has waited for its ranks to start, in Unix
+                seconds; None: the ranks run.
+        """
         lease = Lease(
             job=job.spec.id,
             runner=runner,

@@ -287,9 +287,12 @@ class Queue:
     def requeue(self, job: Job, error: JobError, *, counts: bool = True) -> JobState:
         """Ends an attempt without a result. Returns the new state: `cancelled` if cancellation was
         requested; `failed` if `error` is not retriable or no attempt is left; `succeeded` if the
-        attempt made its checkpoint; else `queued`. With `counts` False the attempt does not count
-        against the job's attempts, because the runner was stopped. A decided job keeps its
-        result."""
+        attempt made its checkpoint; else `queued`. A decided job keeps its result.
+
+        Args:
+            counts: whether the attempt counts against the job's attempts; it does not if the runner
+                was stopped.
+        """
         job_id = job.spec.id
         with self._job_lock(job_id):
             directory, current = self._jobs.located(job_id)

@@ -18,8 +18,13 @@ def recover(
     """Settles the jobs of a dead runner, and removes the files that dead processes left. The caller
     holds the runner lock, and has ended orphaned ranks. Returns the jobs whose state changed, with
     their new states. A running job with a result is finished, and a running job that made its
-    checkpoint succeeds; all others are requeued. A running job stays running if `adopts(job)` is
-    true, because the caller continues its attempt."""
+    checkpoint succeeds; all others are requeued.
+
+    Args:
+        runner: the name of the caller, which is a runner.
+        adopts: whether the caller continues the attempt of a running job, which then stays running;
+            by default it continues none.
+    """
     index = spool.jobs.index
     # a power loss may have removed names in `jobs/active/`
     keys = dict.fromkeys([*index.active(), *index.heads()])

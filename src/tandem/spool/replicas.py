@@ -112,6 +112,7 @@ class Replicas:
         return _read_serves(self._of_run(run, replica)) or ReplicaServed()
 
     def put_serves(self, run: str, replica: str, record: ReplicaServed) -> None:
+        """Writes the steps of a run that a replica serves, unless the record is unchanged."""
         path = self._of_run(run, replica)
         if fs.read_undamaged(path, ReplicaServed) != record:
             # if the run was deleted meanwhile, its directory is gone

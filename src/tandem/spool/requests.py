@@ -53,12 +53,14 @@ class RequestLog:
         write: Callable[[Path], str] | None = None,
     ) -> bool:
         """Logs a request durably; returns False if the request is already logged.
-        `write(directory)` writes the packed arrays of a `PassRequest` and returns the file's
-        SHA-256.
 
         Raises Conflict (field `seq`) if there is another request with this number, or (field
         `session`) if the session has ended. Raises NotFound (field `run`) if the run does not
         exist.
+
+        Args:
+            write: `write(directory)` writes the packed arrays of a `PassRequest` and returns the
+                file's SHA-256. None for other requests.
         """
         if (session := self._runs.get(run).session) is None:
             raise Conflict(f"run {run!r} is of no session; submit jobs to it", field="run")
@@ -131,7 +133,12 @@ class RequestLog:
         self, run: str, seq: int, result: RequestResult, logprobs: bytes | None = None
     ) -> None:
         """Writes the result, unless the request already has one. The write is not durable: a result
-        that a power loss takes is computed again, to the same bits."""
+        that a power loss takes is computed again, to the same bits.
+
+        Args:
+            logprobs: of a pass: its items' log-probs in the client's order, in nats, as the bytes
+                of a little-endian float32 array.
+        """
         directory = self._directory(run, seq)
         if self.result(run, seq) is None:
             if logprobs is not None:

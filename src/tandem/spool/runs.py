@@ -26,9 +26,12 @@ MANIFEST = "manifest.json"
 def write_manifest(
     directory: Path, manifest: Manifest, sha256: Mapping[str, str] | None = None
 ) -> Manifest:
-    """Hashes every file under `directory` that is not in `sha256`, and writes `manifest.json` with
-    `files` filled in. Raises InvalidInput (field: the file) if the directory holds anything but
-    plain files and directories.
+    """Writes `manifest.json` with `files` filled in. Raises InvalidInput (field: the file) if the
+    directory holds anything but plain files and directories.
+
+    Args:
+        sha256: hashes of files whose writer computed them, by the file's path relative to
+            `directory`; the other files are hashed here.
     """
     paths = {}
     for path in sorted(directory.rglob("*")):
@@ -115,10 +118,14 @@ class Runs:
         sha256: Mapping[str, str] | None = None,
         **details: Any,
     ) -> RunSpec:
-        """Creates a run with its checkpoint of step 0. `write_files(directory)` writes the files of
-        that checkpoint. `sha256`: hashes of files whose writer computed them; `details`: further
-        fields of the manifest. Raises Conflict (field `name`) if the run exists. The run appears
-        completely or not at all."""
+        """Creates a run with its checkpoint of step 0. Raises Conflict (field `name`) if the run
+        exists. The run appears completely or not at all.
+
+        Args:
+            write_files: `write_files(directory)` writes the files of that checkpoint.
+            sha256: hashes of files whose writer computed them, as for `write_manifest`.
+            details: the manifest's other fields.
+        """
         manifest = Manifest(
             run=spec.name, step=0, job=None, created=spec.created, files={}, **details
         )

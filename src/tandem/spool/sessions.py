@@ -203,7 +203,11 @@ class CheckpointNames:
 
     def find(self, run: str, group: str, name: str) -> SavedName:
         """The checkpoint with this name. Raises NotFound (field `name`) if no checkpoint has the
-        name."""
+        name.
+
+        Args:
+            group: "weights" or "sampler"; each has names of its own.
+        """
         for saved in self.list(run):
             if (saved.group, saved.name) == (group, name):
                 return saved
@@ -216,7 +220,11 @@ class CheckpointNames:
 
     def remove(self, run: str, group: str, name: str) -> None:
         """Forgets a name. Raises NotFound if the name does not exist. The checkpoint may then be
-        removed."""
+        removed.
+
+        Args:
+            group: as for `find`.
+        """
         self._replace(run, self.find(run, group, name), None)
 
     def _replace(self, run: str, old: SavedName, new: SavedName | None) -> None:

@@ -47,6 +47,10 @@ def check_checkpoint(
     Raises CheckpointDamaged if a file is missing, truncated or altered, if a tensor doesn't fit, or
     if a trained checkpoint has no optimizer state. Raises NotFound if the checkpoint does not
     exist.
+
+    Args:
+        arch: the architecture of the run's base model.
+        lora: the run's LoRA shape; with `arch` it gives the tensors' names and shapes.
     """
     manifest = spool.checkpoints.verify(run, step)
     directory = spool.checkpoints.path(run, step)
@@ -69,10 +73,14 @@ def check_checkpoint(
 
 
 def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOptimizer) -> None:
-    """Read this rank's part of a checkpoint into policy and optimizer, which must have the shapes
-    of the checkpoint's run.
+    """Read this rank's part of a checkpoint into policy and optimizer.
 
     Raises CheckpointDamaged if a tensor contains NaN or infinity.
+
+    Args:
+        checked: the result of `check_checkpoint`.
+        policy: must have the shapes of the checkpoint's run.
+        optimizer: the optimizer of this policy; its state is allocated here.
     """
     policy.adapter.read(checked.adapter, policy.lora_parameters())
     if (adam := checked.optimizer) is None:
@@ -118,11 +126,18 @@ def gather_contents(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Ten
 
 
 def write_adapter(saved: Contents[Tensor], config: bytes, directory: Path) -> dict[str, str]:
-    """Write a checkpoint's files into the new `directory`; `config` is its `adapter_config.json`.
+    """Write a checkpoint's files.
 
     Returns the files' SHA-256, computed from memory, for the manifest. The files are not read back,
     because that would only read the page cache. Raises SpoolUnusable if the volume refuses the
     files.
+
+    Args:
+        saved: contiguous tensors on the CPU, in fp32 except the int64 scalar `step`. The
+            optimizer's state is not None.
+        config: the content of `adapter_config.json`.
+        directory: the new directory. A directory that exists there is removed first; the parent
+            must exist.
     """
     assert saved.optimizer is not None
     with fs.volume_errors(directory), ThreadPoolExecutor(4) as pool:

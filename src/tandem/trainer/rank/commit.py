@@ -26,6 +26,13 @@ class NewCheckpoint:
         versions: dict[str, str],
         thread: ThreadPoolExecutor,
     ) -> None:
+        """Begins the time that the event `checkpoint` reports.
+
+        Args:
+            model: the loaded model; its weights are read at `write`.
+            versions: package -> version, for the manifest.
+            thread: a pool of one thread.
+        """
         self._session, self._assignment, self._model = session, assignment, model
         self._versions, self._thread = versions, thread
         self._begin = time.perf_counter()

@@ -79,7 +79,11 @@ def resident() -> Callable[[Attempt, RankSettings], int]:
 
 def main(attempt: Attempt, settings: RankSettings, state: "RankState | None" = None) -> int:
     """Run this process's rank. Returns 0, or 1 after an error. Errors are written to stderr, and as
-    a JobError to the attempt's `error` file."""
+    a JobError to the attempt's `error` file.
+
+    Args:
+        state: a resident rank's state, as for `run_rank`.
+    """
     faulthandler.enable()
     try:
         # cuBLAS is deterministic only with a workspace of fixed size, which must be set before its

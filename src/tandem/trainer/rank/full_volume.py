@@ -16,8 +16,13 @@ checkpoints."""
 
 
 def wait_for_space(spool: Spool, run: str, step: int, *, beat: Callable[[], None]) -> None:
-    """Wait until the volume has space for the next checkpoint, which is at least as large as
-    checkpoint `step`. Raises VolumeFull after SPACE_SECONDS."""
+    """Wait until the volume has space for the next checkpoint. Raises VolumeFull after
+    SPACE_SECONDS.
+
+    Args:
+        step: the checkpoint that the job starts from; the next one is at least as large.
+        beat: called twice a second during the wait.
+    """
     files = spool.checkpoints.manifest(run, step).files
     needed = sum(entry.size for entry in files.values())
     end, told = time.monotonic() + SPACE_SECONDS, False

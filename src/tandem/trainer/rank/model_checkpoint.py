@@ -59,14 +59,24 @@ def check_model(spool: Spool, run: str, step: int) -> Path | None:
 
 def find(spool: Spool, run: str, step: int, base_model: Path) -> Found:
     """The checkpoint after a check of its files; for step 0 the base model. Raises the errors of
-    `check_model`."""
+    `check_model`.
+
+    Args:
+        base_model: the base model's directory.
+    """
     checkpoint = check_model(spool, run, step)
     return Found(checkpoint or base_model, trained=checkpoint is not None)
 
 
 def load_state(found: Found, arch: Arch, optimizer: ShardedAdam, topology: Topology) -> None:
     """Fill the optimizer's new state from the checkpoint. Raises InvalidInput if the weights were
-    trained in another dtype."""
+    trained in another dtype.
+
+    Args:
+        found: nothing is read if it is not trained.
+        optimizer: its `tensors` and `steps` are overwritten.
+        topology: this rank's place, which decides its part of each tensor.
+    """
     if not found.trained:
         return
     directory = found.directory
@@ -102,10 +112,9 @@ def write_model(
     """Write a checkpoint's files into the new `directory`; each rank writes its share. A collective
     operation of all ranks. Raises SpoolUnusable if the volume refuses the files.
 
-    `beat` is called regularly while the files are written.
-
     Args:
         base_model: the directory from which the model's other files are copied.
+        beat: called regularly while the files are written.
     """
     topology, arch, weights = policy.topology, policy.arch, Weights(policy.base())
     model = ModelFiles(directory, arch, weights.dtype)

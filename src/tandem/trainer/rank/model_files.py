@@ -56,6 +56,13 @@ class ModelFiles:
     them."""
 
     def __init__(self, directory: Path, arch: Arch, dtype: torch.dtype) -> None:
+        """Lays out the tensors in files of at most SHARD_BYTES, unless one tensor is larger. Writes
+        nothing.
+
+        Args:
+            arch: the architecture, which gives the tensors' names and shapes.
+            dtype: the dtype of all tensors.
+        """
         self._directory, self._dtype = directory, dtype
         shapes = {
             name: shape for rule in weight_rules(arch) for name, shape in rule.sources.items()
@@ -103,7 +110,14 @@ class ModelFiles:
     def write(
         self, weights: Weights, arch: Arch, sizes: Sizes, rank: int, *, beat: Callable[[], None]
     ) -> None:
-        """Write this rank's share of every tensor. `beat` is called regularly while it writes."""
+        """Write this rank's share of every tensor into the files that `create` has made.
+
+        Args:
+            weights: this rank's tensors, in the dtype of the files.
+            sizes: the sizes of the parallel dimensions, which decide the ranks' shares.
+            rank: this rank's number among all ranks.
+            beat: called regularly during the writing.
+        """
         opened = {file: os.open(self._directory / file, os.O_WRONLY) for file in self._headers}
         most = BUFFER_BYTES // self._dtype.itemsize
         writes = deque[list[Future[None]]]()

@@ -35,6 +35,12 @@ class JobProbe:
 
     @classmethod
     def choose(cls, batch: PackedBatch, vocab_size: int, device: torch.device) -> Self:
+        """The probe from a job's rows. The same batch always gives the same probe.
+
+        Args:
+            vocab_size: tokens of the vocabulary; it limits the length of the long sequence.
+            device: the rank's device.
+        """
         long = choose_long(batch, vocab_size)
         return cls(choose_sequences(batch), long, batch.sequence_length, device)
 
@@ -105,7 +111,13 @@ def score_long(
     policy: Policy, tokens: list[int], row_length: int, device: torch.device
 ) -> LongProbe | None:
     """The log-probs of 16 tokens before the end of each quarter of `tokens`, so that a server that
-    accepts only shorter prompts can be compared too. Returns None if `tokens` is empty."""
+    accepts only shorter prompts can be compared too. Returns None if `tokens` is empty.
+
+    Args:
+        tokens: the token ids that `choose_long` chose.
+        row_length: slots of the job's rows.
+        device: the rank's device.
+    """
     if not tokens:
         return None
     quarters = (len(tokens) * quarter // 4 for quarter in range(1, 5))
@@ -160,7 +172,13 @@ def mean_difference(one: list[list[float]], other: list[list[float]]) -> float:
 def rehearse(
     sequences: list[list[int]], row_length: int, device: torch.device, policy: Policy
 ) -> None:
-    """Warm up `logprobs` and the job's own passes; see `Policy.rehearse`."""
+    """Warm up `logprobs` and the job's own passes; see `Policy.rehearse`.
+
+    Args:
+        sequences: token ids; only those that fit into the first row are used.
+        row_length: slots of the job's rows.
+        device: the rank's device.
+    """
     policy.rehearse(probe_row(_rows(sequences, row_length)[0], row_length, device))
     memory.release_workspaces()
 

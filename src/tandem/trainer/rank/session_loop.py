@@ -73,6 +73,13 @@ class SessionLoop:
         topology: Topology,
         versions: dict[str, str],
     ) -> None:
+        """Reads the number of the last request in the checkpoint that the job starts from.
+
+        Args:
+            assignment: its `base_step` is the run's newest checkpoint.
+            model: has the state of that checkpoint.
+            versions: package -> version, for the manifests.
+        """
         self._session, self._assignment, self._model = session, assignment, model
         self._versions, self._run = versions, assignment.run
         self._spool = spool = session.attempt.spool

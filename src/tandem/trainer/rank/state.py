@@ -64,7 +64,12 @@ class RankState:
         self, assignment: Assignment, settings: RankSettings, connect: Callable[[], None]
     ) -> Topology:
         """The process groups for the job: either the kept groups or new ones. If the groups are
-        new, the kept model is discarded."""
+        new, the kept model is discarded.
+
+        Args:
+            settings: only the sizes of the parallel dimensions matter here.
+            connect: joins torch's default process group; called only for new groups.
+        """
         if assignment.requirements() != self._requirements or self._topology is None:
             if self.model is not None:
                 self.model = None

@@ -40,12 +40,15 @@ from tandem.training.steps import Training
 
 def run_rank(attempt: Attempt, settings: RankSettings, state: RankState | None = None) -> None:
     """Run this rank's part of one attempt. Afterwards checkpoint base_step + 1 exists, and the rank
-    has left the process groups. With the `state` of a resident rank, the rank keeps the groups and
-    has released its device memory instead.
+    has left the process groups.
 
     Raises Conflict if checkpoint base_step + 1 exists, CheckpointDamaged if the checkpoint to start
-    from is damaged, NonFinite, InvalidInput, SpoolUnusable, and torch's errors. After an error,
-    `state` can't be used any more.
+    from is damaged, NonFinite, InvalidInput, SpoolUnusable, and torch's errors.
+
+    Args:
+        state: the state of a resident rank. The rank then keeps the process groups, and releases
+            its device memory instead. After an error, the state can't be used any more. None: the
+            rank keeps nothing.
     """
     session = Session(attempt, settings)
     try:

@@ -66,8 +66,12 @@ class JobLog:
     a prefix: `[rank 0] ...`."""
 
     def __init__(self, attempt: Attempt, ranks: int, hosts: int | None = None) -> None:
-        """`hosts`: the number of hosts whose agents start the ranks; None: the runner's host starts
-        them."""
+        """
+        Args:
+            ranks: the number of ranks on all hosts.
+            hosts: the number of hosts whose agents start the ranks; None: the runner's host starts
+                them.
+        """
         self._path = attempt.spool.paths.log_file(attempt.job)
         self._stdout = JobStdout(attempt.job)
         work = attempt.work
