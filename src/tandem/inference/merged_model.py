@@ -14,11 +14,16 @@ from tandem.spool.schema import LoraShape
 
 
 def write_merged_model(directory: Path, base_model: Path, adapter: Path, lora: LoraShape) -> int:
-    """Write `base_model`, with the adapter in the directory `adapter` merged, into the new
-    `directory`; return its bytes.
+    """Write the base model, merged with an adapter, into a new directory; return its bytes.
 
     The files have the base model's names and dtypes, so a program that loads the base model loads
     them. Tensors that are not adapted keep their bytes.
+
+    Args:
+        directory: the new directory; its parent must exist.
+        base_model: the base model's directory.
+        adapter: the adapter's directory.
+        lora: the adapter's shape.
 
     Raises:
         InvalidInput (field `base_model`): the base model can't be read, lacks an adapted weight, or

@@ -81,9 +81,15 @@ def merge_arrays(
     lora: LoraShape,
     dtype: str,
 ) -> NDArray[Any]:
-    """`base` merged with an adapter, in the file dtype `dtype`. `base` is a weight, with its A and
-    B; or a row of it, with A and the row of B. Shapes: weight [out, in], A [rank, in] and B [out,
-    rank]; or row [in] and B's row [rank]."""
+    """A weight, or one row of it, merged with an adapter.
+
+    Args:
+        base: the weight, [out, in]; or a row of it, [in].
+        a: A, [rank, in].
+        b: B, [out, rank]; or its row, [rank].
+        lora: only its `alpha` and `rank` matter here.
+        dtype: the result's dtype in the file, a key of DTYPES.
+    """
     delta = b.astype(np.float64) @ a.astype(np.float64)
     with np.errstate(over="ignore"):
         return rounded((base + lora.alpha / lora.rank * delta).astype(np.float32), dtype)

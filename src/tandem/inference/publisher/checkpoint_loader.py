@@ -106,12 +106,14 @@ class CheckpointLoader:
         return sorted(records, key=lambda record: -record.step)
 
     def serve(self, run: RunSpec, step: int, name: str) -> ServedCheckpoint:
-        """Load and verify a checkpoint under `name`, unless both are done. Raises
-        CheckpointRefused.
+        """Load and verify a checkpoint, unless both are done. Raises CheckpointRefused.
 
         Raises CheckpointNotVisible for a new checkpoint whose files are missing. The publisher
         tries such a checkpoint again in every turn. A refused checkpoint is tried again when its
         files change, when the server is lost and, if vLLM answered 500, after a pause.
+
+        Args:
+            name: the model's name in vLLM, `<run>@<step>`.
         """
         served = self._served.get(name)
         try:

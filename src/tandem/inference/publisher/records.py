@@ -17,8 +17,12 @@ class Records(Protocol):
         """The newest step of a run that this vLLM serves, according to the records."""
 
     def put(self, run: str, serves: Sequence[Served], refused: Refused | None) -> None:
-        """Records that this vLLM serves these steps, newest first, and has refused a newer step. An
-        empty list means that it serves nothing of the run."""
+        """Records what this vLLM serves of a run.
+
+        Args:
+            serves: the steps that it serves, newest first; empty: it serves nothing of the run.
+            refused: a newer step that it has refused; None: it has refused none.
+        """
 
     def tell(self, run: str, served: ServedCheckpoint) -> None:
         """Records for the step's job that vLLM serves the step."""

@@ -84,9 +84,13 @@ class AdapterCopies:
         return self._directory / f"{name}-{content[:32]}"
 
     def copy(self, path: Path, checkpoint: Path, manifest: Manifest) -> None:
-        """Copy the adapter from the directory `checkpoint` to `path`, unless a complete copy
-        exists. Raises CheckpointDamaged if a file is missing or does not have the manifest's
-        hash."""
+        """Copy a checkpoint's adapter, unless a complete copy exists. Raises CheckpointDamaged if a
+        file is missing or does not have the manifest's hash.
+
+        Args:
+            path: the copy's directory, as `path` returns it.
+            checkpoint: the checkpoint's directory.
+        """
         files = manifest.model_copy(
             update={"files": {file: manifest.files[file] for file in ADAPTER_FILES}}
         )
@@ -119,9 +123,14 @@ class AdapterCopies:
     def remove_unused(
         self, listed: Collection[str], in_use: Callable[[], Collection[str]], *, older_than: float
     ) -> None:
-        """Remove copies that vLLM has not used (`listed` has the paths in use) for `older_than`
-        seconds. Copies of the names in `in_use()` stay, because running requests use them and vLLM
-        may read them again."""
+        """Remove copies that vLLM has not used for a while.
+
+        Args:
+            listed: the paths of the models that vLLM lists.
+            in_use: returns names of models. Their copies stay, because running requests use them
+                and vLLM may read them again.
+            older_than: seconds since vLLM last used a copy.
+        """
         unused = []
         for path in self._directory.iterdir():
             if str(path) in listed:

@@ -95,9 +95,8 @@ def movement(
     """The position of the served log-probs on the line from a reference (0) to the checkpoint's own
     log-probs (1), and the position's standard error. None if checkpoint and reference are equal.
 
-    Tokens with the same entry in `contexts` have correlated errors: rounding moves the words of a
-    prompt by the same amount in each sequence that contains it. The standard error treats the
-    residuals of different contexts as independent (Liang and Zeger 1986).
+    The standard error treats the residuals of different contexts as independent (Liang and Zeger
+    1986).
 
     The position is the least-squares coefficient a of `served - reference = a (checkpoint -
     reference)`. Rounding may route a few tokens of a mixture to other experts, in vLLM or in the
@@ -105,6 +104,11 @@ def movement(
     influence on a, both sides of each token's equation are divided by |checkpoint - reference|, or
     by the third quartile of |checkpoint - reference| if that is larger. Then the left side is
     clipped to within 1 of the middle of the line.
+
+    Args:
+        served, checkpoint, reference: log-probs of the same tokens, [tokens], in nats.
+        contexts: [tokens]. Tokens with the same entry have correlated errors: rounding moves the
+            words of a prompt by the same amount in each sequence that contains it.
     """
     direction = [c - r for c, r in zip(checkpoint, reference, strict=True)]
     moved = [abs(d) for d in direction if d]

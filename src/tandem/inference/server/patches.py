@@ -113,8 +113,13 @@ def note_added_requests(engine: Any, note: Callable[[], None]) -> None:
 def continue_sampled_tokens(
     engine: Any, render: Callable[..., Any], record: Callable[..., Any]
 ) -> None:
-    """Makes the API server render chats by `render`, whose first argument is the renderer's own
-    method, and sample by `record`."""
+    """Makes the API server render chats and sample by other functions.
+
+    Args:
+        engine: vLLM's engine client; its `generate` and its renderer's method are replaced.
+        render: `render(original, messages, params)`, with the renderer's own method first; awaited.
+        record: called with the arguments of `generate`.
+    """
     renderer = engine.renderer
     original = renderer.render_messages_async
 

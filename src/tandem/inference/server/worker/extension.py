@@ -93,8 +93,15 @@ def apply_experts(
     *_args: Any,
     **_kwargs: Any,
 ) -> None:
-    """SwiGLU experts, computed one after another. `w1` [experts, 2 * ffn, in] has gate above up;
-    `w2` is [experts, out, ffn]."""
+    """SwiGLU experts, computed one after another.
+
+    Args:
+        output: [tokens, out], overwritten.
+        hidden_states: [tokens, in].
+        w1: [experts, 2 * ffn, in], gate above up.
+        w2: [experts, out, ffn].
+        topk_weights, topk_ids: [tokens, k], each token's experts and their weights.
+    """
     output.zero_()
     for expert in topk_ids.unique().tolist():
         token, choice = (topk_ids == expert).nonzero(as_tuple=True)

@@ -87,7 +87,10 @@ class LandingWeights(ModelWeights):
         place: CopyPlace | float,
         worker: tuple[int, int],
     ) -> None:
-        """`worker`: this worker's index, and the number of workers."""
+        """
+        Args:
+            worker: this worker's index, and the number of workers.
+        """
         super().__init__(model, base_model, place)
         self._base_model, self._worker = base_model, worker
         self._live = dict.fromkeys(self._copy, Content())

@@ -231,9 +231,14 @@ class MergedWeights(ModelWeights):
         self._changed: set[Rectangle] = set()
 
     def stage(self, version: str, scale: float, _source: dict[str, Any] | None = None) -> None:
-        """Begin to read the adapter in the directory `version` onto the device, in a thread.
-        `staged` reports when the adapter has arrived. Other adapters are forgotten, except the
-        adapters of the two versions that were in use last."""
+        """Begin to read an adapter onto the device, in a thread. `staged` reports when the adapter
+        has arrived. Other adapters are forgotten, except the adapters of the two versions that were
+        in use last.
+
+        Args:
+            version: the adapter's directory.
+            scale: alpha / rank.
+        """
         before = self._staged.get(version)
         if before is None or (before.done() and before.exception()):
             self._staged = {name: self._staged[name] for name in {BASE, *self._used}}
