@@ -57,12 +57,16 @@ class EventStreams:
     async def follow(
         self, job: str, after: int, *, wait: bool, stopping: anyio.Event
     ) -> AsyncIterator[bytes]:
-        """The job's events after sequence number `after` as Server-Sent Events, up to the terminal
-        event. Without `wait`, the events written so far.
+        """The job's events as Server-Sent Events, up to the terminal event.
 
-        The stream also ends when `stopping` is set, or when the job ended without a terminal event
-        because its writer died. Clients then reconnect, or read the job. An event's `id` is its
-        seq; clients send it as Last-Event-ID.
+        The stream also ends when the job ended without a terminal event because its writer died.
+        Clients then reconnect, or read the job. An event's `id` is its seq; clients send it as
+        Last-Event-ID.
+
+        Args:
+            after: only events with a higher sequence number; -1: all.
+            wait: False: only the events written so far.
+            stopping: ends the stream when it is set; clients then reconnect.
         """
         yield b"retry: 1000\n\n"
         file, offset = self._files.setdefault(job, _File()), 0

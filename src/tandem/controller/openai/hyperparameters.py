@@ -51,7 +51,12 @@ def resolved(given: Hyperparameters, method: TuningMethod, examples: int) -> Hyp
 
 def checkpoint_every(batch: int, examples: int, size: int) -> int:
     """Optimizer steps per job: one epoch, or fewer if the epoch is long or its lines are large.
-    `size`: bytes of all `examples`."""
+
+    Args:
+        batch: examples of one optimizer step.
+        examples: the number of examples in the training file.
+        size: bytes of all examples.
+    """
     per_epoch = -(-examples // batch)
     fitting = SLICE_BYTES * examples // (max(size, 1) * batch)
     return max(1, min(per_epoch, CHECKPOINT_EVERY, fitting))
@@ -75,8 +80,13 @@ def row_length(longest: int, tokens: int, steps: int, positions: int) -> int:
 def training(
     tuning: Tuning, values: Hyperparameters, files: Sequence[Path], **more: Any
 ) -> SFTTraining | DPOTraining:
-    """The chain's settings. `values`: the hyperparameters as numbers; `files`: the training file
-    and, if given, the validation file; `more`: other settings."""
+    """The chain's settings.
+
+    Args:
+        values: the hyperparameters as numbers.
+        files: the training file and, if given, the validation file.
+        more: other settings.
+    """
     method = tuning.method
     kind = "sft" if method == "supervised" else "dpo"
     settings: dict[str, Any] = {

@@ -31,7 +31,12 @@ _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 def base_name(deployment: Deployment, name: str, field: str = "base_model") -> str:
     """The base model's name in the form that the client sent, by which the client finds the
-    tokenizer. Raises InvalidInput if `name` is another model."""
+    tokenizer. Raises InvalidInput if `name` is another model.
+
+    Args:
+        name: the deployment's base model as the client names it, for example its name on the hub.
+        field: the field of the error.
+    """
     own = deployment.base_model
     # A directory often has the name that the model has on the hub.
     if deployment.is_base_model(name) or PurePosixPath(own).name == name.rpartition("/")[2]:
@@ -66,7 +71,12 @@ def make_model(
     deployment: Deployment, model: Name, base_model: str, lora: LoraShape, seed: int | None
 ) -> None:
     """Makes the model's run, unless it exists. Raises InvalidInput if another model has its
-    name."""
+    name.
+
+    Args:
+        base_model: the base model's name in the form that the client sent.
+        seed: the run's seed; None: a random one.
+    """
     spool = deployment.spool
     spool.sessions.check_open(model.session)
     with suppress(NotFound):
@@ -126,11 +136,20 @@ class Numbers:
         return seq + self._loaded[run]
 
     def void(self, run: str, seq: int, reason: str) -> None:
-        """Logs a void request in place of the client's refused request."""
+        """Logs a void request in place of the client's refused request.
+
+        Args:
+            seq: the client's number of the request.
+            reason: why it was refused; cut to 1,000 characters.
+        """
         self.fill(run, self.logged(run, seq), reason)
 
     def fill(self, run: str, logged: int, reason: str) -> None:
-        """Logs a void request at a number on the volume, so that later requests do not wait for
-        it."""
+        """Logs a void request, so that later requests do not wait for this number.
+
+        Args:
+            logged: the request's number on the volume.
+            reason: as for `void`.
+        """
         with suppress(Conflict):  # another request is there, or the session has ended
             self._deployment.spool.requests.append(run, logged, VoidRequest(reason=reason[:1000]))

@@ -48,7 +48,13 @@ class SampleFutures:
         sample: Callable[[], Coroutine[None, None, bytes]],
     ) -> None:
         """Begins the sample, unless it has begun. Raises InvalidInput if another request has this
-        number, and TooManySamples if too many samples are kept."""
+        number, and TooManySamples if too many samples are kept.
+
+        Args:
+            session: the session whose end cancels the sample.
+            digest: a hash of the request, by which a repeated request is known.
+            sample: begins the sample; its result is the answer's body.
+        """
         self._sweep()
         if (known := self._samples.get(request_id)) is not None:
             if known.digest != digest:

@@ -65,8 +65,13 @@ class VllmSampler:
     async def sample(
         self, model: str, request: SampleRequest, want: Callable[[], Awaitable[None]]
     ) -> SampleResult:
-        """The samples. Waits while vLLM starts, sleeps or loads the model, which `want` asks for.
-        Raises SampleFailed if vLLM refuses."""
+        """The samples. Waits while vLLM starts, sleeps or loads the model. Raises SampleFailed if
+        vLLM refuses.
+
+        Args:
+            model: the model's name in vLLM.
+            want: asks for the model to be loaded; awaited when vLLM does not have it.
+        """
         tokens = [token for chunk in request.prompt.chunks for token in chunk.tokens]
         begin, missing = time.monotonic(), None
         while True:
@@ -193,7 +198,12 @@ def completion(
 def sampled(
     request: SampleRequest, tokens: Sequence[int], answer: Mapping[str, Any]
 ) -> SampleResult:
-    """The samples in vLLM's answer. Raises SampleFailed if the answer is incomplete."""
+    """The samples in vLLM's answer. Raises SampleFailed if the answer is incomplete.
+
+    Args:
+        tokens: the prompt's token ids.
+        answer: the JSON of `/v1/completions`.
+    """
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
     sequences = [_sequence(choice, request.topk_sample_logprobs) for choice in choices]
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
