@@ -159,8 +159,13 @@ def fields(data: Mapping[str, Any], names: Sequence[str]) -> str:
 def read_toml[M: BaseModel](
     path: Path | None, model: type[M], change: Callable[[dict[str, Any]], object] = lambda _: None
 ) -> M:
-    """Reads the TOML file, applies `change` to its dictionary, and validates the result as `model`.
-    Without a file the dictionary is empty. Raises InvalidInput."""
+    """Reads the TOML file and validates its content. Raises InvalidInput.
+
+    Args:
+        path: None: the content is empty.
+        model: the record that the content must form.
+        change: changes the content's dictionary before the validation.
+    """
     try:
         text = path.read_text() if path else ""
         content = tomllib.loads(text)
