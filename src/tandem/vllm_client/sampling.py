@@ -53,9 +53,14 @@ def distorting(options: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def loop_options(options: Mapping[str, Any], own: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """The sampling options of a training loop, including the temperature. Raises InvalidInput (with
-    this field) if a request's or an environment's own options set another temperature, because the
-    loss uses the loop's temperature."""
+    """The sampling options of a training loop, including the temperature. Raises InvalidInput if
+    `own` sets another temperature, because the loss uses the loop's temperature.
+
+    Args:
+        options: the loop's options; without a temperature it is 1.
+        own: a request's or an environment's own options.
+        field: the field of the error.
+    """
     wanted = {"temperature": 1.0, **options}
     if own.get("temperature", wanted["temperature"]) != wanted["temperature"]:
         problem = (
