@@ -87,9 +87,13 @@ def silence(program: str, directory: Path) -> str | None:
 
 
 def in_thread[T](action: Callable[[], T], beat: Callable[[], object], seconds: float) -> T:
-    """The result of `action`, which runs in a thread. Calls `beat` every `seconds` until `action`
-    ends. Raises the error of `action` or `beat`. After an error of `beat`, the thread is
-    abandoned."""
+    """The result of `action`, which runs in a thread. Raises the error of `action` or `beat`. After
+    an error of `beat`, the thread is abandoned.
+
+    Args:
+        beat: called by this thread until `action` ends.
+        seconds: the time between two calls of `beat`.
+    """
     future = Future[T]()
     threading.Thread(target=settle, args=(future, action), daemon=True).start()
     return result_of(future, beat, seconds)
@@ -104,8 +108,12 @@ def settle[T](future: Future[T], action: Callable[[], T]) -> None:
 
 
 def result_of[T](future: Future[T], beat: Callable[[], object], seconds: float) -> T:
-    """The result of `future`. Calls `beat` every `seconds` until the result is available. Raises
-    the error of the future or of `beat`."""
+    """The result of `future`. Raises the error of the future or of `beat`.
+
+    Args:
+        beat: called until the result is available.
+        seconds: the time between two calls of `beat`.
+    """
     while not wait([future], timeout=seconds).done:
         beat()
     return future.result()

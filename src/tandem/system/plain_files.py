@@ -33,7 +33,13 @@ class NotPlainError(OSError):
 
 def open_plain(path: Path, *, most: int | None = None, links: Links = "none") -> BufferedReader:
     """Opens a regular file for reading. Raises NotPlainError if the path is anything else, if the
-    file has more than `most` bytes, or if the path has a link that `links` does not allow."""
+    file is too large, or if the path has a link that is not allowed.
+
+    Args:
+        path: must be absolute with links="none".
+        most: the maximum size in bytes; None: any size.
+        links: the links that the path may contain.
+    """
     fd = descriptor(path, os.O_RDONLY, links=links)
     try:
         size = os.fstat(fd).st_size

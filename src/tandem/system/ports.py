@@ -25,8 +25,14 @@ class HeldPort(ExitStack):
 
 
 def reserve(preferred: int = 0, *, host: str = "127.0.0.1", name: str = "port") -> HeldPort:
-    """Holds `preferred`, or a free port if `preferred` is 0, for a program that will listen on it.
-    Raises Conflict (field `name`) if another process listens on the port or holds it."""
+    """Holds a port for a program that will listen on it. Raises Conflict if another process listens
+    on the port or holds it.
+
+    Args:
+        preferred: the port; 0: a free port.
+        host: the address to bind.
+        name: the field of the error.
+    """
     while True:
         held = HeldPort()
         tcp = held.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
