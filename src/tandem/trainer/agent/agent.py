@@ -81,9 +81,13 @@ class HostAgent:
         """As in the last attempt's `HostEnd`."""
 
     def serve(self, job: str, number: int, hosts: int | None = None) -> int:
-        """Run this host's part of an attempt; returns the agent's exit status. `hosts`: the number
-        of hosts that the caller knows of. Raises SpoolUnusable, and InvalidInput for a host that
-        the attempt doesn't have."""
+        """Run this host's part of an attempt; returns the agent's exit status. Raises
+        SpoolUnusable, and InvalidInput for a host that the attempt doesn't have.
+
+        Args:
+            number: the attempt's number.
+            hosts: the number of hosts that the caller knows of; None: it knows of none.
+        """
         meeting = Meeting(Attempt(self.spool, job, number))
         order = meeting.order()
         if order is None:

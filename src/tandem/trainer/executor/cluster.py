@@ -135,7 +135,12 @@ class Cluster:
         return str(found["metadata"]["uid"])
 
     def check_right(self, verb: str, group: str, resource: str, name: str | None = None) -> None:
-        """Raises InvalidInput if the account lacks the right."""
+        """Raises InvalidInput if the account lacks the right in this namespace.
+
+        Args:
+            verb, group, resource: as in a rule of a Role; the core group is "".
+            name: only for the object of this name; None: for all objects.
+        """
         asked = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
         if name is not None:
             asked["name"] = name

@@ -28,8 +28,11 @@ class JobGpus:
     def __init__(
         self, settings: Settings, spool: Spool, launcher: Launcher, runner: str, stop: Stop
     ) -> None:
-        """`runner`: the runner's name, which requests for shared GPUs carry. Raises InvalidInput
-        when the settings name devices that don't exist."""
+        """Raises InvalidInput when the settings name devices that don't exist.
+
+        Args:
+            runner: the runner's name, which requests for shared GPUs carry.
+        """
         self._launcher, self._stop = launcher, stop
         self._devices = Devices(settings, "trainer")
         self.names = ",".join(self._devices.uuids) or "cpu"

@@ -15,7 +15,13 @@ class LingeringJobs:
     _lock: Lock = field(default_factory=Lock)
 
     def add(self, name: str, run: str, seconds: float) -> None:
-        """The Job's pods wait from now on."""
+        """The Job's pods wait from now on.
+
+        Args:
+            name: the Job's name.
+            run: the run of the attempt that has ended.
+            seconds: the time for which the pods wait.
+        """
         with self._lock:
             self._taken.discard(name)
             self._until[name] = time.monotonic() + seconds, run

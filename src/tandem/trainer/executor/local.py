@@ -44,9 +44,14 @@ class LocalExecutor:
         stop: Stop,
     ) -> None:
         """Ends processes of an earlier runner of the volume. The earlier runner is dead, because
-        this runner has the lock. `entry`: module whose `main(attempt)` is a rank. `volume`: a name
-        of the volume that does not depend on where it is mounted. `runner`: this runner's name.
-        Raises InvalidInput when the settings name devices that don't exist."""
+        this runner has the lock. Raises InvalidInput when the settings name devices that don't
+        exist.
+
+        Args:
+            entry: the module whose `main` is a rank.
+            volume: a name of the volume that does not depend on where it is mounted.
+            runner: this runner's name.
+        """
         marker = ("TANDEM_RUNNER_OF", volume)
         processes.adopt_orphans()
         for orphan in processes.marked(*marker):

@@ -85,8 +85,14 @@ class Slurm:
         return [SlurmJob.parse(line) for line in lines if line.count("|") >= 7]
 
     def submit(self, words: list[str], script: str, variables: dict[str, str]) -> str:
-        """Returns the Slurm job's id. Raises SlurmRefused if another attempt would be refused
-        too."""
+        """Submits a Slurm job. Returns its id. Raises SlurmRefused if another attempt would be
+        refused too.
+
+        Args:
+            words: sbatch's arguments.
+            script: the batch script, which sbatch reads from stdin.
+            variables: environment variables for sbatch.
+        """
         return self._call("sbatch", *words, given=script, variables=variables).strip()
 
     def cancel(self, name: str) -> None:

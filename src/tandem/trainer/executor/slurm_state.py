@@ -76,8 +76,12 @@ class SlurmJob:
 
 
 def read(job: SlurmJob, *, began: bool, printed: str = "") -> Waiting | Running | Ended:
-    """The attempt's status, from its Slurm job. `began`: an agent has written something. `printed`:
-    the end of what the job printed."""
+    """The attempt's status, from its Slurm job.
+
+    Args:
+        began: whether an agent has written something.
+        printed: the end of what the job printed.
+    """
     if job.ended:
         return _why(job, began=began, printed=printed)
     if job.state in _RUNS:

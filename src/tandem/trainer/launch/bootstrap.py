@@ -45,6 +45,11 @@ def stay(entry: str, device: str, control: str) -> int:
 
     The runner sends a `Launch` as JSON, in one packet. The rank answers with one byte when the job
     is done; a rank that fails answers nothing and ends.
+
+    Args:
+        entry: the module whose `main` runs a rank.
+        device: the setting of the device: auto, cpu or cuda.
+        control: the path of the runner's Unix socket.
     """
     runner = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     runner.connect(control)
