@@ -46,7 +46,7 @@ RIGHT = {
     "gate_proj": LoraShape(rank=4, alpha=10.0, targets=("gate_proj",)),
     "down_proj": LoraShape(rank=4, alpha=10.0, targets=("down_proj",)),
 }
-"""Adapters that are served as they are."""
+"""Shapes of adapters that vLLM loads with unchanged tensors and then serves, by the case's name."""
 
 
 def of_b(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
@@ -65,7 +65,7 @@ def one_value(tensors: Tensors) -> Tensors:
 
 
 def one_more_rank(tensors: Tensors) -> Tensors:
-    """The product of the matrices is wrong, although both matrices contain the file's values."""
+    """Both matrices contain the file's values and one rank more, so their product is wrong."""
     return {
         name: torch.cat([t, t[:, :1]], 1) if "lora_B" in name else torch.cat([t, t[:1]])
         for name, t in tensors.items()
@@ -80,7 +80,7 @@ HELD: dict[str, Callable[[Tensors], Tensors]] = {
     "one value": one_value,
     "one more rank": one_more_rank,
 }
-"""What vLLM holds of the file's tensors."""
+"""Functions that change a file's tensors to the tensors that vLLM holds, by the case's name."""
 
 
 class Worker:
@@ -112,7 +112,7 @@ class Worker:
         )
 
     def load(self, adapter: Path) -> str:
-        """Why vLLM refuses the adapter."""
+        """The reason for which vLLM refuses the adapter, empty if vLLM loads it."""
         request = LoRARequest(f"run@{self.number}", self.number, str(adapter))
         try:
             assert self.executor.add_lora(request)
@@ -122,7 +122,7 @@ class Worker:
         return ""
 
     def load_changed(self, adapter: Path, change: Callable[[Tensors], Tensors]) -> str:
-        """`load` in a vLLM that makes other weights of the file."""
+        """`load` in a vLLM that applies `change` to the file's tensors."""
         load = LoRAModel.from_lora_tensors.__func__  # type: ignore[attr-defined]
 
         def changed(cls: type, *args: Any, tensors: Tensors, **options: Any) -> Any:
@@ -135,7 +135,8 @@ class Worker:
             LoRAModel.from_lora_tensors = classmethod(load)
 
     def overwrite(self, layer: str, matrix: str) -> str:
-        """Why the check refuses an adapter after one of its values changed in vLLM."""
+        """The reason for which the check refuses an adapter whose values changed in vLLM, empty
+        if the check passes. One value of `matrix` in `layer` changes after the load."""
         adapter = self.write("overwritten", LORA)
         assert not (problem := self.load(adapter)), problem
         request = LoRARequest(f"run@{self.number}", self.number, str(adapter))

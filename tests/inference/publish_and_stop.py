@@ -1,5 +1,5 @@
-"""`python publish_and_stop.py PHASE SIGNAL`: a publisher that sends itself a signal when it reaches
-a phase."""
+"""`python publish_and_stop.py PHASE SIGNAL`: a publisher that sends itself the signal SIGNAL when
+its publication reaches the phase PHASE."""
 
 import os
 import sys
@@ -11,7 +11,8 @@ from tandem.config import load_settings
 from tandem.inference.publisher.publisher import Publisher
 from tandem.vllm_client.client import VllmClient
 
-# The client's call, and whether the signal comes before, during or after the call.
+# By phase: a call of the publisher's client, and whether the signal comes before, during or after
+# this call.
 PHASES = {
     "ordered": ("swap_merged", "during"),
     "swapped": ("swap_merged", "after"),

@@ -1,7 +1,8 @@
-"""`python replica_and_stop.py PHASE GO`: the publisher of a ready replica. It kills itself when the
-next publication reaches a phase. `PHASES` are the phases of an adapter's publication,
-`publish_and_stop.PHASES` the phases with merged weights. The publication begins when the file GO
-exists. The program writes GO.ready when it is ready for that."""
+"""`python replica_and_stop.py PHASE GO`: the publisher of a replica. The publisher kills itself
+when its next publication reaches the phase PHASE. `PHASES` are the phases of an adapter's
+publication, `publish_and_stop.PHASES` are the phases of a publication of merged weights. The
+program writes the file GO.ready when its replica is ready. The publication begins when the file GO
+exists."""
 
 import os
 import signal

@@ -1,5 +1,5 @@
-"""vLLM's own API server, with its templates, parsers and routes, in front of an engine whose tokens
-a test has written."""
+"""vLLM's own API server, with vLLM's templates, parsers and routes. Its engine answers with texts
+that a test has written."""
 
 import asyncio
 import contextlib
@@ -21,8 +21,8 @@ from tiny import write_random_model
 from waiting import until
 
 FAMILIES = {
-    # A chat template of TRL's wheel: its special tokens, its tokens that end a turn, and vLLM's
-    # parsers for it.
+    # By chat template of TRL's wheel: the template's special tokens, the tokens that end a turn,
+    # and vLLM's parsers of tool calls and of reasoning.
     "qwen3": ("<think> </think> <tool_call> </tool_call>", "<|im_end|>", "hermes", "qwen3"),
     "qwen3_5_think": (
         "<think> </think> <tool_call> </tool_call>",
@@ -38,8 +38,9 @@ FAMILIES = {
         "glm45",
     ),
 }
-# Its template writes a tool's answer into the turn of the call, before the turn's text. Its config
-# lists <|tool_response> as a token that ends turns; here it does not.
+# Gemma 4's template writes a tool's answer into the turn of the call, before the turn's text.
+# Gemma 4's config lists <|tool_response> as a token that ends turns; the config of these tests
+# does not.
 GEMMA = {
     "gemma4": (
         "<|turn> <turn|> <|tool_call> <tool_call|> <|tool_response> <tool_response|> <|channel>"
@@ -52,8 +53,8 @@ GEMMA = {
 
 
 class ScriptedEngine:
-    """Answers each request with the next of `texts`; `prompts` and `sampled` are the token ids of
-    all requests."""
+    """Answers each request with the next of `texts`. `prompts` are the token ids of each request's
+    prompt, `sampled` the token ids of each answer."""
 
     def __init__(self, config: Any, renderer: Any) -> None:
         self.vllm_config, self.model_config = config, config.model_config
@@ -74,7 +75,7 @@ class ScriptedEngine:
         ids = tokenizer.encode(text, add_special_tokens=False)[: params.max_tokens]
         self.sampled.append(ids)
         ended = ids[-1] in self.model_config.try_get_generation_config()["eos_token_id"]
-        # vLLM does not show the token that ends a turn.
+        # vLLM leaves the token that ends a turn out of the answer's text.
         told = ids[:-1] if ended else ids
         shown = tokenizer.decode(told, skip_special_tokens=params.skip_special_tokens)
         reason, stop = ("stop", None) if ended else ("length", None)
@@ -138,7 +139,8 @@ def write_model(directory: Path, family: str) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     added = [AddedToken(token, special=False, normalized=False) for token in special.split()]
     tokenizer.add_tokens(added)
-    # An import of TRL sets VLLM_LOGGING_LEVEL for each vLLM that this process starts.
+    # `find_spec` finds TRL without an import. An import of TRL would set VLLM_LOGGING_LEVEL for
+    # each vLLM that this process starts.
     package = Path(str(find_spec("trl").origin)).parent  # type: ignore[union-attr]
     template = package / "chat_templates" / f"{family}.jinja"
     tokenizer.chat_template = template.read_text()
@@ -152,7 +154,7 @@ def write_model(directory: Path, family: str) -> Path:
 
 @contextlib.contextmanager
 def serve(directory: Path, family: str) -> Iterator[Scripted]:
-    """vLLM's server with the rollout door on a port of its own."""
+    """vLLM's server on a port of its own, with the rollout door as middleware."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     try:

@@ -55,9 +55,10 @@ def commit(
 
 
 class Stage:
-    """The run `run` on a spool, a fake vLLM, and publishers between them.
+    """The run `run` on a spool, a fake vLLM, and publishers from the spool to the fake vLLM.
 
-    An adapter of this stage moves the fake's log-probs by one number, the checkpoint's "effect".
+    An adapter of this stage moves the fake vLLM's log-probs by one number, the checkpoint's
+    "effect".
     """
 
     def __init__(self, directory: Path, vllm: FakeVllm) -> None:
@@ -96,12 +97,12 @@ class Stage:
         return Probe(tokens=PROMPTS, logprobs=now, previous=previous, base=base)
 
     def step(self, effect: float, *, weights: float | None = None, job: str | None = None) -> None:
-        """Commit a checkpoint whose probe has `effect`. Its weights have the same effect, or the
-        one in `weights`."""
+        """Commit a checkpoint whose probe has `effect`. The checkpoint's weights have the effect
+        `weights` if it is given, and the probe's effect if it is not."""
         adapter = partial(self.write_adapter, effect if weights is None else weights)
         if job is not None:
             submit(self.spool, job, "run")
-            # the kind of end does not matter: the job's events get `served` in any case
+            # The publisher adds the event `served` to a job of any final state.
             self.spool.queue.cancel(job)
         commit(self.spool, "run", adapter, self.probe(effect), job)
         self.effects.append(effect)
@@ -114,7 +115,7 @@ class Stage:
         return self.spool.checkpoints.path("run", step) / WEIGHTS_FILE
 
     def served(self) -> tuple[int, int | None]:
-        """Step and refused step of the record."""
+        """The served step and the refused step of the run's record."""
         record = self.record()
         return record.step, record.refused_step
 

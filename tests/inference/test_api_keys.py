@@ -37,7 +37,7 @@ def test_each_key_counts_as_the_one_that_vllm_knows(client: TestClient) -> None:
         assert (answer.status_code, answer.text) == (200, f"Bearer first {name}")
     for wrong in ("Bearer fourth", "Bearer", "Basic first", "first", "Bearer ann"):
         assert client.get("/tokenize", headers={"Authorization": wrong}).status_code == 401
-        # vLLM checks the key on this route; here the app answers with the header that it got.
+        # vLLM checks the key on /v1/models. This test's app answers with the header that it got.
         assert client.get("/v1/models", headers={"Authorization": wrong}).text == f"{wrong} "
     twice = [("Authorization", "Bearer second"), ("Authorization", "Bearer third")]
     assert client.get("/tokenize", headers=twice).status_code == 401

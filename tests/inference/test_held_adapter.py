@@ -62,14 +62,14 @@ def test_a_worker_refuses_every_adapter_but_the_one_in_the_file(tmp_path: Path) 
 
 EVERYWHERE = LoraShape(rank=4, alpha=10.0)
 MOST = 8  # vLLM's largest rank
-INPUTS, OUTPUTS, EXPERTS = 32, 48, 8  # of the tiny mixture of experts; 24 inside of an expert
+INPUTS, OUTPUTS, EXPERTS = 32, 48, 8  # The tiny mixture of experts; each expert is 24 wide inside.
 
 
 def layer(kind: str, rank: int, sizes: list[int], inputs: int, **values: Any) -> Any:
-    """A layer as vLLM builds it on one of two workers, with vLLM's own functions that cut adapters.
+    """A layer as vLLM builds it on one of two workers. vLLM's own functions cut the adapters.
 
-    An import of vLLM takes 5 s, so functions import it: a worker that only collects this file does
-    not.
+    An import of vLLM takes 5 s. The import is inside of functions, so a worker of pytest that only
+    collects this file does not wait for it.
     """
     from vllm.lora import layers
 

@@ -1,5 +1,6 @@
-"""Whole weights arrive in a worker's second copy and are exchanged with the live ones.
-`test_merged_weights.py` has what is the same for merged adapters."""
+"""Whole weights arrive in a worker's second copy of the weights, and a swap exchanges the second
+copy with the live weights. Tests that apply to merged adapters too are in
+`test_merged_weights.py`."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,12 +37,13 @@ def test_the_version_before_comes_back_without_its_files(dense: Model, tmp_path:
 def test_a_version_is_lost_from_the_moment_that_another_one_is_ordered(
     dense: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a swap to these weights could exchange pieces that the other publication's thread
-    has begun to write."""
+    """A swap to the lost version could exchange pieces that the other version's thread has begun
+    to write."""
     first, second = (dense.adapter(tmp_path, seed) for seed in (1, 2))
     workers = Workers(dense, whole=True)
     workers.serve(first)
-    monkeypatch.setattr(landing.threading.Thread, "start", lambda _: None)  # it has not begun
+    # The other version's thread has not begun.
+    monkeypatch.setattr(landing.threading.Thread, "start", lambda _: None)
     workers.order(second)
     with pytest.raises(RuntimeError, match="not staged"):
         workers.weights[0].swap(BASE)
@@ -61,7 +63,7 @@ def test_a_version_is_lost_from_the_moment_that_another_one_is_ordered(
 def test_files_that_do_not_fit_are_refused_and_the_next_version_is_whole(
     dense: Model, tmp_path: Path, change: Callable[[dict[str, Tensor]], object], match: str
 ) -> None:
-    """A part of the second copy contains other weights then."""
+    """A refusal leaves a part of the refused weights in the second copy."""
     wrong, right = dense.adapter(tmp_path, 1), dense.adapter(tmp_path, 2, SOME)
     source = whole_model(dense, wrong, tmp_path / "whole")
     tensors = load_file(tmp_path / "whole/model.safetensors")
@@ -83,7 +85,8 @@ def test_files_that_do_not_fit_are_refused_and_the_next_version_is_whole(
 def test_a_tensor_that_comes_in_part_is_refused(
     dense: Model, monkeypatch: pytest.MonkeyPatch, rows: slice, match: str
 ) -> None:
-    """Ranks and vLLM's workers agree beforehand on the tensors, so a difference would be a bug."""
+    """Ranks and vLLM's workers agree on the tensors before a transfer, so a tensor that comes in
+    part would be a bug."""
 
     def receive(*_: Any) -> Iterator[tuple[Part, Tensor]]:
         name = (

@@ -1,5 +1,5 @@
-"""The real vLLM on the CPU with merged weights: whichever process dies in a publication, the served
-name matches the served weights, and the next publication succeeds. Also: 500 publications cost no
+"""The real vLLM on the CPU with merged weights. After any process dies in a publication, the served
+name matches the served weights, and the next publication succeeds. 500 publications cost no
 memory."""
 
 import os
@@ -31,7 +31,7 @@ from waiting import alive, answers, until
 pytestmark = pytest.mark.slow
 
 BOUND = 40.0
-"""Seconds in which everybody notices a death."""
+"""Seconds within which all processes notice the death of a process."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def stopped(pid: int) -> bool:
 
 
 def check_answers(vllm: VllmServer, trainer: MergedTrainer, step: int) -> None:
-    """The run's name has exactly this step's weights."""
+    """vLLM answers the run's name with exactly the weights of `step`."""
     answer = complete(vllm, trainer.run, max_tokens=1)
     assert (answer.status_code, answer.headers["x-tandem-weights"]) == (
         200,
@@ -101,8 +101,8 @@ def test_a_publisher_that_dies_or_stops(
                 assert not request.done(), "nobody has verified these weights"
             trainer._publisher = Publisher(trainer.settings, trainer.client, grace=0.5)
             assert trainer.publish(trainer.run).step == 2
-            # A request that arrived before the order is answered by the old step's weights. If it
-            # runs during the swap, both steps answer it.
+            # A request that arrived before the order is answered by the old step's weights. A
+            # request that runs during the swap is answered by the weights of both steps.
             old, new = f"{trainer.run}@1", f"{trainer.run}@2"
             expected = [old, f"{old},{new}", new] if phase == "ordered" else [new]
             assert request.result().headers["x-tandem-weights"] in expected
@@ -120,19 +120,19 @@ def test_a_publisher_that_dies_or_stops(
 
 
 def engine_of(vllm: VllmServer) -> int:
-    # The kernel truncates process names.
+    # The kernel truncates process names, here "EngineCore".
     [engine] = [p.pid for p in processes.descendants(vllm.pid) if "EngineCor" in p.command]
     return engine
 
 
-@pytest.mark.sample(1)  # each starts vLLM again
+@pytest.mark.sample(1)  # each case starts vLLM again
 @pytest.mark.parametrize("dies", ["server", "engine"])
 @pytest.mark.parametrize("moment", ["drain", "call"])
 def test_a_server_or_engine_that_dies_in_mid_swap(
     vllm: VllmServer, trainer: MergedTrainer, dies: str, moment: str
 ) -> None:
-    """The server dies in phase `drain` while the swap waits for a running request, in phase `call`
-    while a worker has not answered yet."""
+    """At the moment `drain` the swap waits for a running request. At the moment `call` a worker
+    has not answered the engine yet."""
     trainer.step(1)
     trainer.publish(trainer.run)
     trainer.step(2)
@@ -208,7 +208,7 @@ def memory(vllm: VllmServer) -> dict[str, int]:
 def test_500_publications_cost_no_memory(
     vllm: VllmServer, trainer: MergedTrainer, tmp_path: Path
 ) -> None:
-    """An adapter has 1 MB, so that leaked copies are visible."""
+    """An adapter has 1 MB, so leaked copies of adapters show in the processes' memory."""
     trainer.step(1)
     trainer.publish(trainer.run)
     lora = LoraShape(rank=128, alpha=1.0)

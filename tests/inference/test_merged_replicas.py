@@ -1,5 +1,5 @@
-"""Two real vLLMs on the CPU with merged weights, and a kill -9 of one of them and its publisher in
-a phase of a publication. No answer is older than the announced step, and the killed replica comes
+"""Two real vLLMs on the CPU serve merged weights. In each phase of a publication, kill -9 ends one
+vLLM and its publisher. No answer is older than the announced step, and the killed replica comes
 back."""
 
 import os
@@ -62,7 +62,8 @@ class Asker(threading.Thread):
         super().__init__(daemon=True)
         self._trainer, self._vllms = trainer, vllms
         self.wrong: list[str] = []
-        self.answers: Counter[tuple[str, str]] = Counter()  # by server and weights
+        # Number of answers by server and weights.
+        self.answers: Counter[tuple[str, str]] = Counter()
         self.ended = threading.Event()
 
     def run(self) -> None:
@@ -83,7 +84,7 @@ class Asker(threading.Thread):
 
 
 class ReplicaB:
-    """The publisher of replica b, in a process."""
+    """The publisher of replica b, in a process of its own."""
 
     def __init__(self, trainer: MergedTrainer, vllm: VllmServer, directory: Path) -> None:
         self._log = directory / "b.log"
@@ -120,7 +121,7 @@ def publishing(trainer: MergedTrainer) -> Iterator[None]:
 def trainer(
     vllms: dict[str, VllmServer], alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[MergedTrainer]:
-    """The publisher belongs to replica a."""
+    """A trainer whose publisher belongs to replica a. The publisher runs until the test ends."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     trainer = MergedTrainer(vllms["a"], tmp_path, replica="a")
     with publishing(trainer):

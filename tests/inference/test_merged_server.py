@@ -24,12 +24,12 @@ pytestmark = pytest.mark.anyio
 
 ROUTE = "/tandem/merged"
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
-RANDOM = "0a1b2c3d"  # what vLLM appends to each sequence's id
+RANDOM = "0a1b2c3d"  # vLLM appends such a random text to each sequence's id.
 
 
 class Engine:
-    """vLLM's engine client. `on`: for each method, the workers' answer or a function to run.
-    `tokens`: the number of tokens of each sequence."""
+    """vLLM's engine client. `on`: for each method, the workers' answer, an error to raise or a
+    function to run. `tokens`: the number of tokens of each sequence."""
 
     def __init__(self) -> None:
         self.errored = False
@@ -84,8 +84,8 @@ def anyio_backend() -> str:
 
 
 class World:
-    """The server with a fake vLLM inside. A request reaches the engine at once, or after the event
-    `tokenised` if there is one. It ends when `proceed` is set."""
+    """The server around a fake vLLM. A request reaches the engine when the event `tokenised` is
+    set, and ends when the event `proceed` is set. Both events are set at the beginning."""
 
     def __init__(self) -> None:
         self.engine = Engine()
@@ -109,7 +109,7 @@ class World:
         )  # type: ignore
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
-        """The request as the guard passes it to the server."""
+        """Hands a request to the server as the guard does."""
         await self.server(
             {**scope, "app": SimpleNamespace(state=self.state), ADMIN: self.admin}, receive, send
         )
@@ -139,8 +139,8 @@ class World:
         await answer(scope, receive, send)
 
     async def _events(self, request_id: str, text: str) -> AsyncIterator[str]:
-        """vLLM gives a stream to the engine when its first event is asked for, behind the answer's
-        headers."""
+        """The events of a streamed answer. vLLM gives a streamed request to the engine only when
+        the stream's first event is asked for, after the answer's headers."""
         await self.streamed.wait()
         await self.engine.add_request(request_id)
         event = f"data: {json.dumps({'choices': [{'text': text}]})}\n\n"
@@ -169,7 +169,7 @@ class World:
     def sample(
         self, path: str = COMPLETIONS, name: str = "", **body: Any
     ) -> asyncio.Task[httpx.Response]:
-        """A running request. Without `name` the client gives it no id."""
+        """A running request. Without `name` the client gives the request no id."""
         headers = {"x-request-id": name.encode()} if name else {}
         return asyncio.create_task(self.http.post(path, json=body, headers=headers))
 
@@ -199,7 +199,7 @@ class World:
                 await asyncio.sleep(0.001)
 
     async def sampled(self) -> str:
-        """The weights that answer a request."""
+        """The name of the weights that answer a new request."""
         answer = await self.sample()
         assert answer.status_code == 200
         return answer.headers["x-tandem-weights"]
@@ -215,7 +215,7 @@ def world() -> World:
 
 
 async def settled(task: asyncio.Task[Any]) -> bool:
-    """Whether the task ends soon."""
+    """Whether the task ends within 0.05 s."""
     await asyncio.wait([task], timeout=0.05)
     return task.done()
 
@@ -395,7 +395,8 @@ async def test_two_swaps_at_once_come_one_after_the_other(world: World) -> None:
     world.engine.on["swap"] = swap
     answers = await asyncio.gather(world.swap(2), world.swap(3))
     assert [answer.status_code for answer in answers] == [200, 200]
-    # The engine may carry out the order much later, when the server has given up.
+    # The engine may take an order much later, after the server has given up, so each order has a
+    # deadline.
     assert all(begin + 5 <= deadline <= time.monotonic() + 5 for deadline in deadlines)
     assert await world.phase() == ("unverified", "run@3")
     # The first of two publishers can neither announce nor undo the second publisher's swap.
@@ -418,12 +419,13 @@ async def test_a_refused_step_is_reverted(world: World) -> None:
     answer = await world.order("revert", path="/2")
     assert (answer.status_code, answer.json()["phase"]) == (200, "served")
     assert (await held).headers["x-tandem-weights"] == world.paths[0].name == "run@1"
-    # A second publisher writes announced weights again, and may find that they fail verification.
+    # A second publisher swaps to the announced weights again, and may find that the weights fail
+    # verification.
     await world.swap(1)
     assert await world.phase() == ("unverified", "run@1")
     await world.order("revert", path="/1")
     assert await world.phase() == ("served", "run@1")
-    await world.order("revert", path="/1")  # served weights stay
+    await world.order("revert", path="/1")  # A revert does not change served weights.
     assert world.engine.swaps() == ["run@1", "base", "run@1", "run@2", "run@1", "run@1", "run@1"]
     await world.order("revert", path="/1", to_base=True)
     assert (await world.phase(), world.engine.swaps()[-1]) == (("empty", "base"), "base")
@@ -441,9 +443,9 @@ async def test_an_answer_that_saw_no_swap_is_vllms_own(world: World) -> None:
     assert "x-tandem-weights" not in answer.headers
 
 
-# The ids that vLLM 0.26 and 0.32 give to the sequences of the request "<id>"
-# (v1/engine/parallel_sampling.py, input_processor.py, entrypoints/openai/*/serving.py), and the
-# prompt and sample that they stand for.
+# The ids that vLLM 0.26 and 0.32 give to the sequences of the request "{id}"
+# (v1/engine/parallel_sampling.py, input_processor.py, entrypoints/openai/*/serving.py), and for
+# each id the numbers of the prompt and of the sample.
 SEQUENCES = {
     COMPLETIONS: {
         "cmpl-{id}-0-{r}": (0, 0),
@@ -528,10 +530,13 @@ async def test_several_swaps_in_one_request(world: World) -> None:
     answer = await world.end(running, world.engine.tokens, 1)
     assert answer.headers["x-tandem-weights"] == "run@1,run@2,run@3,run@2,run@1"
     assert {entry["prompt"]: entry["spans"] for entry in answer.json()["weight_versions"]} == {
-        0: [["run@2", 0], ["run@1", 3]],  # the request waited in the queue at the first swap
-        # and the last swap returned to the weights that the request had at first
+        # Sequence 0 waited in the queue at the first swap.
+        0: [["run@2", 0], ["run@1", 3]],
+        # Sequence 1 got no tokens between the first swap and the last swap, and the last swap
+        # returned to the weights that sequence 1 had at first.
         1: [["run@1", 0]],
-        2: [["run@1", 0], ["run@2", 6]],  # it ended before the second swap
+        # Sequence 2 ended before the second swap.
+        2: [["run@1", 0], ["run@2", 6]],
     }
 
 
@@ -585,7 +590,8 @@ async def test_a_stream_that_has_not_reached_the_engine_has_only_the_new_weights
 
 
 async def test_a_request_that_ends_right_behind_the_swap_tells_it(world: World) -> None:
-    """The engine's answer to the swap and the last token come to the API server at once."""
+    """The engine's answer to the swap and the request's last token reach the API server at the same
+    time."""
     await world.publish(1)
     running = await world.running(stream=True)
     swapped = asyncio.get_running_loop().create_future()

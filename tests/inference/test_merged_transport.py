@@ -1,5 +1,5 @@
-"""The source from which a vLLM with merged weights is told to take the weights of a run of all
-weights."""
+"""The publisher's choice of the source of weights: ranks or files. The runs train all weights, and
+vLLM serves merged weights."""
 
 from collections.abc import Callable, Mapping
 from hashlib import sha256
@@ -67,7 +67,7 @@ class Scene:
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model = write_random_model(directory / "model")
         self.log: list[str] = []
-        self.attempt = 1  # that runs now
+        self.attempt = 1  # The number of the job's running attempt.
         bare = Manifest(run="r", step=1, created=1.0, job="j", files={})
         self.manifest = write_manifest(self.model, bare)
         self.offers = [SimpleNamespace(type="offered", attempt=1, data=OFFER)]
@@ -144,7 +144,7 @@ def test_an_offer_of_an_attempt_that_was_ended_is_passed_over(scene: Scene) -> N
 def test_files_that_ranks_still_write_are_waited_for(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An offer without ranks has no meeting."""
+    """An offer of ranks that write files names no meeting."""
     monkeypatch.setattr(liveness, "beat", lambda _: None)
     written = SimpleNamespace(type="sent", attempt=1, data={"transport": "volume"})
     scene.offers = [SimpleNamespace(type="offered", attempt=1, data={"transport": "volume"})]
@@ -165,7 +165,8 @@ def test_files_are_verified_before_vllm_reads_them(scene: Scene) -> None:
 def test_a_swap_and_hashes_that_take_long_are_no_hang(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:
-    """TANDEM_SWAP_SECONDS may be longer than the liveness probe allows a turn of the publisher."""
+    """TANDEM_SWAP_SECONDS may exceed the time that the liveness probe allows for a turn of the
+    publisher."""
     slow = slower(monkeypatch, tmp_path)
     monkeypatch.setattr(transports, "verify_files", slow(transports.verify_files))
     monkeypatch.setattr(FakeVllm, "swap_merged", slow(FakeVllm.swap_merged))
@@ -191,7 +192,8 @@ def test_hashing_the_whole_weights_of_a_lora_run_is_no_hang(
 def slower(
     monkeypatch: pytest.MonkeyPatch, directory: Path
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a function wait until the publisher's sign of life in this directory changes."""
+    """A decorator that makes a function wait until the publisher renews its sign of life in
+    `directory`."""
     monkeypatch.setenv(liveness.VARIABLE, str(directory))
     monkeypatch.setattr(transports, "BEAT_SECONDS", 0.01)
     sign = directory / "publisher.alive"
@@ -243,7 +245,7 @@ def test_after_a_wait_in_vain_requests_are_let_in_for_as_long(
             transport.load("r@1", scene.model, RUN, scene.manifest)
         ordered.append("swap" in scene.log)
     assert ordered == ([True, False, False, True] if pauses else [True] * 4)
-    transport.server_lost()  # the next one has no requests
+    transport.server_lost()  # The next server has no running requests.
     scene.log.clear()
     with pytest.raises(InferenceUnavailable):
         transport.load("r@1", scene.model, RUN, scene.manifest)
@@ -252,8 +254,8 @@ def test_after_a_wait_in_vain_requests_are_let_in_for_as_long(
 
 @pytest.mark.parametrize("phase", get_args(MergedPhase))
 def test_only_announced_weights_count(scene: Scene, phase: MergedPhase) -> None:
-    """Weights without an announcement were not verified, or are torn. The publisher must write and
-    check them again."""
+    """Weights that vLLM holds without an announcement were not verified, or are torn. The publisher
+    must write and check these weights again."""
     transport = scene.transport(
         state={"phase": phase, "name": "r@1", "path": "/1", "transport": "merge"}
     )
@@ -262,7 +264,8 @@ def test_only_announced_weights_count(scene: Scene, phase: MergedPhase) -> None:
 
 
 def test_weights_that_took_the_place_of_others_make_their_records_stale(scene: Scene) -> None:
-    """A fork's first step replaces its source's step in vLLM, so the source's record must go."""
+    """The first step of a fork replaces the step of the fork's source run in vLLM, so the record of
+    the source run must go."""
     state = {"phase": "served", "name": "a@5", "path": "/5", "transport": "merge"}
     transport = scene.transport(state=state)
     assert not transport.refresh()

@@ -43,7 +43,8 @@ names = (f"merged-{i}" for i in itertools.count())
 def vllm(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmServer]:
-    """A mixture of experts; and biases with tied embeddings."""
+    """A server of a mixture of experts, and a server of a dense model with biases and tied
+    embeddings."""
     directory = tmp_path_factory.mktemp("merged")
     tiny_model.write_tokenizer(directory / "model")
     sizes: dict[str, Any] = {
@@ -94,8 +95,8 @@ class MergedTrainer(Trainer):
         self.adapters = [self.adapter(0, 0.0, EVERYWHERE)]
 
     def step(self, seed: int, *, probe_of: int | None = None) -> Path:
-        """Commit a checkpoint with a random adapter, and a probe that matches this adapter or
-        another one."""
+        """Commit a checkpoint with the random adapter of `seed`. The checkpoint's probe has the
+        log-probs of this adapter, or those of the adapter of seed `probe_of` if it is given."""
         adapter = self.adapter(seed, lora=EVERYWHERE)
         told = adapter if probe_of is None else self.adapter(probe_of, lora=EVERYWHERE)
         commit(self.spool, self.run, adapter, self.probe(told, lora=EVERYWHERE))
@@ -103,7 +104,8 @@ class MergedTrainer(Trainer):
         return adapter
 
     def publisher_environment(self, vllm: VllmServer, directory: Path) -> dict[str, str]:
-        """The environment of a publisher in a process of its own; `directory` is for its files."""
+        """The environment of a publisher in a process of its own. `directory` is the directory of
+        the publisher's temporary files."""
         return os.environ | {
             "TANDEM_ROOT": str(self.spool.root),
             "TANDEM_INFERENCE_URL": vllm.url,
@@ -117,7 +119,7 @@ class MergedTrainer(Trainer):
         }
 
     def check_bits(self, adapter: Path) -> None:
-        """Rows of every tensor equal the merge in float64, rounded once."""
+        """Random rows of every adapted tensor in vLLM equal the merge in float64, rounded once."""
         check = SpotCheck(str(self.model), "float32")
         for _ in range(20):
             expected = check.adapter_rows(adapter, EVERYWHERE)
@@ -167,7 +169,8 @@ def stream(vllm: VllmServer, model: str, tokens: Sequence[int], begun: Event) ->
 
 
 def check_session(vllm: VllmServer, body: dict[str, Any], model: str) -> None:
-    """In each API, a turn continues the sampled tokens of the turn before, and has log-probs."""
+    """In each API, the next turn of a session continues the sampled tokens of the first turn, and
+    has log-probs."""
     url, messages = f"{vllm.url}/rollout", [{"role": "user", "content": "?"}]
     headers, more = API | {"X-Session-ID": "real"}, {"role": "user", "content": "more"}
     ask = {**body, "logprobs": False}
@@ -338,8 +341,8 @@ def test_requests_that_run_during_a_swap(
 def test_every_sequence_of_a_request_tells_its_versions(
     vllm: VllmServer, trainer: MergedTrainer
 ) -> None:
-    """vLLM's ids of sequences: several prompts, several samples, chat, and an id that looks like
-    one of vLLM's."""
+    """The requests have several prompts, several samples or chat messages. Their id has the form of
+    vLLM's own ids of sequences."""
     trainer.step(1)
     trainer.publish(trainer.run)
     trainer.step(2)

@@ -1,5 +1,5 @@
-"""Where each weight lies in vLLM's workers, its value after a swap, and the result of the
-publisher's check."""
+"""The place of each weight in vLLM's workers, each weight's value after a swap, and the result of
+the publisher's check of a swap."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +30,8 @@ KINDS = pytest.mark.parametrize("whole", [False, True], ids=["merged", "whole"])
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_workers_blocks_are_the_whole_model(model: Model, tp: int) -> None:
-    """With 2 heads of keys and values and 4 workers, two workers have each head."""
+    """The model has 2 heads of keys and values. With 4 workers, two workers hold each of these
+    heads."""
     times = {name: np.zeros(value.shape, int) for name, value in model.tensors.items()}
     for rank in range(tp):
         worker = model.worker(tp, rank)
@@ -49,7 +50,8 @@ def test_the_workers_blocks_are_the_whole_model(model: Model, tp: int) -> None:
                     else rectangle.in_parameter
                 ] += 1
         for name, place in places.items():
-            if name in ("model.embed_tokens.weight", "lm_head.weight"):  # vLLM pads them
+            # vLLM pads the vocabulary of these two tensors.
+            if name in ("model.embed_tokens.weight", "lm_head.weight"):
                 shard = worker[name.removesuffix(".weight")].shard_indices
                 place = place[: shard.org_vocab_end_index - rank * len(place)]
             assert (place == 1).all(), name
@@ -78,7 +80,7 @@ def test_the_workers_blocks_are_the_whole_model(model: Model, tp: int) -> None:
 def test_many_versions_leave_no_trace(
     directory: Path, tmp_path: Path, whole: bool, way: str, dtype: torch.dtype, tp: int
 ) -> None:
-    """Adapters of all layers and adapters of some layers, in turn."""
+    """The versions are, in turn, two adapters of all layers and an adapter of some layers."""
     model = Model(directory, dtype)
     adapters = [model.adapter(tmp_path, seed, lora) for seed, lora in enumerate((LORA, SOME, LORA))]
     sources = [
@@ -183,7 +185,7 @@ def test_a_model_that_is_not_the_files_is_refused(
 
 
 def test_the_proof_compares_bytes(dense: Model, tmp_path: Path) -> None:
-    """0.0 equals -0.0."""
+    """A comparison of numbers would pass here: 0.0 equals -0.0."""
     norm = dense.tensors["model.norm.weight"].index_fill(0, torch.tensor(0), 0)
     changed = dense.tensors | {"model.norm.weight": norm}
     save_file(changed, tmp_path / "model.safetensors")
@@ -270,7 +272,8 @@ def test_versions_that_were_not_in_use_last_are_forgotten(dense: Model, tmp_path
 
 @pytest.fixture
 def breakable(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers of the merges or exchanges that fail, counted from now."""
+    """The list of the merges or exchanges that fail, by number. The count begins at 1 with the
+    first merge or exchange after a test has added a number."""
     fail, merge, exchange, count = list[int](), model_weights.merge, LandingWeights._exchange, 0
 
     def fails() -> bool:
@@ -291,7 +294,7 @@ def breakable(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(model_weights, "merge", merge_or_fail)
     monkeypatch.setattr(LandingWeights, "_exchange", exchange_or_fail)
-    monkeypatch.setattr(extension, "_tend", lambda *_: {"a": 5})  # it needs the real vLLM
+    monkeypatch.setattr(extension, "_tend", lambda *_: {"a": 5})  # `_tend` needs the real vLLM.
     return fail
 
 
@@ -344,7 +347,8 @@ def test_an_order_that_comes_too_late_is_not_carried_out(dense: Model, tmp_path:
 def test_an_order_that_reaches_a_sleeping_vllm_is_not_carried_out(
     dense: Model, tmp_path: Path
 ) -> None:
-    """The process that ordered the swap has died, and the weights are not in memory."""
+    """The weights of a sleeping vLLM are not in memory. An order can reach it if the process that
+    gave the order has died."""
     workers = Workers(dense)
     core = Core(workers)
     workers.stage(adapter := dense.adapter(tmp_path, 1))
@@ -354,7 +358,7 @@ def test_an_order_that_reaches_a_sleeping_vllm_is_not_carried_out(
 
 
 class Served(Workers):
-    """Workers that serve an adapter, and the result of the publisher's check."""
+    """Workers that serve an adapter. `wrong` is the result of the publisher's check of them."""
 
     def __init__(self, model: Model, adapter: Path, tp: int, scale: float = 2.5) -> None:
         super().__init__(model, tp)
@@ -367,7 +371,8 @@ class Served(Workers):
         change: Callable[[list[Any]], object] = lambda _: None,
         **of: int,
     ) -> str:
-        """`of`: the row to compare, for some tensors."""
+        """The problem that the publisher's check finds, empty if it finds none. `of` names for some
+        tensors the row to compare; the check chooses the other tensors' rows at random."""
         check = SpotCheck(str(self.model.directory), str(self.model.dtype).removeprefix("torch."))
         expected = check.adapter_rows(adapter or self.adapter, LORA)
         expected.rows |= of
@@ -421,7 +426,7 @@ def test_the_spot_check_finds_swapped_modules(model: Model, tmp_path: Path) -> N
 
 
 def test_the_spot_check_refuses_what_is_no_adapter_of_the_run(model: Model, tmp_path: Path) -> None:
-    """An exception of another type would end the publisher at every try."""
+    """An exception of another type than CheckpointDamaged would end the publisher at every try."""
     check = SpotCheck(str(model.directory), "float32")
     adapter = model.adapter(tmp_path, 1)
     whole = (adapter / WEIGHTS_FILE).read_bytes()
@@ -459,7 +464,7 @@ def test_the_spot_check_finds_a_missing_part(model: Model, tmp_path: Path) -> No
         return [i for i, part in enumerate(found) if part["name"] == name]
 
     assert f"of {name}" in served.wrong(change=lambda found: found.pop(at(found)[1]))
-    # Both workers claim the left half.
+    # Both workers answer with the left half of the row.
     assert f"of {name}" in served.wrong(
         change=lambda found: found.__setitem__(at(found)[1], found[at(found)[0]])
     )
@@ -469,7 +474,8 @@ def test_the_spot_check_finds_a_missing_part(model: Model, tmp_path: Path) -> No
 
 
 def test_a_copy_in_host_memory_is_one_block_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's allocator would round the pinned memory of each tensor up to a power of two."""
+    """torch's allocator would round up the pinned memory of each single tensor to a power of
+    two."""
     sizes: list[int] = []
 
     def pinned(size: int) -> torch.Tensor:

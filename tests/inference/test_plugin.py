@@ -1,5 +1,6 @@
-"""The plugin: vLLM's engine processes end with the server that started them; on the CPU, adapters
-change only their own tokens; FlashInfer is used only where it can compile its kernels."""
+"""Tandem's plugin of vLLM. vLLM's engine processes end with the server that started them. On the
+CPU, an adapter changes only the tokens of its own requests. vLLM uses FlashInfer only where
+FlashInfer can compile its kernels."""
 
 import gc
 import os
@@ -20,7 +21,8 @@ from tandem.system import processes
 from tandem.vllm_client.names import MERGED_VARIABLE
 from waiting import until
 
-# A server that starts its engine as vLLM does on CUDA: a spawned child that calls the plugin.
+# A server that starts its engine as vLLM does on CUDA: the engine is a spawned child that calls the
+# plugin.
 SERVER = """
 import multiprocessing, sys, time, types
 from tandem.inference.server.plugin import register
@@ -73,7 +75,8 @@ def test_the_engine_dies_with_its_server(tmp_path) -> None:
 
 
 def test_the_api_server_collects_garbage_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's engine collects garbage as often as Python does by default."""
+    """The plugin lowers the frequency of garbage collections in the API server only. vLLM's engine
+    keeps Python's default frequency."""
     monkeypatch.setattr(patches, "bound_http_requests", lambda: None)
     monkeypatch.setattr(plugin, "_fork_the_engine_on_the_cpu", lambda: None)
     before, found = gc.get_threshold(), []
@@ -104,9 +107,10 @@ def test_adapters_on_the_cpu_change_their_own_tokens_only(monkeypatch: pytest.Mo
 
     for module in (lora_ops, punica_cpu):
         for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
-            monkeypatch.setattr(module, name, getattr(lora_ops, name))  # puts it back at the end
+            # At the end of the test pytest restores this function.
+            monkeypatch.setattr(module, name, getattr(lora_ops, name))
     patches.multiply_adapters_on_the_cpu()
-    adapters, base = [7, 9], 0  # in slots 0 and 1
+    adapters, base = [7, 9], 0  # Adapter 7 is in slot 0, adapter 9 in slot 1.
     a, b, x = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 8, 4), torch.randn(6, 8)
     for prefill in (True, False):
         wrapper = punica_cpu.PunicaWrapperCPU(16, 16, "cpu")
@@ -123,8 +127,8 @@ def test_adapters_on_the_cpu_change_their_own_tokens_only(monkeypatch: pytest.Mo
 
 
 def test_adapters_on_the_cpu_give_what_vllm_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cases: several slices, one adapter or two, and an output with more or less padding than the
-    weights."""
+    """The tokens use one adapter or three. The output is wider than the weights, and the weights
+    fill a slice of it, or the output is narrower than the weights."""
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
@@ -134,7 +138,7 @@ def test_adapters_on_the_cpu_give_what_vllm_gives(monkeypatch: pytest.MonkeyPatc
         for name in names:
             monkeypatch.setattr(module, name, theirs[name])
     patches.multiply_adapters_on_the_cpu()
-    for name in names:  # vLLM passes some of them by name
+    for name in names:  # vLLM passes some arguments by name.
         assert [*signature(getattr(punica_cpu, name)).parameters] == [
             *signature(theirs[name]).parameters
         ]
@@ -179,8 +183,8 @@ def test_an_adapter_that_no_worker_can_load_shifts_no_answers() -> None:
 def test_flashinfer_is_hidden_where_it_can_not_compile(
     cuda: bool, compiles: bool, hidden: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM 0.32 asks `has_flashinfer` for most kernels, but imports FlashInfer for all-reduce and
-    attention anyway."""
+    """vLLM 0.32 asks `has_flashinfer` before it uses most of FlashInfer's kernels. For all-reduce
+    and attention it imports FlashInfer without asking."""
     platform = SimpleNamespace(is_cuda=lambda: cuda)
     monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
     monkeypatch.setitem(

@@ -1,5 +1,5 @@
-"""The steps that the publisher loads, refuses, keeps and unloads. A kill at any point does no
-harm."""
+"""The steps that the publisher loads into vLLM, refuses, keeps there and unloads. A kill of the
+publisher at any point does no harm."""
 
 import os
 import shutil
@@ -52,7 +52,8 @@ def test_each_step_is_served_and_its_job_gets_one_event(
     sha256 = stage.spool.checkpoints.manifest("run", 1).files["adapter_model.safetensors"].sha256
     assert (record.model, record.checkpoint, record.tokens_checked) == ("run@1", sha256, 7 + 19)
     assert stage.listed() == ["run@0", "run@1"]
-    stage.publisher().once()  # a second publisher loads nothing, but verifies the step itself
+    # A second publisher loads nothing, but verifies the step that vLLM already has.
+    stage.publisher().once()
     assert stage.vllm.loads() == []
     (_, event) = stage.spool.events.read("job-1")
     assert (event.type, event.data["step"], event.data["model"]) == ("served", 1, "run@1")
@@ -68,7 +69,7 @@ def no_adapter(directory: Path) -> None:
 def then(
     change: Callable[[Path], object], file: str = "adapter_model.safetensors"
 ) -> Callable[[Stage], object]:
-    """A good step whose file is changed."""
+    """A function that commits a good step 2 and then changes the file `file` of its checkpoint."""
 
     def commit_and_change(stage: Stage) -> None:
         stage.step(0.5)
@@ -81,7 +82,8 @@ def then(
     ("wrong", "word"),
     [
         (lambda stage: stage.step(0.5, weights=0.9), "differ from the trainer's"),
-        # The weights are the previous step's, whose log-probs are within the tolerance.
+        # The checkpoint has the weights of the step before it. The log-probs of both steps differ
+        # by less than the tolerance.
         (
             lambda stage: stage.step(0.305, weights=0.3),
             "nearer to those of the checkpoint before it",
@@ -142,7 +144,7 @@ def test_a_wrong_checkpoint_is_refused_once_and_the_older_step_stays(
 
 
 def test_a_first_step_that_is_refused_is_told_though_nothing_is_served(stage: Stage) -> None:
-    """Clients that wait for this step would wait for ever."""
+    """Without a record of the refusal, clients that wait for the first step would wait for ever."""
     publisher = stage.publisher()
     good = stage.weights(0).read_bytes()
     stage.weights(0).write_bytes(good[:-1])
@@ -158,7 +160,8 @@ def test_a_first_step_that_is_refused_is_told_though_nothing_is_served(stage: St
 
 
 def test_a_record_names_the_manifest_that_is_on_the_volume(stage: Stage) -> None:
-    """The controller identifies the checkpoint by this record, without opening the manifest."""
+    """The record has the manifest's inode and time of change, so the controller identifies the
+    served checkpoint without opening the manifest."""
     publisher = stage.publisher()
     stage.step(0.3)
     publisher.once()
@@ -167,7 +170,7 @@ def test_a_record_names_the_manifest_that_is_on_the_volume(stage: Stage) -> None
         status = manifest.stat()
         assert stage.record().manifest == (status.st_ino, status.st_mtime_ns)
         manifest.with_suffix(".new").write_bytes(manifest.read_bytes())
-        manifest.with_suffix(".new").replace(manifest)  # as after a restore
+        manifest.with_suffix(".new").replace(manifest)  # A restore gives the file a new inode too.
         assert stage.spool.checkpoints.has("run", stage.record())
         publisher.once()
 
@@ -195,7 +198,7 @@ def test_an_adapter_whose_file_appears_late_is_not_refused_but_tried_again(
     stage.step(0.5)
     whole = stage.weights(3).read_bytes()
     stage.weights(3).unlink()
-    monkeypatch.setattr(checkpoint_loader, "VISIBLE_SECONDS", 0.0)  # they have passed
+    monkeypatch.setattr(checkpoint_loader, "VISIBLE_SECONDS", 0.0)  # The 60 s have passed.
     publisher.once()
     assert stage.served() == (2, 3)
     stage.weights(3).write_bytes(whole)
@@ -226,7 +229,7 @@ def test_an_older_step_is_loaded_while_somebody_asks_for_it(
     publisher.once()
     assert stage.listed() == ["run@3"]
     stage.spool.served.want("run", 1)
-    stage.spool.served.want("run", 9)  # there is none
+    stage.spool.served.want("run", 9)  # The run has no step 9.
     for _ in range(2):
         publisher.once()
         assert stage.listed() == ["run@1", "run@3"]
@@ -281,7 +284,8 @@ def test_a_checkpoint_that_vllm_answers_with_500_is_tried_again_later(
 def test_an_adapter_that_a_worker_does_not_hold_is_refused_after_one_load(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM answers 500, as after a passing fault."""
+    """vLLM answers such a load with status 500. Passing faults have this status too, and after a
+    passing fault the publisher tries the load again."""
     publisher = stage.publisher()
     publisher.once()
     stage.step(0.3)
@@ -334,7 +338,7 @@ def test_a_restarted_vllm_gets_all_checkpoints_again_and_no_record_names_one_bef
                 records.extend([stage.spool.served.get("run"), stage.spool.served.get("zero")])
             super().load_lora(name, path)
 
-    # vLLM restarts between two polls of a publisher, or together with the publisher.
+    # vLLM restarts between two polls of the same publisher, or together with the publisher.
     for second in (publisher, stage.publisher()):
         stage.vllm.adapters.clear()
         second._transport._client = Client(stage.settings())
@@ -342,7 +346,7 @@ def test_a_restarted_vllm_gets_all_checkpoints_again_and_no_record_names_one_bef
         assert records == [None, None]
         records.clear()
         assert stage.served() == (1, None)
-    # The next vLLM serves the step wrongly.
+    # The next vLLM loads the step but computes without its weights.
     stage.vllm.adapters.clear()
     stage.vllm.ignores_weights = True
     publisher.once()
@@ -367,8 +371,8 @@ def test_after_a_rollback_the_name_serves_the_new_checkpoint(stage: Stage) -> No
     publisher.once()
     assert (stage.listed(), stage.served()) == (["run@0"], (0, None))
     stage.step(-0.4)
-    # A publisher that was away between the rollback and the new step: vLLM still lists the old
-    # checkpoint.
+    # The next publisher did not run between the rollback and the new step, so vLLM still lists the
+    # old checkpoint under the new step's name.
     stage.vllm.adapters["run@1"] = ("/copies/run@1-of-before", 0.3)
     stage.publisher().once()
     assert stage.vllm.adapters["run@1"][1] == pytest.approx(-0.4)
@@ -405,12 +409,12 @@ def test_a_restarted_vllm_gets_the_last_good_step_however_many_behind_it_are_ref
 def test_the_prefix_cache_is_reset_where_it_could_hold_the_old_adapter(
     stage: Stage, version: str, resets: int, lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`lost`: vLLM loads the old adapter, but the answer gets lost."""
+    """`lost`: vLLM loads the old adapter, but vLLM's answer to the load gets lost."""
     stage.vllm.stop()
     stage.vllm.version = version
     publisher = stage.publisher()
     assert not publisher.once()
-    # The publisher has seen the start, so it knows that nothing was loaded before.
+    # The publisher has seen vLLM's start, so it knows that vLLM has loaded no adapter before.
     stage.vllm.start()
     stage.step(0.3)
     if lost:
@@ -435,7 +439,7 @@ def test_the_prefix_cache_is_reset_where_it_could_hold_the_old_adapter(
 
 def test_old_steps_stay_in_use_and_for_the_grace_unless_there_are_too_many(stage: Stage) -> None:
     for number in range(5):
-        # No client uses these steps, and they displace no other step.
+        # No client uses the steps of these runs, and they displace no steps of the run `run`.
         make_run(stage.spool, f"idle-{number}", stage.model)
     for step in range(1, 7):
         stage.step(step / 10)
@@ -447,7 +451,8 @@ def test_old_steps_stay_in_use_and_for_the_grace_unless_there_are_too_many(stage
         ]
 
     assert steps() == [1, 2, 3, 4, 5, 6]
-    stage.publisher(keep_served=1, grace=60.0, max_loras=1).once()  # at most four old steps
+    # The publisher keeps at most 4 * `max_loras` old steps.
+    stage.publisher(keep_served=1, grace=60.0, max_loras=1).once()
     assert steps() == [2, 3, 4, 5, 6]
     publisher = stage.publisher(keep_served=2)
     stage.vllm.in_use = {"run@2"}
@@ -466,7 +471,8 @@ def test_the_run_that_was_used_last_is_served_first(stage: Stage) -> None:
     publisher = stage.publisher()
     publisher.once()
     stage.vllm.used = {"sampled@0": time.time() + 60}
-    # the publisher notices it, and a third publisher reads it in the record
+    # A second publisher sees the use and writes its time into the record. A third publisher reads
+    # the time there.
     stage.publisher().once()
     stage.vllm.stop()
     stage.vllm.used.clear()
@@ -514,7 +520,7 @@ def test_an_adapter_that_vllm_refuses_to_unload_is_not_taken_for_unloaded(stage:
     stage.vllm.statuses["/v1/unload_lora_adapter"] = [400]
     with pytest.raises(InferenceRefused, match="not now"):
         stage.client.unload_lora("run@0")
-    for _ in range(2):  # the second time vLLM answers 404
+    for _ in range(2):  # vLLM answers the second unload with 404.
         stage.client.unload_lora("run@0")
     assert stage.listed() == []
 
@@ -522,7 +528,7 @@ def test_an_adapter_that_vllm_refuses_to_unload_is_not_taken_for_unloaded(stage:
 def test_adapters_of_others_are_left_alone_and_a_broken_run_stops_no_other(stage: Stage) -> None:
     for name in ("somebody-elses", "of-another-spool@3", "run@latest"):
         stage.vllm.adapters[name] = ("/somewhere", 0.0)
-    stage.vllm.adapters["run@9"] = ("/somewhere", 0.0)  # a discarded step of this run
+    stage.vllm.adapters["run@9"] = ("/somewhere", 0.0)  # A discarded step of the run `run`.
     make_run(stage.spool, "another", stage.model)
     shutil.rmtree(stage.spool.checkpoints.path("another", 0))
     (stage.spool.paths.runs / "empty").mkdir()
@@ -563,7 +569,8 @@ def test_a_copy_that_was_damaged_under_this_publisher_is_made_again(
 
 
 def test_the_files_of_listed_copies_look_used(stage: Stage, tmp_path: Path) -> None:
-    """systemd-tmpfiles removes old files one by one."""
+    """The publisher renews the times of each file of a copy: systemd-tmpfiles removes old files one
+    by one."""
     publisher = stage.publisher()
     publisher.once()
     [copy] = tmp_path.rglob("run@0-*")
@@ -580,11 +587,11 @@ def test_copies_of_unloaded_adapters_are_removed_when_no_request_is_left(
 ) -> None:
     publisher = stage.publisher(keep_served=1)
     stage.step(0.3)
-    publisher.once()  # loads only step 1
+    publisher.once()  # The publisher loads only step 1.
     stage.vllm.in_use = {"run@1"}
     stage.step(0.4)
-    # The volume contains neither step any more. vLLM drops step 1 at once, although a request with
-    # it runs.
+    # After the rollback the volume contains neither step. The publisher unloads step 1 at once,
+    # although a request runs with it.
     stage.rollback(0)
 
     def copies() -> list[str]:
@@ -715,12 +722,13 @@ def raise_timeout(_: httpx.Request) -> httpx.Response:
 
 
 class Killed(BaseException):
-    """A BaseException, so that no handler catches it: after kill -9 no handler runs either."""
+    """Stands for kill -9. After kill -9 no handler of exceptions runs, so this is a BaseException,
+    which no handler catches."""
 
 
 class DyingClient(VllmClient):
-    """Dies at one call: before the server gets the call (`calls_left` is even), or after it, so
-    that the answer is lost."""
+    """A client that dies at one call. If `calls_left` is even, it dies before the server gets the
+    call. If `calls_left` is odd, it dies after the call, and the answer is lost."""
 
     calls_left = 0
 

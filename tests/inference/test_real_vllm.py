@@ -1,7 +1,8 @@
-"""The real vLLM on the CPU, with a mixture of experts: the guard, the client, retention, and that
-it serves the right weights.
+"""The real vLLM on the CPU serves a mixture of experts. The tests check the guard, the client, the
+retention of steps, and the served weights.
 
-All tests share one server and name their runs apart. Dense models are served in tests/stack.
+All tests share one server, so each test gives its runs names of its own. Tests in tests/stack serve
+dense models.
 """
 
 import itertools
@@ -78,7 +79,7 @@ def identity(vllm: VllmServer, tmp_path: Path) -> Path:
 def test_the_guard_closes_every_route_of_the_app(vllm: VllmServer) -> None:
     routes = re.findall(r"Route: (\S+), Methods: (.+)", vllm.log.read_text())
     paths = {re.sub(r"\{[^}]*\}", "x", path) for path, _ in routes}
-    # This line fails if vLLM prints its routes in another form.
+    # The comparison with these routes fails if vLLM prints its routes in another form.
     known = [
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
@@ -106,7 +107,7 @@ def test_the_guard_closes_every_route_of_the_app(vllm: VllmServer) -> None:
             )
             for spelling in (path, *around):
                 for method in ("GET", "POST", "DELETE", "OPTIONS"):
-                    # httpx would normalise a path in a string.
+                    # httpx would normalise the path of a URL that is a string.
                     url = httpx.URL(vllm.url).copy_with(raw_path=spelling.encode())
                     assert http.request(method, url, headers=API).status_code == 401, (
                         method,
@@ -118,7 +119,8 @@ def test_the_guard_closes_every_route_of_the_app(vllm: VllmServer) -> None:
             )
         for path in ("/health", "/version", "/metrics"):
             assert http.get(path).status_code == 200, path
-        # vLLM checks the API key on /v1, the guard on the two routes that vLLM leaves open.
+        # vLLM checks the API key on routes below /v1. The guard checks the API key on the two
+        # routes that vLLM leaves open.
         assert http.get("/v1/models").status_code == 401
         assert http.get("/v1/models", headers=API).status_code == 200
         body = {"model": "base", "prompt": "yes"}
@@ -128,7 +130,7 @@ def test_the_guard_closes_every_route_of_the_app(vllm: VllmServer) -> None:
 
 @pytest.mark.parametrize("piece", [b"X-A: b\r\n" * 2**13, b"a" * 2**16])
 def test_headers_that_never_end_take_no_memory(vllm: VllmServer, piece: bytes) -> None:
-    """this request needs no key, because the server parses headers before the guard runs."""
+    """Such a request needs no key, because the server parses headers before the guard runs."""
     server, sent = psutil.Process(vllm.pid), 0
     before = server.memory_info().rss
     address = urlsplit(vllm.url)
@@ -152,7 +154,8 @@ def test_a_half_sent_request_is_closed(vllm: VllmServer) -> None:
 
 def test_what_the_processes_of_vllm_show(vllm: VllmServer) -> None:
     """No command line and no log contains a secret. The engine is forked from the server, but does
-    not listen on the server's port: clients would hang on a port that outlives the server."""
+    not listen on the server's port. If the engine outlived the server and listened there, clients
+    would hang on this port."""
     port, server = int(vllm.url.rpartition(":")[2]), psutil.Process(vllm.pid)
     children = server.children(recursive=True)
     assert children
@@ -268,7 +271,8 @@ def test_prompt_logprobs_are_right_while_others_sample(
     assert distance(alone["base"], alone[adapters[0]]) > 0.5
     for model in models:
         with stream(vllm, adapters[-1]) as answer:
-            lines = answer.iter_lines()  # without a reference the request would end
+            # The variable keeps the iterator alive. Without it the request would end.
+            lines = answer.iter_lines()
             next(lines)
             assert distance(client.prompt_logprobs(model, SEQUENCES[1]), alone[model]) < 1e-4
             assert client.adapters_in_use() == {adapters[-1]}, "the requests did not share a batch"
@@ -279,8 +283,8 @@ def test_prompt_logprobs_are_right_while_others_sample(
 def test_requests_to_a_sleeping_vllm_wait_and_end_as_without_the_sleep(
     vllm: VllmServer, client: VllmClient, identity: Path
 ) -> None:
-    """On the CPU a sleep frees no memory, but the engine stops, drops its cache and continues as on
-    a GPU."""
+    """On the CPU a sleep frees no memory. The engine stops, drops its cache and continues as it
+    does on a GPU."""
     name = f"{next(names)}@1"
     client.load_lora(name, str(identity))
 
@@ -323,8 +327,8 @@ def test_requests_to_a_sleeping_vllm_wait_and_end_as_without_the_sleep(
 
 
 class Trainer:
-    """The trainer's side: a spool, adapters, their log-probs on fixed sequences, and a publisher to
-    vLLM."""
+    """The trainer's side: a spool, adapters, the adapters' log-probs on fixed sequences, and a
+    publisher that loads the adapters into vLLM."""
 
     def __init__(self, vllm: VllmServer, directory: Path) -> None:
         self.model, self.directory = vllm.model, directory
@@ -357,9 +361,9 @@ class Trainer:
     def check_cached_prefix(
         self, vllm: VllmServer, model: str, adapter: Path, lora: LoraShape = ATTENTION
     ) -> None:
-        """Sampled tokens have this adapter's log-probs, also where the prefix cache has the
-        prompt."""
-        # Longer than a block of the prefix cache, which has 128 tokens on the CPU.
+        """A token that `model` samples has the log-prob of `adapter`. The second of two requests
+        finds the prompt in the prefix cache."""
+        # The prompt is longer than a block of the prefix cache. A block has 128 tokens on the CPU.
         prompt = SEQUENCES[0][:140]
         body = {
             "model": model,
@@ -428,8 +432,8 @@ def test_adapters_on_attention_are_served_and_those_on_experts_are_refused(
 def test_a_small_step_is_told_apart_from_the_step_before(
     trainer: Trainer, client: VllmClient
 ) -> None:
-    """The change is so small that it is within the tolerance and moves no token to other
-    experts."""
+    """The two steps' weights differ so little that the log-probs differ by less than the tolerance
+    and no token moves to other experts."""
     run = make_run(trainer.spool, next(names), trainer.model, ATTENTION).name
     right, small = trainer.adapter(1), trainer.adapter(1, 1.0001)
     commit(trainer.spool, run, right, trainer.probe(right))

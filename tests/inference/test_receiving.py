@@ -1,5 +1,5 @@
-"""Whole weights from the trainer's ranks to vLLM's workers, over Gloo: the tensors that arrive, and
-the outcome when a process dies or hangs."""
+"""The trainer's ranks send whole weights to vLLM's workers over Gloo. The tests check the tensors
+that arrive, and the outcome when a process dies or hangs."""
 
 import os
 import signal
@@ -23,9 +23,10 @@ from tandem.spool.schema import LORA_TARGETS, ONLY, Replica, VllmPlace
 from tandem.system.network import network_name
 
 BOUND = 40.0
-"""Seconds in which whoever waits notices that nobody sends any more."""
+"""Seconds within which a process that waits for buffers notices that no process sends any more."""
 BUFFER_BYTES = 5000
-"""Tensors are cut, and there are more buffers than are on their way at once."""
+"""Buffers of this size are smaller than some tensors, so a tensor is cut. A transfer needs more
+buffers than may be under way at the same time."""
 CASES = [("qwen3", 1, 1), ("qwen3", 2, 1), ("qwen2", 2, 1), ("qwen3_moe", 1, 1), ("qwen2", 1, 2)]
 
 
@@ -33,8 +34,8 @@ CASES = [("qwen3", 1, 1), ("qwen3", 2, 1), ("qwen2", 2, 1), ("qwen3_moe", 1, 1),
 def senders(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Senders]:
-    """Trainers of one rank, of two tensor-parallel ranks, and of two stages. Models with tied
-    embeddings and biases, and with experts."""
+    """A trainer of one rank, of two tensor-parallel ranks, or of two stages. Its model has tied
+    embeddings and biases, or experts."""
     family, tp, pp = request.param
     directory = tmp_path_factory.mktemp("senders")
     with start_ranks(directory, write_model(family, tmp_path_factory), tp, pp) as ranks:
@@ -53,7 +54,8 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def offered(senders: Senders, adapter: Path, server: str = ONLY) -> Source:
-    """Offer the adapter's weights. Returns the order that the server's workers get."""
+    """Lets the ranks offer the merged weights of the adapter. Returns the order that the workers of
+    `server` get."""
     job = senders.offer(adapter)
     [event] = [event for event in senders.spool.events.read(job) if event.type == "offered"]
     meeting = str(senders.spool.root / event.data["meeting"])
@@ -98,7 +100,7 @@ def failed(workers: Workers, version: Path) -> float:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory, dense: Model) -> Iterator[Senders]:
-    """Two ranks, which no test may kill."""
+    """Two ranks that all tests share. No test may kill them."""
     with start_ranks(tmp_path_factory.mktemp("ranks"), dense.directory) as senders:
         yield senders
 
@@ -109,7 +111,8 @@ def adapters(dense: Model, tmp_path: Path) -> list[Path]:
 
 
 def arriving(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], object]) -> None:
-    """Calls `action` when the buffer with this number arrives at a worker."""
+    """Calls `action` when a worker takes the buffer number `number`. The number counts the buffers
+    of all workers together."""
     arrived, count = landing._arrived, 0
 
     def arrive(*args: Any) -> Iterator[Any]:
@@ -128,7 +131,8 @@ def arriving(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], 
 def test_ranks_that_die_or_stop(
     dense: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, sig: signal.Signals
 ) -> None:
-    """The live weights do not change, and the new weights are merged from the adapter instead."""
+    """The live weights do not change. The workers then merge the new weights from the adapter
+    instead."""
     adapter = dense.adapter(tmp_path, 1)
     workers = Workers(dense, 2, whole=True)
     begin = [0.0]
@@ -156,7 +160,8 @@ def test_ranks_that_die_or_stop(
 def test_a_rank_that_stops_alone(
     ranks: Senders, dense: Model, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other rank and the workers notice the death, and the next publication succeeds."""
+    """One of two ranks gets SIGSTOP. The workers give up, and the ranks report an error. After
+    SIGCONT the next publication succeeds."""
     first, second = adapters
     workers = Workers(dense, whole=True)
     arriving(monkeypatch, 6, lambda: os.kill(ranks.ranks[1].pid, signal.SIGSTOP))
@@ -175,7 +180,8 @@ def test_a_rank_that_stops_alone(
 def test_a_worker_whose_connection_is_cut(
     ranks: Senders, dense: Model, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker gives up in the middle of a publication. The ranks notice, and the job goes on."""
+    """A worker gives up in the middle of a transfer. The ranks report an error, and the job goes
+    on."""
     workers = Workers(dense, 2, whole=True)
 
     def cut() -> None:
@@ -192,7 +198,8 @@ def test_a_worker_whose_connection_is_cut(
 
 
 def test_one_worker_does_not_get_all(ranks: Senders, dense: Model, adapters: list[Path]) -> None:
-    """The order to take the weights in another way comes while the other worker still waits."""
+    """One of two workers gets the order to take the weights from the ranks. While this worker waits
+    for the other one, both workers get the order to merge the adapter instead."""
     workers = Workers(dense, 2, whole=True)
     workers.weights[0].stage(str(adapters[0]), SCALE, offered(ranks, adapters[0]))
     workers.serve(adapters[0])
@@ -225,7 +232,8 @@ def test_ranks_with_another_layout_are_refused(
 def test_another_version_takes_the_landing_place(
     ranks: Senders, dense: Model, adapters: list[Path]
 ) -> None:
-    """While a worker waits for ranks that never send, vLLM is told to serve other weights."""
+    """While the workers wait for ranks that do not send yet, vLLM gets the order to serve other
+    weights."""
     first, second = adapters
     workers = Workers(dense, 2, whole=True)
     workers.order(first, offered(ranks, first))
@@ -262,7 +270,8 @@ def servers(ranks: Senders) -> Iterator[None]:
 def test_two_servers_get_the_weights_at_once(
     ranks: Senders, dense: Model, adapters: list[Path]
 ) -> None:
-    """In one group, whatever their tensor parallelism; a server that isn't ready is not awaited."""
+    """The ranks send to both servers in one group, although the servers have different tensor
+    parallelism. The ranks do not wait for the third server, which isn't ready."""
     both = [Workers(dense, 2, whole=True), Workers(dense, 1, whole=True)]
     for adapter in adapters:
         source = offered(ranks, adapter, "0")
@@ -280,10 +289,12 @@ def test_two_servers_get_the_weights_at_once(
 def test_ranks_go_on_without_a_server_that_does_not_come(
     ranks: Senders, dense: Model, adapters: list[Path]
 ) -> None:
-    """A server that comes after the list is fixed is told at once to take another way."""
+    """The ranks fix the list of servers after a time. A server that comes later learns at once that
+    it must take the weights in another way."""
     there, late = Workers(dense, whole=True), Workers(dense, 2, whole=True)
     source = offered(ranks, adapters[0], "0")
-    late.weights[0].stage(str(adapters[0]), SCALE, {**source, "server": "1"})  # its other one waits
+    # Only one of the late server's two workers comes in time.
+    late.weights[0].stage(str(adapters[0]), SCALE, {**source, "server": "1"})
     ranks.send()
     begin = time.monotonic()
     assert there.serve(adapters[0], source) == "nccl"
@@ -301,14 +312,14 @@ def test_ranks_go_on_without_a_server_that_does_not_come(
 def test_a_server_that_is_cut_off_in_mid_transfer_stops_nobody_for_long(
     ranks: Senders, dense: Model, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ranks' job goes on, and both servers take the weights another way."""
+    """The ranks' job goes on, and both servers take the weights in another way."""
     both = [Workers(dense, whole=True), Workers(dense, whole=True)]
     source = offered(ranks, adapters[0], "0")
 
     def cut() -> None:
         raise ConnectionError("cut")
 
-    arriving(monkeypatch, 9, cut)  # of one of the two
+    arriving(monkeypatch, 9, cut)  # This cuts off one of the two servers.
     both[1].order(adapters[0], {**source, "server": "1"})
     both[0].order(adapters[0], source)
     ranks.send()
@@ -337,7 +348,7 @@ def test_a_server_that_starts_again_does_not_come_twice(
     for workers in both:
         workers.order(adapters[0], source)
     ranks.send()
-    # Each server joins in a thread of its own, so either may be the first.
+    # Each of the two joins in a thread of its own, so either may be the first.
     with pytest.raises(RuntimeError, match="an earlier vLLM of this server has come"):
         until_failed(both, adapters[0])
     assert ranks.sent()["servers"] == ["0"]

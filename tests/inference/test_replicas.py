@@ -1,4 +1,4 @@
-"""Several vLLM servers on one spool: a step is announced when every ready server serves it. A slow,
+"""Several vLLM servers on one spool. A step is announced when every ready server serves it. A slow,
 dead or new server never gets a request for a step that it doesn't have."""
 
 import asyncio
@@ -33,7 +33,8 @@ from waiting import until
 
 
 class Several:
-    """A stage with several fake vLLMs, each with a publisher that moves only when it is told to."""
+    """A stage with several fake vLLMs. Each fake vLLM has a publisher, which does something only
+    when the test calls it."""
 
     def __init__(self, stage: Stage, names: str, **settings: object) -> None:
         self.stage = stage
@@ -46,7 +47,7 @@ class Several:
             self.publish(name)
 
     def publish(self, name: str) -> None:
-        """A new publisher process of this replica."""
+        """Replaces the publisher of the replica `name` by a new one, as a restart does."""
         if name in self.publishers:
             self.member(name).stop()
         values = {"inference_url": self.vllms[name].url, "replica": name, **self.settings}
@@ -63,8 +64,8 @@ class Several:
             self.publishers[name].once()
 
     def ready(self) -> str:
-        """The replicas that are ready according to their records. Only their vLLMs answer
-        requests."""
+        """The names of the replicas whose vLLMs answer requests. Each of these replicas is ready
+        according to its record."""
         ready = {name for name, r in self.stage.spool.replicas.living().items() if r.ready}
         answering = {name for name, vllm in self.vllms.items() if vllm.ready}
         assert answering <= ready, "a vLLM answers that others don't wait for"
@@ -94,7 +95,8 @@ def several(
     tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Several]]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(replica_module, "BEAT_SECONDS", 3600.0)  # the tests beat
+    # A replica's thread calls `beat` only every hour, so it does not disturb the tests' own calls.
+    monkeypatch.setattr(replica_module, "BEAT_SECONDS", 3600.0)
     monkeypatch.setattr(replica_module, "DRAIN_SECONDS", 0.0)
     made: list[Several] = []
 
@@ -108,14 +110,14 @@ def several(
 
 
 def die(several: Several, name: str, seconds: float = replicas_module.DEAD_SECONDS + 1) -> None:
-    """A replica whose record has not been renewed for a long time."""
+    """Makes the replica `name` one whose record has not been renewed for `seconds`."""
     several.member(name).stop()
     replicas = several.stage.spool.replicas, *(several.member(n)._replicas for n in several.vllms)
     for each in replicas:
-        each.living()  # they have seen it once
+        each.living()  # Every publisher has seen the record at least once.
         beat, since = each._seen[name]
         each._seen[name] = beat, since - seconds
-    several.vllms[name].ready_until = 0.0  # by then
+    several.vllms[name].ready_until = 0.0  # By then vLLM's permission to answer has ended.
 
 
 def test_a_step_is_announced_when_every_ready_replica_has_verified_it(
@@ -168,8 +170,8 @@ def test_a_laggard_takes_itself_out_and_comes_back(
 def test_a_laggard_is_asked_nothing_before_the_others_go_on(
     several: Callable[..., Several], stage: Stage
 ) -> None:
-    """The replica's vLLM does not answer whether it has stopped, so the others wait until its
-    permission to answer ends."""
+    """The slow replica's vLLM does not confirm that it answers no requests any more. The other
+    replicas wait until this vLLM's permission to answer ends."""
     two = several(publish_seconds=0.01)
     two.once("a", "b", "a")
     stage.step(0.3)
@@ -198,7 +200,7 @@ def test_nobody_waits_for_a_dead_replica(
     three.member("a").beat()
     assert (three.announced(), three.served_events("job")) == (1, 1)
     three.check()
-    # The hanging replica continues, and does not answer before it has the announced step.
+    # Replica c, which hung, continues. It answers no request before it has the announced step.
     member = three.member("c")
     monkeypatch.setattr(member, "_beaten", time.monotonic() - replicas_module.DEAD_SECONDS)
     member.beat()
@@ -212,8 +214,8 @@ def test_nobody_waits_for_a_dead_replica(
 def test_a_publisher_that_is_killed_in_any_phase(
     several: Callable[..., Several], stage: Stage, tmp_path: Path, phase: str
 ) -> None:
-    """No server answers without the announced step. The other servers go on, and this server comes
-    back."""
+    """Publisher b dies in each phase of a publication. No server answers without the announced
+    step. Replica a goes on, and replica b comes back."""
     two = several()
     two.once("a", "b", "a")
     two.member("b").stop()
@@ -259,7 +261,8 @@ def test_a_publisher_that_is_killed_in_any_phase(
 def test_a_clock_that_is_wrong_kills_nobody(
     several: Callable[..., Several], stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hosts' clocks differ and may be set, so only an unchanged record means a dead replica."""
+    """Hosts' clocks differ and may be changed, so only a record that does not change means a dead
+    replica."""
     two = several()
     two.once("a", "b", "a")
     stage.step(0.3)
@@ -277,7 +280,8 @@ def test_a_clock_that_is_wrong_kills_nobody(
 def test_one_that_is_about_to_be_stopped_leaves(
     several: Callable[..., Several], stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The proxy has removed the replica, its requests end, and the others announce without it."""
+    """A replica that is about to be stopped is not ready: the proxy has removed it, its requests
+    end, and the other replicas announce steps without it."""
     two = several()
     two.once("a", "b", "a")
     leaving = stage.spool.root.parent / "leaving"
@@ -290,7 +294,8 @@ def test_one_that_is_about_to_be_stopped_leaves(
     assert two.member("b")._record.why == "it is about to be stopped"
     two.once("b")
     assert not two.vllms["b"].ready
-    leaving.write_text(str(time.time() - 1))  # of a container that has started again
+    # After a restart of the container, the file has a time that is over.
+    leaving.write_text(str(time.time() - 1))
     two.once("b", "a")
     assert two.ready() == "ab"
 
@@ -306,7 +311,7 @@ def test_who_joins_between_verification_and_announcement_has_the_announced_step(
     three = several("abc", keep_served=1)
     three.once("a", "b", "a")
     stage.step(0.3)
-    three.once("a")  # verified, and not announced: b lacks it
+    three.once("a")  # Replica a verifies step 1, but step 1 is not announced: b lacks it.
     three.once("c")
     assert three.ready() == "ab", "c has run@1 and not run@0, which clients are told to ask for"
     assert "does not serve run@0" in stage.spool.replicas.living()["c"].why
@@ -330,7 +335,7 @@ def test_an_announced_step_stays_loaded_while_a_replica_is_slow(
     two.once("a", "b", "a")
     for effect in (0.2, 0.3, 0.4):
         stage.step(effect)
-        two.once("a")  # idle adapters have no grace here
+        two.once("a")  # In these tests an idle adapter has no grace: it could be unloaded at once.
         assert two.announced() == 0
         two.check()
     two.once("b", "a")
@@ -381,7 +386,7 @@ def test_a_replica_whose_vllm_starts_again_loses_its_permission(
     assert (two.ready(), two.announced()) == ("a", 0), "it has no adapters yet"
     two.once("b")
     assert two.ready() == "ab"
-    # The restart is so fast that the publisher does not notice it.
+    # vLLM restarts so fast that the publisher never finds it away.
     two.vllms["b"].stop()
     two.vllms["b"].start()
     two.member("b").beat()
@@ -443,7 +448,7 @@ def test_retention_keeps_what_a_living_replica_serves(
     assert stage.spool.checkpoints.steps("run") == [0, 1, 4], "b serves 1"
     die(two, "b")
     two.member("a").beat()
-    two.once("a")  # unloads 1, which is announced no more
+    two.once("a")  # Publisher a unloads step 1, which is announced no more.
     removal.prune(stage.spool, settings)
     assert stage.spool.checkpoints.steps("run") == [0, 4]
 
@@ -482,7 +487,7 @@ def test_the_only_server_writes_no_records_of_replicas(stage: Stage) -> None:
 def asked(
     app: Any, path: str, method: str = "GET", admin: bool = False, body: object = None
 ) -> int:
-    """The status of the answer."""
+    """The status of the app's answer to a request."""
     from tandem.inference.server.guard import ADMIN
 
     sent: list[dict[str, Any]] = []
@@ -514,7 +519,7 @@ def test_vllm_answers_requests_while_it_has_permission() -> None:
     assert asked(app, chat) == 503
     assert asked(app, ready, "POST", True, soon) == 200
     assert [asked(app, path) for path in (chat, ready)] == [200, 200]
-    app.until -= 1  # as time goes on
+    app.until -= 1  # Stands for one second that passes.
     assert [asked(app, path) for path in (chat, ready)] == [200, 503], "the proxy knows it first"
     app.until -= READY_MARGIN_SECONDS
     assert [asked(app, path) for path in (chat, ready)] == [503, 503]

@@ -1,6 +1,6 @@
-"""A rolling upgrade of two inference servers behind the real HAProxy, as the chart does it: one
+"""A rolling upgrade of two inference servers behind the real HAProxy, in the chart's order: one
 server after the other runs `tandem.supervise.drain`, gets SIGTERM, starts again as the new version,
-and is ready."""
+and becomes ready."""
 
 import os
 import random
@@ -61,7 +61,8 @@ class Pod:
         self._programs: list[subprocess.Popen[bytes]] = []
 
     def start(self, version: str) -> None:
-        # A new pod has a new `/dev/shm`. Below /tmp, because a socket's path is short.
+        # A new pod has a new `/dev/shm`. The directory is below /tmp, because a socket's path must
+        # be short.
         self._runtime = Path(tempfile.mkdtemp(prefix="pod-", dir="/tmp"))
         self._environment["XDG_RUNTIME_DIR"] = str(self._runtime)
         for command in (
@@ -77,13 +78,13 @@ class Pod:
             )
 
     def ready(self) -> bool:
-        """The same request as the chart's readiness probe."""
+        """Whether the pod answers the request of the chart's readiness probe."""
         return answers(f"{self.url}{READY_ROUTE}")
 
     def stop(self, *, drained: bool) -> None:
-        if drained:  # the chart's preStop
+        if drained:  # The chart's preStop hook runs the same command.
             assert self._run(["-m", "tandem.supervise.drain", DRAIN_SECONDS]).wait(90) == 0
-        for program in reversed(self._programs):  # as supervisord: the publisher first
+        for program in reversed(self._programs):  # The publisher ends first, as in supervisord.
             program.terminate()
             program.wait(30)
         self._programs = []
@@ -94,7 +95,8 @@ class Pod:
 
 
 class Clients:
-    """Ask the proxy for the announced step without a break, and count the answers."""
+    """Threads that request the announced step from the proxy without a break, and count the
+    answers."""
 
     def __init__(self, stage: Stage, url: str) -> None:
         self._stage, self._url = stage, url
@@ -155,15 +157,16 @@ def pods(tmp_path: Path, stage: Stage) -> Iterator[tuple[list[Pod], str]]:
 def test_no_request_fails_in_a_rolling_upgrade(
     pods: tuple[list[Pod], str], stage: Stage, drained: bool
 ) -> None:
-    """`drained`: whether the server is drained first. Without a drain, running answers are cut off
-    and the clients see errors."""
+    """`drained`: whether each server is drained before it stops. Without a drain, a stop cuts
+    running answers off, and the clients see errors."""
     both, url = pods
     clients = Clients(stage, url)
     try:
-        for number, pod in enumerate(reversed(both), 1):  # as a StatefulSet does
+        # A StatefulSet too upgrades its pods from the last to the first.
+        for number, pod in enumerate(reversed(both), 1):
             time.sleep(3)
             pod.stop(drained=drained)
-            stage.step(0.1 * number)  # training goes on
+            stage.step(0.1 * number)  # Training goes on during the upgrade.
             pod.start("new")
             until("the new version is ready", pod.ready)
         time.sleep(3)

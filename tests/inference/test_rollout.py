@@ -204,7 +204,8 @@ def test_other_dialects_need_a_session(door: TestClient, seen: list[dict[str, An
 
 
 def test_calls_are_not_forced_into_a_schema(door: TestClient, seen: list[dict[str, Any]]) -> None:
-    """vLLM 0.32 would sample them by a grammar."""
+    """If a tool has `strict`, vLLM 0.32 samples the tool's calls by a grammar, so the door removes
+    `strict`."""
     tool = {"type": "function", "function": {"name": "f", "strict": True}}
     door.post(CHAT, json={"messages": [], "tools": [tool]})
     assert seen[-1]["tools"] == [{"type": "function", "function": {"name": "f"}}]

@@ -1,5 +1,6 @@
-"""Sessions of the rollout door in front of vLLM's own server. Each turn continues the
-sampled tokens, even if the template renders the client's copy of an answer differently."""
+"""Sessions of the rollout door in front of vLLM's own server. Each turn continues the sampled
+tokens of the turn before, even if the chat template renders the client's copy of an answer to other
+tokens."""
 
 import asyncio
 import itertools
@@ -65,8 +66,8 @@ def breaks(vllm: Scripted) -> dict[str, float]:
 
 
 def call(family: str, **arguments: Any) -> str:
-    """A call of the tool as a model of the family writes it, with the family's white space and
-    booleans."""
+    """The text of a call of the tool as a model of `family` writes it, with the white space and the
+    booleans of this family."""
     if family == "qwen3":
         body = json.dumps({"name": "look", "arguments": arguments}, separators=(",", ":"))
         return f"<tool_call>{body}</tool_call>"
@@ -82,8 +83,8 @@ def call(family: str, **arguments: Any) -> str:
 
 
 def dialogues(family: str) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
-    """The turns of twenty dialogues. Each turn has the text that the model writes and the request's
-    options."""
+    """Names and turns of twenty dialogues. Each turn is the text that the model writes and the
+    options of the request."""
     thought = {"qwen3": "<think>\nhm\n</think>\n\n", "qwen3_5_think": "hm\n</think>\n\n"}
     think = thought.get(family, "\n<think>hm</think>\n")
     to_tool, end = ("<|observation|>", "<|user|>") if family == "glm4moe" else ["<|im_end|>"] * 2
@@ -130,7 +131,7 @@ def ask(vllm: Scripted, session: str | None, **body: Any) -> httpx.Response:
 
 
 def streamed(response: httpx.Response) -> dict[str, Any]:
-    """The message of a stream, put together as clients do."""
+    """The message that a client puts together from a stream's events."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     for line in response.text.splitlines():
         if not line.startswith("data: {"):
@@ -207,7 +208,8 @@ def test_without_a_session_a_call_forks(vllm: Scripted, family: str) -> None:
 
 
 def begin(vllm: Scripted, session: str, text: str, **options: Any) -> list[dict[str, Any]]:
-    """A session of one turn; the messages of the next request."""
+    """Starts a session with one turn whose answer is `text`. Returns the messages of the next
+    request."""
     messages = [{"role": "user", "content": "look!"}]
     vllm.engine.texts = [text]
     [choice] = ask(vllm, session, messages=messages, **options).json()["choices"]
@@ -220,7 +222,7 @@ def edited(messages: list[dict[str, Any]], **changes: Any) -> list[dict[str, Any
 
 
 def goes_on(vllm: Scripted, session: str, messages: list[dict[str, Any]], **options: Any) -> bool:
-    """Whether the next turn begins with the tokens of the one before."""
+    """Whether the prompt of the next turn begins with all tokens of the turn before it."""
     known = vllm.engine.prompts[-1] + vllm.engine.sampled[-1]
     vllm.engine.texts = ["ok"]
     response = ask(vllm, session, messages=messages, **options)
@@ -252,7 +254,7 @@ def test_an_edited_history_is_rendered_in_full_and_counted_by_its_reason(vllm: S
         after = breaks(vllm)
         assert {name for name in after if after[name] != before[name]} == {reason}, changes
         assert after[reason] == before[reason] + 1
-    # With other tools the prompt is another prompt.
+    # A request with other tools has another prompt.
     other = {"type": "function", "function": {"name": "other"}}
     session, before = next(names), breaks(vllm)
     assert not goes_on(vllm, session, begin(vllm, session, f"yes{end}"), tools=[other])
@@ -352,7 +354,8 @@ def test_a_sessions_answers_have_the_tokens_that_vllm_writes_without_one(vllm: S
         turn_from_openai({"choices": [ours]})
     vllm.engine.texts = ["yes<|im_end|>"]
     [choice] = ask(vllm, next(names), **body, top_logprobs=1).json()["choices"]
-    assert choice["logprobs"]["content"][0]["top_logprobs"]  # what vLLM alone knows
+    # Only vLLM, not the session, knows `top_logprobs`.
+    assert choice["logprobs"]["content"][0]["top_logprobs"]
 
 
 @pytest.mark.parametrize("family", ["qwen3"], indirect=True)
@@ -394,7 +397,8 @@ def test_after_a_restart_turns_are_rendered_in_full_and_finish_has_only_the_late
                 continue
             gone = httpx.post(url, json={"reward": 1})
             assert (gone.status_code, gone.json()["error"]["type"]) == (410, "gone")
-            del messages[-2]["reasoning"]  # the next turn is what the client's text says
+            # The next turn's prompt is rendered from the client's messages, now without reasoning.
+            del messages[-2]["reasoning"]
             vllm.engine.texts = ["again<|im_end|>"]
             assert ask(vllm, session, messages=messages).status_code == 200
             prompt = vllm.engine.prompts[-1]
@@ -428,7 +432,7 @@ def test_what_harmony_renders_is_recorded_and_its_breaks_are_counted(
 
 @pytest.mark.parametrize("family", ["qwen3"], indirect=True)
 def test_a_rollout_of_tandem_rl_is_a_session(vllm: Scripted) -> None:
-    """Two calls and an answer are one linear sequence."""
+    """The tokens of two calls of the tool and of an answer are one linear sequence."""
     end, think = "<|im_end|>", "<think>\nhm\n</think>\n\n"
     made = [call("qwen3", deep=False), call("qwen3")]
     vllm.engine.texts = [*(f"{think}{one}{end}" for one in made), f"{think}a door{end}"]
@@ -469,7 +473,8 @@ def test_sessions_have_bounded_memory() -> None:
 @pytest.mark.parametrize("program", ["agents_door", "anthropic_door"])
 @pytest.mark.parametrize("family", ["qwen3_5_think"], indirect=True)
 def test_agents_of_other_dialects_run_unmodified(vllm: Scripted, program: str) -> None:
-    """Their tokens stay here, and the answer of the tool continues them."""
+    """The agents use the OpenAI Agents SDK and Anthropic's API. The door keeps the tokens of each
+    turn, and the prompt with the tool's answer continues these tokens."""
     before, first = breaks(vllm), len(vllm.engine.prompts)
     sessions = [next(names), next(names)]
     made = call("qwen3_5_think", deep=False)

@@ -17,10 +17,10 @@ from tandem.inference.server import serve
 def environments(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[dict[str, str]]]:
-    """The environments of the vLLMs that start."""
+    """The list of the environments of the vLLMs that `start` starts."""
     log = logging.getLogger()
     level = log.level
-    monkeypatch.setattr(log, "handlers", [])  # the program brings its own
+    monkeypatch.setattr(log, "handlers", [])  # The program adds its own handlers.
     given: list[dict[str, str]] = []
 
     def become_vllm(_program: str, _argv: list[str], environment: dict[str, str]) -> None:
@@ -50,7 +50,8 @@ def start(ends: object = "became vLLM") -> None:
 def test_vllm_keeps_what_it_compiled_in_a_directory_of_this_user(
     environments: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM unpickles files in this directory. vLLM's TMPDIR is emptied at each start."""
+    """vLLM unpickles files in the directory of compiled code, so no other user may write there. The
+    directory is not in vLLM's TMPDIR, because each start of vLLM empties TMPDIR."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "vllm"))
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
@@ -64,7 +65,7 @@ def test_vllm_keeps_what_it_compiled_in_a_directory_of_this_user(
     start()
     assert (Path(environments[1]["VLLM_CACHE_ROOT"]) / "compiled").exists()
     caches[0].chmod(0o770)
-    start(1)  # supervisord tries again
+    start(1)  # After exit status 1 supervisord starts the program again.
 
 
 def test_what_the_vllm_before_served_and_left_in_its_tmpdir_is_removed(

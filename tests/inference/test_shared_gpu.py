@@ -1,5 +1,6 @@
-"""The publisher on GPUs that a trainer uses too: under a live hold it does nothing, and without one
-it wakes vLLM."""
+"""The publisher on GPUs that a trainer uses too. A hold is the record by which a runner takes the
+GPUs from vLLM. Under a live hold the publisher lets vLLM sleep, and without a live hold it wakes
+vLLM."""
 
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from tandem.system.network import same_network
 from tandem.vllm_client.client import InferenceRefused
 
 MIB = 2**20
-# A runner that takes the spool's lock and writes a hold. It ends when its standard input does.
+# A runner that takes the spool's lock and writes a hold. The runner ends when its standard input
+# ends.
 HOLDER = """
 import os, sys, time
 from tandem.spool import Spool
@@ -108,9 +110,9 @@ def test_under_a_live_hold_the_publisher_neither_loads_nor_wakes(shared):
     ("asleep", "mib", "deadline", "goes_on"),
     [
         (True, 30_000, 600, False),
-        (True, 900 + 200, 600, True),  # the memory is back at the floor
-        (True, 30_000, -1, True),  # the deadline is over
-        (False, 70_000, 600, True),  # vLLM is awake, so the memory is its own
+        (True, 900 + 200, 600, True),  # The used memory is near the hold's floor of 900 MiB.
+        (True, 30_000, -1, True),  # The hold's deadline is over.
+        (False, 70_000, 600, True),  # vLLM is awake, so the used memory is its own.
     ],
 )
 def test_the_publisher_waits_for_the_memory_of_a_lost_trainer(
@@ -140,7 +142,7 @@ def test_a_hold_of_an_earlier_runner_is_not_live(shared):
         (-2 * own.lease, False),
         (2 * own.lease, False),
     ):
-        now = time.time()  # a beat in the future comes from a wrong clock, so it proves nothing
+        now = time.time()  # A beat in the future comes from a wrong clock, so the hold is not live.
         shared.spool.hold.put(own.model_copy(update={"beat": now + seconds}))
         assert (shared.spool.hold.live() is not None) is live
 
@@ -169,7 +171,7 @@ def test_the_publisher_puts_vllm_to_sleep_for_a_hold_once_and_wakes_it_after(sha
         assert shared.vllm.asleep
         assert (shared.said().state, *shared.answer()) == ("asleep", "asleep", "")
     assert shared.stage.called("/sleep") == 1
-    # A publisher that starts meanwhile asks vLLM nothing that it was asked before.
+    # A publisher that starts during the hold does not order vLLM to sleep a second time.
     assert shared.publisher().once() is False
     assert shared.stage.called("/sleep") == 1
     looked = shared.said().looked
@@ -182,14 +184,16 @@ def test_the_publisher_puts_vllm_to_sleep_for_a_hold_once_and_wakes_it_after(sha
 
 def test_a_publisher_that_was_killed_before_it_answered_is_followed_by_one_that_does(shared):
     shared.hold(phase="sleeping")
-    shared.vllm.asleep = True  # the first one has asked vLLM, and has not written that it sleeps
+    # The first publisher has put vLLM to sleep, and has died before it wrote its answer.
+    shared.vllm.asleep = True
     assert shared.publisher().once() is False
     assert shared.answer() == ("asleep", "")
     assert shared.stage.called("/sleep") == 0
 
 
 def test_a_vllm_that_is_not_ready_is_not_put_to_sleep(shared):
-    """A vLLM may be starting, and may have looked for a hold before the hold was written."""
+    """A vLLM that is not ready may be starting. It may have looked for a hold before the hold was
+    written."""
     publisher = shared.publisher()
     shared.hold(phase="sleeping")
     shared.vllm.dead = True
@@ -249,7 +253,8 @@ def test_a_volume_that_refuses_to_remove_a_lost_hold_does_not_keep_vllm_asleep(s
 
 
 def test_the_place_of_vllm_is_what_ranks_need(stage):
-    """In a network namespace of its own, this machine has an address besides loopback."""
+    """The place of a vLLM on this machine names this process's network. The place of a vLLM on
+    another machine has the host of TANDEM_INFERENCE_URL."""
     here = stage.publisher(weights="merged", transport="nccl", base_model=str(stage.model))
     [place] = here._spool.inference.places()
     assert same_network(place.network)

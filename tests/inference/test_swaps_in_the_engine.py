@@ -1,6 +1,6 @@
-"""The effect of a swap on vLLM's requests with asynchronous scheduling, as on a GPU: the next step
-already runs while the engine takes an order, so some tokens have not arrived yet. The CPU's vLLM
-never does that.
+"""The effect of a swap on vLLM's requests with asynchronous scheduling. On a GPU the engine's next
+step already runs while the engine takes an order, so tokens of this step have not arrived yet. vLLM
+on the CPU never schedules asynchronously.
 """
 
 import sys
@@ -45,14 +45,14 @@ class Scheduler:
 @pytest.fixture(autouse=True)
 def hashes(monkeypatch: pytest.MonkeyPatch) -> Any:
     utils = SimpleNamespace(NONE_HASH=b"first", BlockHash=bytes)
-    # The real import takes 8 s.
+    # An import of the real module takes 8 s.
     monkeypatch.setitem(sys.modules, "vllm.v1.core", SimpleNamespace(kv_cache_utils=utils))
     return utils
 
 
 def test_a_token_on_its_way_is_of_the_weights_before() -> None:
-    """A waiting request with such a token was evicted before the swap: vLLM 0.26 delivers the
-    token."""
+    """A token whose step ran before the swap counts as sampled by the old weights. A request can
+    wait for such a token if it was evicted before the swap: vLLM 0.26 delivers the token."""
     scheduler = Scheduler(
         [Request("running", 7, 1, b"first")], [Request("evicted", 3, 1, b"first")]
     )
@@ -61,21 +61,23 @@ def test_a_token_on_its_way_is_of_the_weights_before() -> None:
 
 
 def test_what_is_on_its_way_to_an_evicted_request_is_discarded() -> None:
-    """vLLM 0.32 (`Scheduler._preempt_request`) forgets how many tokens that is, and would deliver
-    them."""
+    """vLLM 0.32 (`Scheduler._preempt_request`) forgets the number of tokens on their way to an
+    evicted request, and would deliver these tokens."""
     evicted, waits = Request("evicted", 3, 0, b"first"), Request("waits", 0, 0, b"first")
     evicted.num_stale_output_tokens = 1
     core = SimpleNamespace(scheduler=Scheduler([], [evicted, waits]))
     assert extension._tend(core, "run@1") == {"evicted": 3, "waits": 0}
     assert (evicted.drop_stale_output, waits.drop_stale_output) == (True, False)
     evicted.drop_stale_output = False
-    core.scheduler.aux_output_connector = object()  # with --enable-return-routed-experts
+    # vLLM has this connector with --enable-return-routed-experts.
+    core.scheduler.aux_output_connector = object()
     extension._tend(core, "run@2")
     assert not evicted.drop_stale_output
 
 
 def test_drafts_on_their_way_are_discarded() -> None:
-    """The number of accepted tokens is not known yet."""
+    """With speculative decoding, the engine does not know yet at a swap how many draft tokens are
+    accepted."""
     scheduler = Scheduler([Request("running", 10, 4, b"first")], [])
     scheduler.num_spec_tokens = 3  # type: ignore[attr-defined]
     told = extension._tend(SimpleNamespace(scheduler=scheduler), "run@1")

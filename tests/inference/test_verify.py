@@ -1,5 +1,5 @@
-"""The log-probs that pass verification: right weights with any noise, and wrong weights only if
-noise hides the difference."""
+"""The log-probs that pass the publisher's verification. Right weights pass with any noise. Wrong
+weights pass only if noise hides their difference from the right weights."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ BASE = RNG.normal(-3.0, 0.5, (4, 64))
 
 
 class Scorer:
-    """A vLLM with one adapter, and with the base model too if `base` is given."""
+    """A vLLM that answers for one adapter, and for the base model too if `base` is given."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ def probe(new: np.ndarray, previous: np.ndarray = PREVIOUS, base: np.ndarray = B
 
 
 def within(limit: float) -> Tolerance:
-    """The bound is the same for every measured rounding."""
+    """A tolerance with the bound `limit`, which is the same for every measured rounding."""
     return Tolerance(math.inf, limit)
 
 
 def refusal(served: np.ndarray, of_trainer: Probe, tolerance: float = 0.02) -> str:
-    """Why these weights are refused, or empty."""
+    """The reason for which verification refuses the log-probs `served`, empty if they pass."""
     try:
         verify(Scorer(served), "run@1", of_trainer, tolerance=within(tolerance))
     except WrongWeights as error:
@@ -97,9 +97,9 @@ def test_right_weights_pass_whatever_the_step_and_the_noise(step: float, error: 
 def test_right_weights_pass_where_trainer_and_vllm_differ_by_more_than_the_step(
     step: float,
 ) -> None:
-    """Two programs' kernels round differently, and each rounds about equally with and without the
-    adapter. vLLM's log-probs of the checkpoint are then nearer to vLLM's log-probs of the base
-    model than to the trainer's log-probs of the checkpoint.
+    """The trainer's kernels and vLLM's kernels round differently. Each program rounds about equally
+    with and without the adapter. After a small step vLLM's log-probs of the checkpoint are then
+    nearer to vLLM's log-probs of the base model than to the trainer's log-probs of the checkpoint.
     """
     size = 2e-2
     for _ in range(300):
@@ -114,7 +114,7 @@ def test_right_weights_pass_where_trainer_and_vllm_differ_by_more_than_the_step(
 
 @pytest.mark.parametrize("step", [0.0, 0.3, 1.0, 3.0])
 def test_right_weights_pass_where_the_trainers_own_log_probs_are_as_noisy(step: float) -> None:
-    """Trainer and vLLM both round to bfloat16, so the difference between two steps is mostly
+    """The trainer and vLLM both round to bfloat16, so the log-probs of two steps differ mostly by
     rounding."""
     size = 2e-2
     for _ in range(300):
@@ -137,8 +137,10 @@ def test_the_previous_weights_fail_where_noise_lets_them_be_told_apart(
 def test_right_weights_pass_where_rounding_moves_all_copies_of_a_prompt_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The sequences of a task such as "What is 47 + 38?" share most words. On an H100 right merged
-    weights lay at 0.19 of the way, with a standard error of 0.06 if each token counts for itself.
+    """The sequences of a task such as "What is 47 + 38?" share most words, so rounding moves their
+    tokens together. On an H100, right merged weights lay at 0.19 of the way from the log-probs of
+    the previous step to those of the checkpoint. The standard error of this share is 0.06 if each
+    token counts separately.
     """
     monkeypatch.setitem(globals(), "TOKENS", [[200 + i, *TOKENS[0][1:]] for i in range(4)])
 
@@ -174,8 +176,8 @@ def test_a_few_tokens_may_be_off_by_any_amount(share: float, passes: bool) -> No
 def test_a_mixtures_tokens_that_go_to_other_experts_decide_nothing(
     step: float, refused: int
 ) -> None:
-    """Each computation sends other tokens to other experts, a few of a hundred. `refused`: the
-    least number of 50 tries in which the old weights must be refused."""
+    """In a mixture of experts, each computation sends other tokens to other experts, a few of 100
+    tokens. `refused`: in at least this many of 50 tries the old weights must be refused."""
 
     def computed(values: np.ndarray) -> np.ndarray:
         return values + noise(0.03) + noise(1.0) * (RNG.random(values.shape) < 0.04)
@@ -263,8 +265,9 @@ def test_a_server_with_short_prompts_is_compared_on_the_beginnings() -> None:
 def test_the_bound_grows_with_the_measured_rounding_and_with_the_way(
     moved: float, base_error: float
 ) -> None:
-    """After a real model has moved by 0.8 nats, its right weights differ by 0.12 nats. An FP8 base
-    differs by 0.33 from the first step on."""
+    """The way is the distance from the base model's log-probs to the checkpoint's. After a real
+    model has moved by 0.8 nats, vLLM's and the trainer's log-probs of its right weights differ by
+    0.12 nats. With an FP8 base they differ by 0.33 nats from the first step on."""
     new, base = BASE + moved, BASE + base_error
     bound = max(ROUNDING["bfloat16"], 4 * base_error) + MOVED_SHARE * moved
     rule = Tolerance(ROUNDING["bfloat16"])
@@ -276,7 +279,7 @@ def test_the_bound_grows_with_the_measured_rounding_and_with_the_way(
 
 
 def test_weights_that_are_not_in_use_are_refused_however_far_they_are() -> None:
-    """vLLM may hold the adapter's tensors but compute without them."""
+    """vLLM may hold the adapter's tensors but compute its answers without them."""
     rule = Tolerance(ROUNDING["bfloat16"])
     for way in (0.05, 0.3, 3.0, 30.0):
         new = BASE + noise(way)

@@ -1,5 +1,5 @@
-"""Before vLLM starts: an earlier vLLM's processes are killed, its GPUs are free, and no second vLLM
-is running."""
+"""The program that becomes vLLM first kills the processes of an earlier vLLM and waits until vLLM's
+GPUs are free. It refuses to start while a second vLLM runs."""
 
 import os
 import select
@@ -13,8 +13,8 @@ from fake_nvml import MIB, FakeNvml, gpu
 from tandem.system import processes
 from waiting import alive, until
 
-# Becomes, like `tandem.inference.server.serve`, a "vLLM" that leaves a child in a session of its
-# own.
+# A program that, like `tandem.inference.server.serve`, waits for the GPUs and then becomes "vLLM".
+# Here "vLLM" is a shell with a child that runs in a session of its own.
 START = """
 import os, sys
 from tandem.config import load_settings
@@ -32,7 +32,7 @@ os.execvpe("sh", ["sh", "-c", "setsid sleep 3600 & echo child $!; wait"], os.env
 
 
 class Servers:
-    """Starts such servers on a machine with a fake driver."""
+    """Starts the program `START` on a machine with a fake driver of GPUs."""
 
     def __init__(self, directory: Path) -> None:
         self.driver = FakeNvml(directory)
@@ -48,8 +48,8 @@ class Servers:
         self.running: list[subprocess.Popen[str]] = []
 
     def use(self, mib: int) -> None:
-        """Memory in use on the second GPU. The first GPU does not belong to vLLM and is always
-        full."""
+        """Sets the memory in use on the second GPU, vLLM's. The first GPU does not belong to vLLM
+        and is always full."""
         self.driver.set(gpu("GPU-aaaa", 80000 * MIB), gpu("GPU-bbbb", mib * MIB))
 
     def start(self, **variables: str) -> subprocess.Popen[str]:
@@ -74,7 +74,8 @@ def servers(tmp_path):
     yield servers
     for server in servers.running:
         server.kill()
-    # The children hold the pipes open, so they go before the pipes are read to the end.
+    # The children keep the pipes open, so the children are killed before the pipes are read to the
+    # end.
     processes.kill_all(lambda: processes.marked(*servers.marker), timeout=30)
     for server in servers.running:
         server.communicate(timeout=60)

@@ -1,6 +1,6 @@
-"""Two real vLLMs on the CPU get whole weights from ranks in one group; one vLLM and its publisher
-die by kill -9 in a phase of the transfer. The other vLLM gets the step, no answer is older than the
-announced step, and the next step goes to both again."""
+"""Two real vLLMs on the CPU are in one group with the ranks that send whole weights. One vLLM and
+its publisher die by kill -9 in each phase of the transfer. The other vLLM gets the step, no answer
+is older than the announced step, and both vLLMs get the next step."""
 
 import os
 import signal
@@ -30,7 +30,8 @@ def vllms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VllmSe
 def trainer(
     vllms: dict[str, VllmServer], alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[WholeTrainer]:
-    """The publisher of replica a does one turn after the other in a thread."""
+    """A trainer and the publisher of replica a. The publisher does one turn after the other in a
+    thread."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for vllm in vllms.values():
         if not answers(f"{vllm.url}/health"):
@@ -49,8 +50,8 @@ def way(trainer: WholeTrainer, replica: str) -> str:
 def test_kill_9_of_a_replica_in_each_phase_of_a_transfer(
     vllms: dict[str, VllmServer], trainer: WholeTrainer, tmp_path: Path, phase: str
 ) -> None:
-    """`joined`: the vLLM has its order and dies before the ranks send. `receiving`: it dies while
-    the ranks send."""
+    """`joined`: vLLM b dies after it has got the order to receive weights and before the ranks
+    send. `receiving`: vLLM b dies while the ranks send."""
     replica, go = ReplicaB(trainer, vllms["b"], tmp_path), tmp_path / "go"
     stops = "ordered" if phase in ("joined", "receiving") else phase
     publisher = replica.start(replica_and_stop.__file__, stops, str(go))

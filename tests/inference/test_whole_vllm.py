@@ -1,5 +1,5 @@
-"""The real vLLM on the CPU gets whole weights from running ranks or from files. The tests check the
-way, and each bit of the weights."""
+"""The real vLLM on the CPU gets whole weights from running ranks or from files. The tests check
+from which of the two the weights came, and each bit of the weights."""
 
 import signal
 import tempfile
@@ -24,7 +24,7 @@ from waiting import answers, until
 pytestmark = pytest.mark.slow
 
 BOUND = 40.0
-"""Seconds in which everybody notices that somebody is gone or stands still."""
+"""Seconds within which each process notices that another process is dead or stopped."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
 
 
 class WholeTrainer(MergedTrainer):
-    """A run whose steps ranks send, by `way`."""
+    """A run whose steps are sent by ranks. `way`: `nccl` or `volume`."""
 
     def __init__(
         self, vllm: VllmServer, directory: Path, way: str, tp: int, replica: str | None = None
@@ -60,7 +60,8 @@ class WholeTrainer(MergedTrainer):
         )
 
     def offer(self, seed: int) -> int:
-        """Lets the ranks offer a step and commits it. Returns the step's number."""
+        """Lets the ranks offer the weights of a step and commits the step. Returns the step's
+        number."""
         adapter = write_random_adapter(
             self.directory / f"whole-{seed}", self.model, EVERYWHERE, seed=seed
         )
@@ -107,8 +108,8 @@ def make(
 
 
 def sample(vllm: VllmServer, run: str, enough: Event) -> list[str]:
-    """The steps that served each of several long answers. On a busy machine a swap may take longer
-    than one answer."""
+    """For each of several long answers, the steps that answered it. Several answers are needed,
+    because on a busy machine a swap may take longer than one answer."""
     found = []
     while not enough.is_set():
         found.append(complete(vllm, run, max_tokens=3500).headers["x-tandem-weights"])
@@ -131,7 +132,7 @@ def test_each_step_comes_from_the_ranks(vllm: VllmServer, make: Make) -> None:
             finally:
                 served_yet.set()
             assert served.transport == "nccl"
-            # vLLM's attention uses TF32 on a GPU.
+            # The error is larger on a GPU, because vLLM's attention uses TF32 there.
             assert served.mean_abs_logprob_error < (0.02 if GPU else 1e-4)
             assert trainer.senders.sent()["transport"] == "nccl"
             assert f"{trainer.run}@{step - 1},{trainer.run}@{step}" in running.result()
@@ -154,7 +155,7 @@ def test_files_serve_each_step_and_a_server_that_starts_again(vllm: VllmServer, 
     again = trainer.publish(trainer.run)
     assert (again.step, again.transport) == (3, "volume")
     trainer.check_bits(trainer.adapters[3])
-    # Even if the files are damaged, vLLM serves a step.
+    # If the files are damaged, vLLM serves the step from the adapter.
     shard = next(
         (trainer.spool.root / "runs" / trainer.run).glob("merged/00000003-*/*.safetensors")
     )
@@ -226,13 +227,13 @@ def test_ranks_that_die_or_stop_before_they_send(
 
 @pytest.mark.sample(1, of="a vLLM that starts again")
 def test_a_server_that_dies_while_it_receives(vllm: VllmServer, make: Make) -> None:
-    """The ranks notice, and the next server gets the weights from the checkpoint."""
+    """The ranks report an error, and the next server merges the step from its checkpoint."""
     trainer = make("nccl", tp=2)
     trainer.serve(1)
     step = trainer.offer(2)
     with ThreadPoolExecutor(1) as pool:
         publishing = pool.submit(trainer._publisher.once)
-        time.sleep(1.0)  # its workers wait in the store for the ranks
+        time.sleep(1.0)  # By then vLLM's workers wait in the store for the ranks.
         vllm._kill()
         begin = time.monotonic()
         trainer.senders.send(step)

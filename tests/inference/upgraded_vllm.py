@@ -1,7 +1,7 @@
-"""`python upgraded_vllm.py VERSION`: the fake vLLM as a program, one of several servers. It answers
-clients only with its publisher's permission, as the middleware of the real vLLM does. A request
-says how long its streamed answer takes. SIGTERM ends it at once, and with it all running
-answers."""
+"""`python upgraded_vllm.py VERSION`: the fake vLLM as a program, one of several servers. The
+program answers clients only with its publisher's permission, as the middleware of the real vLLM
+does. The field `seconds` of a request is the time that the streamed answer takes. SIGTERM ends the
+program and its running answers at once."""
 
 import json
 import os

@@ -1,8 +1,8 @@
 """A real vLLM on the CPU, started as a deployment starts it. The start takes half a minute, so
-tests share one.
+tests share one server.
 
-With TANDEM_TEST_GPU=0 it runs on GPU 0, and the ranks that send it weights on GPU 1; with 1 the
-other way round.
+With TANDEM_TEST_GPU=0 vLLM runs on GPU 0, and the ranks that send weights to vLLM run on GPU 1.
+With TANDEM_TEST_GPU=1 vLLM runs on GPU 1 and the ranks on GPU 0.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from waiting import answers, until
 
 API_KEY, ADMIN_TOKEN = "the-api-key", "the-admin-token"
 GPU = os.environ.get("TANDEM_TEST_GPU")
-# 32,768 tokens. vLLM writes zeros to its whole cache of keys and values: to the 1 GiB that a
-# deployment on the CPU has by default, for 1.2 s of CPU at each start.
+# A cache of keys and values for 32,768 tokens. At each start vLLM writes zeros to the whole cache.
+# A deployment on the CPU has a cache of 1 GiB by default, and the zeros take 1.2 s of CPU time.
 SMALL_CACHE = {"TANDEM_VLLM_ARGS": "--num-gpu-blocks-override=256"}
 WHERE = {"TANDEM_DEVICE": "cpu"} | SMALL_CACHE
 SENDERS: dict[str, str] = {}  # environment variables of the ranks that send weights to this server
@@ -79,7 +79,7 @@ class VllmServer:
 
     @property
     def pid(self) -> int:
-        """Headers for vLLM's API server."""
+        """The process id of vLLM's API server."""
         return self._process.pid
 
     def ended(self) -> bool:
@@ -91,7 +91,7 @@ class VllmServer:
         self.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        """SIGKILL to the server and all that it started."""
+        """Sends SIGKILL to the server and to all processes of its process group."""
         self._kill()
         self._port.close()
 

@@ -1,8 +1,8 @@
-"""Ranks that publish whole weights as a job's ranks do, without training: adapters that a test
-gives them.
+"""Ranks that publish whole weights as a job's ranks do, but without training. A test gives the
+ranks an adapter, and the ranks send the merged weights.
 
-`python whole_weights_sender.py DIRECTORY TP PP` is one rank. It takes its orders from files in
-DIRECTORY, as `Senders` writes them.
+`python whole_weights_sender.py DIRECTORY TP PP` is one rank. The rank takes its orders from files
+that `Senders` writes to DIRECTORY.
 """
 
 import json
@@ -26,8 +26,8 @@ from waiting import until
 
 
 class Senders:
-    """`tp` ranks in each of `pp` stages, of one run. `variables`: additional environment variables
-    of the ranks."""
+    """The ranks of one run, `tp` ranks in each of `pp` stages. `variables`: additional environment
+    variables of the ranks."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Senders:
         self._number = 0
         self._job: Job | None = None
         directory.mkdir()
-        if not spool.inference.places():  # otherwise a publisher has already named the reason
+        if not spool.inference.places():  # No publisher has named vLLM's place.
             spool.inference.put_place(VllmPlace(address="127.0.0.1", network=network_name()))
         [port] = free_ports(1)
         self._environment = os.environ | {
@@ -104,7 +104,8 @@ class Senders:
             self._job = None
 
     def send(self, step: int | None = None) -> None:
-        """Begin to send the offered weights. `step`: the step of their checkpoint."""
+        """Lets the ranks begin to send the offered weights. `step`: the number of the checkpoint
+        that has these weights."""
         self._write("send", {"step": step})
 
     def sent(self, seconds: float = 60.0) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A model as one tensor-parallel worker of vLLM holds it: modules with the names and attributes of
-vLLM 0.26 and 0.32. Heads, halves and experts are filled in without Tandem's plan."""
+vLLM 0.26 and 0.32. The code here cuts heads, halves and experts for the worker without Tandem's own
+layout of weights, so tests can check the layout against it."""
 
 import json
 from collections.abc import Mapping
@@ -42,7 +43,8 @@ def layer(kind: str, **parameters: Tensor | None) -> Any:
 
 
 class Worker:
-    """Tensors of rank `rank` of `tp`. `dtype`: the dtype in which vLLM serves the model."""
+    """The modules and tensors of the tensor-parallel rank `rank` of `tp` ranks. The tensors have
+    the dtype in which vLLM serves the model."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], tp: int, rank: int
@@ -163,7 +165,7 @@ class Worker:
         return MergedWeights(self.model, str(directory), "device", frozenset(LORA_TARGETS))
 
     def bits(self) -> dict[str, bytes]:
-        """Every parameter's bytes."""
+        """The bytes of every parameter, by the parameter's name."""
         return {name: bytes_of(value) for name, value in self.model.named_parameters()}
 
 
@@ -192,8 +194,8 @@ class Model:
 
 
 class Workers:
-    """The tensor-parallel workers of one server. `whole`: the workers receive whole weights;
-    otherwise they merge adapters."""
+    """The tensor-parallel workers of one server. With `whole` the workers receive whole weights.
+    Without `whole` they merge adapters."""
 
     def __init__(self, model: Model, tp: int = 1, *, whole: bool = False) -> None:
         self.model = model
@@ -212,7 +214,8 @@ class Workers:
             weights.stage(str(version), scale, source)
 
     def stage(self, version: str | Path, source: Source | None = None, scale: float = SCALE) -> str:
-        """Order the weights and wait for them. Returns the way by which they came."""
+        """Orders the workers to get the weights of `version`, and waits until all workers have
+        them. Returns the way by which the weights came."""
         self.order(version, source, scale)
         ways: set[str] = set()
         for weights in self.weights:
@@ -229,15 +232,15 @@ class Workers:
         return way
 
     def check(self, adapter: Path | None, scale: float = SCALE) -> None:
-        """Every bit equals numpy's merge of the whole model, cut for the worker. Without an adapter
-        it equals the base model's bit."""
+        """Every bit of a worker's weights equals the bit of the merge by numpy, cut for the worker.
+        Without an adapter, every bit equals the base model's bit."""
         tensors = self.model.tensors if adapter is None else self.model.merged(adapter, scale)
         for rank, worker in enumerate(self.each):
             assert worker.bits() == self.model.worker(len(self.each), rank, tensors).bits()
 
 
 class Core:
-    """vLLM's engine, whose workers are called as its executor calls them."""
+    """vLLM's engine. It calls its workers as vLLM's executor calls them."""
 
     def __init__(self, workers: Workers) -> None:
         self.workers = [MergedWorker() for _ in workers.each]
@@ -267,8 +270,8 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def merged(tensors: Mapping[str, Tensor], adapter: Path, scale: float = SCALE) -> dict[str, Tensor]:
-    """The whole model's tensors with an adapter, by numpy in float64, rounded to float32 and to the
-    tensors' dtype."""
+    """The whole model's tensors merged with an adapter. numpy computes in float64, and the sums are
+    rounded to float32 and then to the tensors' dtype."""
     result = dict(tensors)
     factors = load_file(adapter / WEIGHTS_FILE)
     for key, a in factors.items():
