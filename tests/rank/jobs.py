@@ -1,5 +1,5 @@
-"""Runs of a tiny model, jobs on them, and ways to run a job's ranks: in this process, or in two
-others."""
+"""Runs of a tiny model, jobs on these runs, and functions that run a job's ranks: one rank in this
+process, or two ranks in two other processes."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -32,8 +32,8 @@ VOCAB = SHAPE["vocab_size"]
 LORA = LoraShape(rank=4, alpha=8)
 ROW = 48
 Main = Callable[[Attempt, RankSettings], int]
-"""Runs a rank; see `entry.main`."""
-STALL_SECONDS = 180.0  # on a GPU the first job compiles for a minute
+"""A function that runs a rank, like `entry.main`."""
+STALL_SECONDS = 180.0  # On a GPU the first job compiles kernels for a minute.
 
 
 def gpu_like() -> SimpleNamespace:
@@ -50,7 +50,7 @@ TOPOLOGIES = {
     "ep": Sizes(data=2, expert=2),
     "pp": Sizes(pipeline=2),
 }
-"""Of two ranks."""
+"""The sizes of two ranks, by the name of a topology."""
 
 
 def make_model(directory: Path, family: str = "qwen3", **config: object) -> Path:
@@ -88,8 +88,8 @@ def make_run(
 
 
 def random_groups(seed: int, groups: int = 4, size: int = 3) -> list[Group]:
-    """Groups that share a prompt; prompts and completions of many lengths, so rows hold different
-    numbers of items."""
+    """Groups of `size` trajectories with the same prompt. Prompts and completions have many
+    lengths, so rows hold different numbers of items."""
     rng = np.random.default_rng(seed)
 
     def trajectory(prompt: list[int]) -> Trajectory:
@@ -209,7 +209,7 @@ def finish(spool: Spool, job: schema.Job) -> Path:
 
 
 def settings() -> RankSettings:
-    """The ranks' settings that the environment gives."""
+    """The ranks' settings from the environment variables."""
     return RankSettings.of(Settings())
 
 
@@ -221,10 +221,11 @@ def run_here(spool: Spool, job_id: str, main: Main = entry.main) -> Path:
 
 
 def fail_here(spool: Spool, job_id: str, main: Main = entry.main) -> schema.JobError:
-    """Run a job that must fail. Returns the error that the job left. The job stays running."""
+    """Run a job that must fail. Returns the error that the job's rank has written. The job stays in
+    the state `running`."""
     job = claim(spool, job_id)
     assert main(Attempt(spool, job_id, job.attempt), settings()) == 1
-    parallel.destroy()  # a rank that fails exits without ending the job
+    parallel.destroy()  # A failed rank's process exits without destroying its process groups.
     return error_of(spool, job)
 
 
@@ -236,8 +237,8 @@ def error_of(spool: Spool, job: schema.Job) -> schema.JobError:
 def run_two_ranks(
     spool: Spool, topologies: dict[str, str]
 ) -> dict[str, tuple[Path, dict[int, schema.Beat]]]:
-    """Run jobs of different runs one after the other in the same two ranks, to pay for torch's
-    import once.
+    """Run jobs of different runs one after the other in the same two ranks, so torch is imported
+    only once.
 
     `topologies`: job -> name in `TOPOLOGIES`. Returns each job's checkpoint and last beats.
     """
@@ -251,8 +252,8 @@ def run_two_ranks(
 
 
 def steps_of(spool: Spool, job_id: str, *, measured: bool = True) -> list[dict[str, float]]:
-    """Metrics of each optimizer step. Without `measured` only the metrics that a repetition of the
-    job reproduces."""
+    """Metrics of each optimizer step of the job. Without `measured`, the metrics of time and memory
+    are left out, because a repetition of the job does not reproduce them."""
     steps = [event.data["metrics"] for event in spool.events.read(job_id) if event.type == "step"]
     varies = () if measured else ("seconds_", "memory_", "tokens_per_second")
     return [
@@ -262,7 +263,7 @@ def steps_of(spool: Spool, job_id: str, *, measured: bool = True) -> list[dict[s
 
 
 def first_and_last_epoch(spool: Spool, job_id: str, epochs: int) -> tuple[float, float]:
-    """The mean loss over the steps of each job."""
+    """The mean loss of the steps of the job's first epoch, and of its last epoch."""
     losses = [step["loss"] for step in steps_of(spool, job_id)]
     per_epoch = len(losses) // epochs
     return float(np.mean(losses[:per_epoch])), float(np.mean(losses[-per_epoch:]))

@@ -1,11 +1,11 @@
 """Trains cases undisturbed, and again with ranks that are killed: kill_ranks.py DIRECTORY [[kind,
 topology], ...].
 
-A run is two jobs; the second job continues from the first job's checkpoint. In each job's first
-attempts one rank kills itself at a random file operation or heartbeat. Then all ranks are killed,
-and the job is tried again as the runner does. DIRECTORY/<kind> is a model. Prints a line of JSON
-for each case: where its ranks were killed, and the names of files that differ from the files of the
-undisturbed run.
+A case is a run of two jobs. The second job continues from the first job's checkpoint. In each of a
+job's first two attempts, one rank kills itself at a random file operation or heartbeat. Then all
+other ranks are killed, and the job is tried again, as the runner would do. DIRECTORY/<kind> is the
+model of a case. Prints a line of JSON for each case: the places where its ranks were killed, and
+the names of the files that differ from the undisturbed run's files.
 """
 
 import json
@@ -30,8 +30,9 @@ RANKS, JOBS, KILLS = 2, 2, 2
 def train(
     spool: Spool, run: str, kind: str, model: Path, most: list[list[int]], rng: random.Random
 ) -> dict[str, Any]:
-    """Train a run of two jobs. `most`: for each job, the number of moments of each rank; a rank is
-    killed at one of them. Empty: nothing is killed."""
+    """Trains a run of two jobs. `most`: for each job, the number of moments of each rank in an
+    undisturbed run. A moment is a file operation or a heartbeat, and a rank is killed at a random
+    moment. If `most` is empty, no rank is killed."""
     jobs.make_run(spool, model, run, seed=3, full=kind.startswith("full"))
     found: dict[str, Any] = {"moments": [], "killed": [], "files": {}}
     for number in range(JOBS):
@@ -43,7 +44,8 @@ def train(
             at = rng.randint(1, most[number][rank])
             job = jobs.claim(spool, job_id)
             reached = attempt(spool, job, RANKS, rank, at)[rank] >= at
-            if spool.checkpoints.newest(run) > number:  # it was committed before the end
+            # The checkpoint was committed before the rank died or the job ended.
+            if spool.checkpoints.newest(run) > number:
                 spool.queue.finish(
                     job, JobResult(state="succeeded", step=number + 1, finished=time.time())
                 )

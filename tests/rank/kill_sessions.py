@@ -1,10 +1,11 @@
 """Sessions whose ranks are killed: kill_sessions.py MODEL DIRECTORY {"<name>": [topology, kills],
 ...}.
 
-The same requests are computed in an undisturbed session, and in sessions in which ranks kill
-themselves. There are `kills` kills in all, each at a random file operation or heartbeat. Prints a
-line of JSON for each case: where ranks were killed, the differences from the undisturbed session,
-and the distance of its log-probs from a single rank's.
+The ranks compute the same requests in an undisturbed session, and in sessions in which ranks kill
+themselves. These sessions have `kills` kills in all, each at a random file operation or heartbeat.
+Prints a line of JSON for each case: the places where ranks were killed, the differences from the
+undisturbed session, and the distance of the undisturbed session's log-probs from the log-probs of a
+single rank.
 """
 
 import json
@@ -49,7 +50,8 @@ def train(
         phase = beats[rank].phase if rank in beats else "start"
         if at:
             found["killed"].append(f"rank {rank} at {at}, {phase}, {answered} answered")
-        else:  # torch on the CPU sometimes crashes in the threads that only GPU ranks have
+        # On the CPU torch sometimes crashes in a thread that only a rank on a GPU has.
+        else:
             found["crashed"] += 1
             assert found["crashed"] == 1, files.log(0)
         spool.queue.requeue(job, JobError(type="rank_died", message="killed", retriable=True))
@@ -68,7 +70,8 @@ def logprobs(found: dict[str, Any]) -> np.ndarray:
 
 def main(model: Path, directory: Path, cases: dict[str, tuple[str | None, int]]) -> None:
     os.environ["TANDEM_SESSION_IDLE_SECONDS"] = "0"
-    train_module.device = jobs.gpu_like()  # type: ignore[assignment]  # so that ranks rehearse
+    # With this stand-in for a GPU the ranks rehearse.
+    train_module.device = jobs.gpu_like()  # type: ignore[assignment]
     entry.preload(jobs.settings().device)
     spool = Spool.create(directory / "spool")
     rng = random.Random(os.environ["SAMPLE_SEED"])

@@ -1,4 +1,4 @@
-"""One attempt at a job. One of its ranks kills itself at a random file operation or heartbeat."""
+"""One attempt at a job in which one rank kills itself at a given file operation or heartbeat."""
 
 import multiprocessing
 import os
@@ -23,10 +23,11 @@ FORK = multiprocessing.get_context("fork")
 
 
 def attempt(spool: Spool, job: Job, ranks: int, killed: int, kill_at: int) -> list[int]:
-    """Run one attempt. Returns each rank's number of moments. Every rank is dead afterwards.
-    `killed`: the rank that dies at `kill_at`."""
-    # There is no lock between processes: if a rank were killed while one of its threads held the
-    # lock, the lock would stay held for ever.
+    """Runs one attempt. The rank `killed` dies at its moment number `kill_at`; a moment is a file
+    operation on the spool or a heartbeat. Every rank is dead afterwards. Returns each rank's number
+    of moments."""
+    # The array has no lock between processes: if a rank were killed while one of its threads held
+    # such a lock, the lock would stay held for ever.
     [port], moments = free_ports(1), FORK.Array("i", ranks, lock=False)
     started = [
         FORK.Process(
@@ -56,8 +57,8 @@ def attempt(spool: Spool, job: Job, ranks: int, killed: int, kill_at: int) -> li
 def _rank(
     rank: int, ranks: int, port: int, root: Path, job: Job, kill_at: int, moments: Any
 ) -> None:
-    """Counts this rank's file operations on the spool and its heartbeats in `moments`, and dies at
-    `kill_at`."""
+    """Runs a rank. The rank counts its file operations on the spool and its heartbeats in
+    `moments`, and dies when the count is `kill_at`."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["TANDEM_TRAINER_RANKS"] = str(ranks)

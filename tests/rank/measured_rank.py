@@ -1,12 +1,12 @@
-"""One rank that runs a job and records the allocations and their purpose at the begin and end of
-each phase and step:
+"""One rank that runs a job and records its allocations at the begin and end of each phase, and at
+the begin of each step:
 
     measured_rank.py <spool> <job> <file>
 
-The file gets a list of rows: `at` ("begin" or "end" of a phase, or "step"), `stats`
-(`memory.stats`), `sizes` (bytes of each allocation of policy and optimizer, by kind), `visible` (on
-the CPU, bytes of all tensors Python can reach), and of an end `phase` and `reported`, the job's own
-report.
+The file gets a list of rows. Each row has `at` ("begin" or "end" of a phase, or "step"), `stats`
+(`memory.stats`), `sizes` (bytes of each allocation of policy and optimizer, by kind) and `visible`
+(on the CPU, bytes of all tensors that Python can reach). The row of a phase's end also has `phase`,
+the phase's name, and `reported`, the rank's own report.
 """
 
 import gc
@@ -36,7 +36,8 @@ optimizers: list[Any] = []
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Address -> bytes of each allocation on the device that `tensors` use; views share one."""
+    """Address -> bytes of each allocation on the device that `tensors` use. A tensor and its views
+    use the same allocation."""
     return {
         tensor.untyped_storage().data_ptr(): size
         for tensor in tensors
@@ -46,7 +47,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def sizes() -> dict[str, list[int]]:
-    """Kind -> size of each of its allocations."""
+    """Kind of tensor -> bytes of each allocation of this kind."""
     kinds: dict[str, dict[int, int]] = {
         kind: {} for kind in ("base", "other", "lora", "gradients", "moments", "graphs")
     }
@@ -59,7 +60,7 @@ def sizes() -> dict[str, list[int]]:
         kinds["base"] = {at: size for at, size in parameters.items() if at not in kinds["lora"]}
         kinds["other"] = {at: size for at, size in storages(others).items() if at not in parameters}
         kinds["gradients"] = storages(parameter.grad for parameter in lora)
-        if policy.layer_graphs is not None:  # their inputs and outputs
+        if policy.layer_graphs is not None:  # The inputs and outputs of the CUDA graphs of layers.
             graphs = vars(policy.layer_graphs)
             kinds["graphs"] = storages(
                 value
@@ -75,7 +76,7 @@ def measure(at: str, phase: str | None = None, reported: dict[str, int] | None =
     gc.collect()
     visible = 0
     if device.is_cuda():
-        memory.release_workspaces()  # 32 MiB for each thread that multiplies
+        memory.release_workspaces()  # Each thread that multiplies matrices has 32 MiB.
         # Lets the allocator take back memory that other streams no longer use.
         torch.empty(1, device=device.device())
     else:
@@ -93,8 +94,8 @@ def measure(at: str, phase: str | None = None, reported: dict[str, int] | None =
 
 
 class FollowedPool(ThreadPoolExecutor):
-    """The background tasks use memory only for a while, so a phase is measured when they are
-    done."""
+    """A pool that notes its tasks. The tasks use memory only while they run, so a phase is measured
+    after its tasks are done."""
 
     def submit(self, *arguments: Any, **options: Any) -> Future[Any]:
         future = super().submit(*arguments, **options)
@@ -103,8 +104,8 @@ class FollowedPool(ThreadPoolExecutor):
 
 
 class MeasuredWatch(phases.MemoryWatch):
-    """Measures at the same time as the rank's own report, right after the report's numbers are
-    taken."""
+    """Measures when the rank makes its own report, right after the rank has taken the report's
+    numbers."""
 
     def begin_phase(self) -> None:
         measure("begin")

@@ -22,8 +22,9 @@ os.environ |= {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
     "TANDEM_TRAINER_RANKS": os.environ["WORLD_SIZE"],
 }
-train.device = jobs.gpu_like()  # type: ignore[assignment]  # so that they rehearse
-# The ranks also share the reading of weights.
+# With this stand-in for a GPU the ranks rehearse.
+train.device = jobs.gpu_like()  # type: ignore[assignment]
+# The ranks of a job also share the reading of the base weights.
 parallel.reading_groups = lambda: (parallel.current().data, parallel.current().expert_data)
 for argument in sys.argv[2:]:
     job_id, topology = argument.split("=")

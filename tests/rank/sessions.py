@@ -1,4 +1,4 @@
-"""Sessions on a run of a tiny model, whose requests a rank in this process computes."""
+"""Sessions on runs of a tiny model. A rank in this process computes the sessions' requests."""
 
 import time
 from pathlib import Path
@@ -21,7 +21,8 @@ STEP = StepRequest(learning_rate=1e-2, beta2=0.99, eps=1e-8, max_grad_norm=1.0)
 
 
 def open_session(spool: Spool, model: Path, number: int = 1, session: str = "") -> str:
-    """A session's run: the given run, or a new one."""
+    """Creates the run number `number` of a session. Without `session` it creates the session too.
+    Returns the run's name."""
     session = session or spool.sessions.create().id
     name, arch = spool.sessions.run_name(session, number), read_arch(str(model))
     spec = schema.RunSpec(
@@ -106,13 +107,14 @@ class Client:
         return [np.frombuffer(one, "<f4") for one in self.spool.requests.logprobs(self.run, seq)]
 
     def checkpoint(self, name: str) -> Path:
-        """The named checkpoint's directory."""
+        """The directory of the checkpoint that the client has saved under `name`."""
         step = self.spool.names.find(self.run, "weights", name).step
         return self.spool.checkpoints.path(self.run, step)
 
 
 def program(client: Client) -> list[int]:
-    """Passes, steps and saves as a client requests them. The last gradients are not applied."""
+    """Appends the passes, steps and saves of a typical client to the run's log. No step applies the
+    gradients of the last pass. Returns the requests' numbers."""
     calls = [client.compute(random_data(1)), client.compute(random_data(2)), client.step()]
     calls += [client.save("a"), client.compute(random_data(3), backward=False)]
     calls += [client.compute(random_data(4, sampled=True), "ppo"), client.step(weight_decay=0.1)]
@@ -122,7 +124,7 @@ def program(client: Client) -> list[int]:
 
 
 def outcome(client: Client, calls: list[int]) -> dict[str, object]:
-    """All that a client can see, and the bytes of its checkpoints."""
+    """All results that a client can see, and the bytes of the checkpoints that it saved."""
     found: dict[str, object] = {
         f"result {seq}": client.result(seq).model_dump(exclude={"finished", "step"})
         for seq in calls
@@ -140,7 +142,8 @@ def differing(one: dict[str, object], other: dict[str, object]) -> list[str]:
 
 
 def settings(idle: float = 0.0) -> RankSettings:
-    """By default the rank leaves when it has computed all waiting requests."""
+    """The ranks' settings. With the default of `idle`, the rank leaves when it has computed all
+    waiting requests."""
     return jobs.settings().model_copy(update={"session_idle_seconds": idle})
 
 
@@ -153,8 +156,8 @@ def claim(spool: Spool) -> schema.Job:
 
 
 def work(spool: Spool, idle: float = 0.0, main: jobs.Main = entry.main) -> schema.Job:
-    """Runs a session's job in this process: it computes the waiting requests, parks, and
-    succeeds."""
+    """Runs a session's job in this process. The job computes the waiting requests, parks the
+    session and succeeds."""
     job = claim(spool)
     attempt = Attempt(spool, job.spec.id, job.attempt)
     assert main(attempt, settings(idle)) == 0, jobs.error_of(spool, job)

@@ -25,7 +25,8 @@ from tandem.training.steps import Training
 
 
 def refused(spool: Spool, job_id: str, kind: str, *says: str) -> None:
-    """The job fails for good with this type of error, and makes no checkpoint."""
+    """Checks that the job fails for good with an error of the type `kind` whose message contains
+    `says`, and that it makes no checkpoint."""
     before = spool.checkpoints.steps("r")
     error = jobs.fail_here(spool, job_id)
     assert (error.type, error.retriable) == (kind, False)
@@ -106,8 +107,8 @@ def test_a_step_whose_event_a_full_volume_refuses_is_trained_all_the_same(
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_missing_optimizer_state_fails_the_job(listed: bool, spool: Spool) -> None:
-    """A damaged file is refused even if the manifest doesn't list it. Nothing is reset.
-    (`test_resident` alters an adapter.)"""
+    """The job fails even if the manifest doesn't list the missing file. It does not begin with a
+    new state of Adam instead. (`test_resident` alters an adapter.)"""
     directory = jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"))
     (directory / checkpoint.OPTIMIZER_FILE).unlink()
     if not listed:
@@ -124,7 +125,7 @@ def test_a_missing_optimizer_state_fails_the_job(listed: bool, spool: Spool) -> 
 
 
 def test_an_adapter_config_that_was_altered_during_a_job_is_not_copied(spool: Spool) -> None:
-    """The job compares the file at its start and copies it at its end."""
+    """The job checks the adapter's config at its start and copies it at its end."""
     directory = jobs.run_here(spool, jobs.submit_sft(spool))
     config = directory / checkpoint.CONFIG_FILE
     assert checkpoint.config_file(spool, "r", 1) == config.read_bytes()
@@ -137,7 +138,7 @@ def test_an_adapter_config_that_was_altered_during_a_job_is_not_copied(spool: Sp
 
 
 def test_packed_data_that_was_altered_fails_the_job(spool: Spool) -> None:
-    """The arrays still fit together, so only the hash shows the damage."""
+    """The altered arrays still fit together, so only their hash shows the damage."""
     job = jobs.submit_sft(spool)
     directory = spool.paths.data_dir(job)
     with PackedBatch.open(directory) as batch:
@@ -149,7 +150,8 @@ def test_packed_data_that_was_altered_fails_the_job(spool: Spool) -> None:
 
 
 def test_values_that_are_not_finite_are_named_and_no_checkpoint_is_made(spool: Spool) -> None:
-    """The largest advantage that float32 can hold, at a ratio of 5."""
+    """The advantage is near the largest number of float32, and the token's ratio is 5, so their
+    product is infinite."""
     groups = jobs.random_groups(0)
     turn = Turn(prompt_token_ids=[1, 2], token_ids=[3, 4], logprobs=[-20.0, -20.0])
     groups[0] = Group(
@@ -162,15 +164,15 @@ def test_values_that_are_not_finite_are_named_and_no_checkpoint_is_made(spool: S
 
 
 def test_a_last_step_that_makes_log_probs_nan_ends_the_job_once(spool: Spool) -> None:
-    """No loss is computed with the weights of the last step. The probe is the first computation
-    that uses them."""
+    """The last step's loss is computed before its weights change. The probe is the first
+    computation with the last step's new weights."""
     job = jobs.submit_sft(spool, learning_rate=1e30, grad_accumulation_sequences=64)
     refused(spool, job, "non_finite", "log-probs are not finite", "lower the learning rate")
 
 
 def one_token_each(advantages: list[float], logprob: float) -> list[Group]:
-    """A group whose trajectories have one token each. The controller would refuse some of these
-    values."""
+    """A group whose trajectories have one token each. The models' checks are left out, because the
+    controller would refuse some of the tests' values."""
     members = [
         Trajectory.model_construct(
             turns=[
@@ -211,8 +213,8 @@ def test_a_policy_may_learn_in_later_epochs_what_its_sampler_found_impossible(sp
     ("advantages", "logprob", "says"),
     [
         ([1e-30, -1e-30], -5.0, "advantage_std is 1e-30"),
-        ([1e-50, -1e-50], -5.0, "norm 0,"),  # 0 in float32
-        ([-1.0, -2.0], 0.0, "clip_fraction is 1"),  # the tokens' ratios are below PPO's lower bound
+        ([1e-50, -1e-50], -5.0, "norm 0,"),  # 1e-50 is 0 in float32.
+        ([-1.0, -2.0], 0.0, "clip_fraction is 1"),  # Both ratios are below PPO's lower bound.
     ],
 )
 def test_a_job_that_moves_nothing_fails_and_says_so(
@@ -225,7 +227,8 @@ def test_a_job_that_moves_nothing_fails_and_says_so(
 
 
 def test_a_job_that_moved_in_one_of_its_steps_succeeds(spool: Spool) -> None:
-    """After the first step the token's ratio is above PPO's upper bound."""
+    """The job has two steps. The first one moves the weights. In the second one the token's ratio
+    is above PPO's upper bound, so the gradient is 0."""
     loss, groups = RLLoss(policy="ppo", old_logprobs="trainer"), one_token_each([1.0], -5.0)
     jobs.run_here(
         spool, jobs.submit_rl(spool, groups=groups, loss=loss, epochs=2, learning_rate=5e-2)
@@ -236,7 +239,8 @@ def test_a_job_that_moved_in_one_of_its_steps_succeeds(spool: Spool) -> None:
 
 
 def test_a_reference_checkpoint_that_is_gone_fails_the_job(spool: Spool) -> None:
-    """The controller refuses a checkpoint that it can't find."""
+    """The controller refuses a job whose reference checkpoint it can't find. Here the checkpoint is
+    removed after the job's submission."""
     jobs.run_here(spool, jobs.submit_sft(spool))
     job = jobs.submit_rl(spool, loss=RLLoss(kl_coef=0.1, kl_reference=0))
     shutil.rmtree(spool.checkpoints.path("r", 0))
@@ -262,8 +266,8 @@ def test_running_out_of_memory_has_an_error_type_and_a_last_beat(spool: Spool, m
 def test_a_step_that_runs_out_of_memory_begins_again_with_layers_that_keep_less(
     spool: Spool, monkeypatch
 ) -> None:
-    """The checkpoint has the same bytes. Layers that already keep nothing can't free more
-    memory."""
+    """The checkpoint has the same bytes as without the error. If all layers already keep nothing,
+    the job fails, because they can't free more memory."""
     original, levels = Policy.forward, list[list[SaveLevel]]()
 
     def small(policy, *arguments, **options):

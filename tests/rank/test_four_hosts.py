@@ -1,4 +1,4 @@
-"""Four real ranks on one, two and four hosts: the same bytes."""
+"""Four real ranks make the same bytes on one, two and four hosts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Jobs that train all weights, on one rank and on several: they learn, repeat exactly, and make
+"""Jobs that train all weights, on one rank and on two. The jobs learn, repeat exactly, and make
 models that transformers loads."""
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from tandem.trainer.rank import entry, model_checkpoint
 from tandem.trainer.rank.model_checkpoint import STEPS_FILE
 
 WEIGHTS = "model-00001-of-00001.safetensors"
-EPS = 1e-2  # large, so that rounding flips no sign of Adam's first updates
+EPS = 1e-2  # Adam's eps is large, so that rounding flips no sign of the first updates.
 KINDS: dict[str, dict[str, object]] = {
     "dense": {"family": "qwen3"},
     "tied": {"family": "qwen2", "tie_word_embeddings": True},
@@ -28,7 +28,8 @@ TOPOLOGIES = {
     "tied": ("pp",),
     "experts": ("sp", "ep", "pp"),
 }
-"""`tests/oracle` shows that such a comparison sees mistakes."""
+"""The topologies of two ranks whose results are compared with one rank's, by kind of model.
+`tests/oracle` shows that such a comparison finds mistakes."""
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +75,8 @@ def test_sft_learns_and_makes_a_model_that_transformers_loads(spool: Spool, mode
 def test_in_bf16_jobs_continue_from_master_values(
     spool: Spool, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two jobs of one step each move the weights as far as one job of two steps, even if a step is
-    below bf16's resolution."""
+    """Three jobs of one step each make the same weights as one job of three steps, even if a step
+    is below bf16's resolution."""
     monkeypatch.setenv("TANDEM_DTYPE", "bfloat16")
     jobs.make_run(spool, model, "together", full=True)
     examples = jobs.random_examples(1, 2)
@@ -115,7 +116,8 @@ def test_a_fork_of_a_forks_first_step_goes_on_from_its_files(spool: Spool) -> No
 
 @pytest.mark.parametrize("reference", ["base", 1])
 def test_a_reference_is_another_models_weights(spool: Spool, reference: str | int) -> None:
-    """A job makes the same step whether it measures the divergence from the base model or not."""
+    """A job that measures the divergence from the base model or from step 1 makes the same step as
+    a job that measures none."""
     jobs.run_here(spool, jobs.submit_sft(spool, job_id="first", epochs=3))
     jobs.run_here(spool, jobs.submit_sft(spool, job_id="second", epochs=3))
     loss = RLLoss(kl_metric=True, kl_reference=reference)  # type: ignore[arg-type]
@@ -134,7 +136,8 @@ def test_a_reference_is_another_models_weights(spool: Spool, reference: str | in
 
 @pytest.mark.parametrize("damaged", [WEIGHTS, STEPS_FILE, f"optimizer/exp_avg_sq/{WEIGHTS}", None])
 def test_a_damaged_file_or_a_missing_state_fails_the_job(spool: Spool, damaged: str | None) -> None:
-    """None: the manifest does not name the state."""
+    """With `damaged` None, no file is damaged, but the manifest does not name the optimizer's
+    state."""
     made = jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"))
     if damaged:
         (made / damaged).write_bytes((made / damaged).read_bytes()[:-1])
@@ -163,8 +166,9 @@ def test_another_dtype_is_refused(spool: Spool, monkeypatch: pytest.MonkeyPatch)
 def several(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[tuple[str, str], tuple[list[dict[str, float]], Path]]:
-    """(kind, topology) -> metrics of the second job's steps, and its checkpoint. One rank runs the
-    second job, from a checkpoint that two ranks have written."""
+    """(kind, topology) -> metrics of the second job's steps, and the second job's checkpoint. The
+    ranks of the topology run the first job. One rank runs the second job from the first job's
+    checkpoint."""
     spool = Spool.create(tmp_path_factory.mktemp("spool") / "spool")
     models = {
         kind: jobs.make_model(tmp_path_factory.mktemp(kind), **config)
@@ -204,7 +208,7 @@ def several(
     return made
 
 
-@pytest.mark.slow  # two ranks train every pair before the first
+@pytest.mark.slow  # Two ranks train all pairs before the first test.
 @pytest.mark.parametrize(
     ("kind", "topology"), [(kind, one) for kind, several in TOPOLOGIES.items() for one in several]
 )

@@ -30,8 +30,8 @@ def test_a_beat_has_step_device_and_memory(spool: Spool, monkeypatch) -> None:
     jobs.run_here(spool, jobs.submit_rl(spool, loss=loss, epochs=2))
     last, total = beats[-1], len(jobs.steps_of(spool, "rl"))
     assert (last.step, last.steps, last.phase, last.uuid) == (total, total, "leave", "cpu")
-    # Every phase of the catalogue happened and left its peak, except for those of GPUs, of resident
-    # ranks and of SFT.
+    # Every phase of the catalogue happened and left its peak, except for the phases that only GPUs,
+    # resident ranks or SFT jobs have.
     happened = set(PHASES) - {"offload", "rehearsal", "evaluate"}
     assert {beat.phase for beat in beats} - {"leave"} == happened == set(last.phases)
     assert last.memory.keys() == {"allocated", "reserved", "allocated_peak", "reserved_peak"}
@@ -45,12 +45,13 @@ def test_a_beat_has_step_device_and_memory(spool: Spool, monkeypatch) -> None:
 
 
 def test_a_rank_beats_while_it_reads_and_hashes_for_long(spool: Spool, monkeypatch) -> None:
-    """From a slow volume this takes longer than a rank may be silent."""
+    """From a slow volume, reading and hashing take longer than the time that a rank may be
+    silent."""
     beats: list[str] = []
     monkeypatch.setattr(Heartbeat, "__call__", lambda _self, phase: beats.append(phase))
 
     def slow(phase: str, action: Callable[..., Any]) -> Callable[..., Any]:
-        """It runs after a beat of the phase that follows the phase of its begin."""
+        """An action that begins after the rank has sent a second beat of `phase`."""
 
         def wait_and_do(*arguments: Any, **options: Any) -> Any:
             until(f"a beat of {phase}", lambda: beats.count(phase) > 1)
@@ -66,7 +67,8 @@ def test_a_rank_beats_while_it_reads_and_hashes_for_long(spool: Spool, monkeypat
 
 
 def test_a_beat_that_is_being_written_stands_beside_no_other(tmp_path: Path, monkeypatch) -> None:
-    """`Attempt.beats` would take its temporary file for the rank's heartbeat."""
+    """A rank writes a beat to a temporary file that no pattern `beat.*` matches. `Attempt.beats`
+    would take a file that matches it for the heartbeat of a rank."""
     monkeypatch.setattr(MemoryWatch, "beat", lambda self: {})
     heartbeat, seen = Heartbeat(tmp_path / "beat.0", MemoryWatch()), []
     replace = Path.replace

@@ -1,6 +1,6 @@
-"""Real ranks on two hosts that share only the spool. A runner and an agent for each host run, each
-with a clock of its own; a host is a network namespace. In some tests the network between the hosts
-is bad, or the runner dies."""
+"""Real ranks on two hosts that share only the spool. A host is a network namespace with an agent.
+The runner and each agent have clocks of their own. In some tests the network between the hosts is
+bad, or the runner dies."""
 
 import shutil
 import signal
@@ -31,13 +31,15 @@ STALL_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Fault:
-    """`begin` gets the network and the port of the ranks' store."""
+    """A fault of the network between the hosts. `begin` starts the fault; its arguments are the
+    network and the port of the ranks' store."""
 
     begin: Callable[[Routed, int], AbstractContextManager[None]]
     before: bool = False
-    """Before the ranks' first step: as soon as the hosts have met."""
+    """Whether the fault begins as soon as the hosts have met, before the ranks' first step."""
     lost: bool = True
-    """Whether the kernel still knows what it sent in vain."""
+    """Whether the kernel still knows the data that it has sent in vain, so that the job's log names
+    the loss."""
 
 
 FAULTS = {
@@ -49,9 +51,9 @@ PACES: dict[str, tuple[Callable[[Routed], AbstractContextManager[None]], float]]
     "8 Mbit/s": (lambda net: net.slow("8mbit"), 0.9),
     "50 ms": (lambda net: net.far(0.05), 0.2),
 }
-"""With the seconds that a megabyte takes at least."""
+"""Networks that are slow or long, with the seconds that a megabyte takes there at least."""
 CLOCKS = ("86400", "-7200")
-"""By how many seconds each host's clock differs from the runner's."""
+"""The difference of each host's clock from the runner's clock, in seconds."""
 
 
 def hub_cache(directory: Path, model: Path) -> Path:
@@ -82,14 +84,14 @@ class NetStack(AgentStack):
         self.until(trains, "the first steps")
 
     def error(self, job_id: str) -> JobError:
-        """How the first attempt ended."""
+        """Waits until the job's first attempt has ended in an error. Returns the error."""
         error = self.until(lambda: self.spool.jobs.get(job_id)[1].last_error, "its end")
         assert error is not None
         return error
 
     def until_same(self, job_id: str, attempt: int, wanted: Path) -> None:
-        """Wait for the job's success in this attempt, with these bytes, and for the runner's
-        end."""
+        """Waits until the job succeeds in the attempt number `attempt`, and ends the runner. The
+        job's checkpoint must have the same bytes as `wanted`."""
         state, job = self.wait(job_id)
         assert (state, job.attempt) == ("succeeded", attempt), self.job_log(job_id)
         assert self.stop() == 0
@@ -98,7 +100,7 @@ class NetStack(AgentStack):
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[NetStack]:
-    """Two hosts with an agent each; both have the base model in a hub cache of their own."""
+    """Two hosts with an agent each. Each host has the base model in a hub cache of its own."""
     directory = tmp_path_factory.mktemp("hosts")
     with routed_hosts() as net:
         stack = NetStack(
@@ -169,7 +171,7 @@ def test_a_network_that_fails_is_noticed_and_the_next_attempt_makes_the_same_byt
     name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The hosts get no message about it, and both agents still reach the volume."""
+    """The hosts get no message about the fault, and both agents still reach the volume."""
     if "long" not in alone:
         pytest.skip("runs with --all-cases")
     monkeypatch.setattr(jobs, "STALL_SECONDS", STALL_SECONDS)
@@ -185,7 +187,8 @@ def test_a_network_that_fails_is_noticed_and_the_next_attempt_makes_the_same_byt
         error = stack.error(job_id)
         assert name == "cable" or stack.net.counted()
     assert error.type in ("rank_hung", "rank_error"), error.message
-    # The start is before the first message.
+    # A fault before the first step begins while the ranks still start, so the start's time limit
+    # applies.
     assert fault.before or time.monotonic() - begin < STALL_SECONDS + 20
     stack.until_same(job_id, 2, alone["long"])
     log = stack.job_log(job_id)
@@ -237,7 +240,7 @@ def test_a_slow_or_long_way_makes_nobody_silent(
 
 
 def seconds_of_a_megabyte(net: Routed) -> float:
-    """Connects from host 1 to host 0, until host 0 reports the connection."""
+    """The seconds in which host 1 connects to host 0, sends a megabyte and gets host 0's reply."""
     with within(net.hosts[0], lambda: socket.create_server((ROUTED[0], 0))) as server:
         address = server.getsockname()
         begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""Whole jobs of one rank on a tiny model: they learn, repeat exactly, and make correct
+"""Whole jobs of one rank on a tiny model. The jobs learn, repeat exactly, and make correct
 checkpoints."""
 
 import base64
@@ -54,8 +54,8 @@ def test_sft_reduces_the_loss_and_makes_a_whole_checkpoint(spool: Spool) -> None
 
 
 def test_a_lone_rank_makes_no_communicator(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL makes a communicator for a group's first collective. That takes part of a second, and
-    device memory until the end."""
+    """NCCL makes a communicator for a group's first collective operation. The communicator takes
+    part of a second, and device memory until the end of the process."""
     collectives = {}
     destroy = dist.destroy_process_group
 
@@ -75,7 +75,7 @@ def test_a_lone_rank_makes_no_communicator(spool: Spool, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_a_rehearsal_changes_no_bit(spool: Spool, tmp_path: Path, monkeypatch, family: str) -> None:
-    """As on a GPU, the rank rehearses before any base weight is read."""
+    """The rank rehearses as on a GPU, before it reads any base weight."""
     model = jobs.make_model(tmp_path / "model", family)
     for run in ("plain", "rehearsed"):
         jobs.make_run(spool, model, run)
@@ -124,7 +124,7 @@ def test_rl_raises_the_log_probs_of_rewarded_answers(spool: Spool) -> None:
         )
         probe = spool.checkpoints.manifest("r", step + 1).probe
         assert probe is not None
-        base = base or probe.previous  # of the first job
+        base = base or probe.previous  # The first job's log-probs before its steps.
         assert probe.base == base, "the base model's log-probs don't depend on the adapter"
         for tokens, now, previous in zip(probe.tokens, probe.logprobs, probe.previous, strict=True):
             assert len(now) == len(previous) == len(tokens) - 1
@@ -140,8 +140,8 @@ def test_rl_raises_the_log_probs_of_rewarded_answers(spool: Spool) -> None:
 def test_two_jobs_of_a_step_equal_one_job_of_two(
     kind: str, family: str, spool: Spool, tmp_path: Path
 ) -> None:
-    """The comparison is bit for bit, on a single row: steps don't leak into each other, and all
-    state survives the end of a job."""
+    """The checkpoints of the two runs are equal bit for bit. So no step affects another step except
+    through the checkpoint, and all state survives the end of a job. The data is a single row."""
     model = jobs.make_model(tmp_path / "model", family)
     for run in ("once", "twice"):
         jobs.make_run(spool, model, run)
@@ -184,7 +184,7 @@ def test_two_jobs_of_a_step_equal_one_job_of_two(
     assert expected <= set(last)
     jobs.run_here(spool, submit("twice", "half", 1))
     assert jobs.same_bytes(jobs.run_here(spool, submit("twice", "rest", 1)), whole)
-    for made in (["whole"], ["half", "rest"]):  # they are counted over the jobs of a run
+    for made in (["whole"], ["half", "rest"]):  # Optimizer steps are counted over a run's jobs.
         assert [step["optimizer_step"] for job in made for step in jobs.steps_of(spool, job)] == [
             1,
             2,
@@ -192,7 +192,7 @@ def test_two_jobs_of_a_step_equal_one_job_of_two(
 
 
 def aged(group: Group, step: int | None) -> Group:
-    """The group as if the step had sampled it."""
+    """The group as if the policy of step `step` had sampled it."""
     made = group.model_dump()
     for trajectory in made["trajectories"]:
         trajectory["turns"] = [turn | {"policy_step": step} for turn in trajectory["turns"]]
@@ -200,8 +200,9 @@ def aged(group: Group, step: int | None) -> Group:
 
 
 def test_the_samplers_difference_is_told_by_the_age_of_the_turns(spool: Spool) -> None:
-    """The log-probs of the job's own base step differ by rounding; those of older steps differ by
-    training, too."""
+    """A turn is fresh if the job's base step has sampled it, and stale if an older step has. The
+    sampler's log-probs of fresh turns differ from the trainer's by rounding only. The log-probs of
+    stale turns differ by training too."""
     both = ("sampler_logprob_difference", "kl_sampler")
     parts = {f"{name}_{age}" for name in both for age in ("fresh", "stale")}
     groups = jobs.random_groups(2, 3)
@@ -224,7 +225,7 @@ def test_the_samplers_difference_is_told_by_the_age_of_the_turns(spool: Spool) -
     assert parts < mixed.keys()
     for name in both:
         stale = known[f"{name}_stale"]
-        assert f"{name}_fresh" not in known  # the base step is 2 now
+        assert f"{name}_fresh" not in known  # The base step is 2 now, so all turns are stale.
         assert stale == pytest.approx(known[name])
         parts_of_three = items[0] * mixed[f"{name}_fresh"] + items[1] * mixed[f"{name}_stale"]
         assert 0 < parts_of_three < sum(items) * mixed[name]
@@ -273,7 +274,8 @@ def test_scaled_advantages_forget_the_scale_of_the_rewards(spool: Spool, model: 
 
 
 def test_masks_and_weights_of_the_sampler_are_measured(spool: Spool) -> None:
-    """The random log-probs are far from the trainer's, so many tokens are outside the mask."""
+    """The sampler's log-probs are random and far from the trainer's, so the ratios of many tokens
+    are outside the mask's bounds."""
     loss = RLLoss(policy="ppo", old_logprobs="trainer", tis_mask_low=0.1, tis_mask_high=10.0)
     jobs.run_here(spool, jobs.submit_rl(spool, loss=loss, grad_accumulation_sequences=64))
     (numbers,) = jobs.steps_of(spool, "rl")
@@ -322,8 +324,8 @@ def test_a_checkpoint_of_long_rows_has_a_long_probe(
 
 
 def test_the_reference_is_the_named_checkpoint_and_the_policy_is_restored(spool: Spool) -> None:
-    """Measuring a KL does not change the training. The KL against the job's own starting checkpoint
-    begins at 0."""
+    """A job that measures the KL divergence from a reference makes the same adapter as a job that
+    does not. The divergence from the job's own starting checkpoint begins at 0."""
     jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"))
     adapters, divergence = {}, {}
     for name, reference in (("none", None), ("self", 1), ("zero", 0), ("base", "base")):
@@ -335,12 +337,12 @@ def test_the_reference_is_the_named_checkpoint_and_the_policy_is_restored(spool:
     assert len(set(adapters.values())) == 1
     assert divergence["none"] is None
     assert divergence["self"] == 0.0
-    assert divergence["zero"] == divergence["base"]  # the adapter of step 0 is the identity
+    assert divergence["zero"] == divergence["base"]  # Step 0's adapter does not change the base.
     assert divergence["base"] > 1e-4
 
 
 def with_experts(groups: list[Group]) -> list[Group]:
-    """Random experts for every turn."""
+    """The groups with random routed experts for each token of every turn."""
     rng, content = np.random.default_rng(3), [group.model_dump() for group in groups]
     for turn in (
         turn

@@ -30,7 +30,7 @@ CASES = [
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[Any, dict[str, Any]]:
-    """(kind, topology) -> what `kill_ranks.py` says of the selected cases."""
+    """(kind, topology) -> the line of `kill_ranks.py` about this case, for the selected cases."""
     directory = tmp_path_factory.mktemp("killed")
     for kind, config in MODELS.items():
         jobs.make_model(directory / kind, **config)

@@ -18,7 +18,7 @@ CASES: dict[str, tuple[str | None, int]] = {
     "cp": ("cp", 1),
     "pp": ("pp", 1),
 }
-"""Topology, and how often a rank is killed."""
+"""Topology and number of kills, by the case's name."""
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
-"""Bytes after each phase: exactly what policy and optimizer need is allocated; a step and a
-checkpoint leave nothing behind, and when the ranks are gone the device is empty.
+"""Bytes of device memory after each phase. A rank allocates exactly the bytes that policy and
+optimizer need. A step and a checkpoint leave no bytes behind, and the device is empty after the end
+of the ranks.
 
-On a GPU torch's allocator counts the bytes. On the CPU the tests count the tensors that Python can
-reach, if this is enough. `python3 -m pytest -m gpu tests/rank/test_memory_gpu.py`
+On a GPU torch's allocator counts the bytes. On the CPU the tests count the bytes of tensors that
+Python can reach, where these are enough. `python3 -m pytest -m gpu tests/rank/test_memory_gpu.py`
 """
 
 import json
@@ -34,7 +35,7 @@ DEVICES = [
     pytest.param("cpu", marks=pytest.mark.slow),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
-EPOCHS = 4  # of one row each, so there are 4 equal optimizer steps
+EPOCHS = 4  # Each epoch is one row, so a job has 4 equal optimizer steps.
 MODELS = {
     "cpu": {"hidden_size": 64, "layers": 2},
     "cuda": {
@@ -46,19 +47,20 @@ MODELS = {
         "ffn_size": 3072,
     },
 }
-BLOCK = 512  # bytes that torch's allocator rounds up to
-# A larger allocation may get up to this much more, if the rest of a block is not worth keeping.
+BLOCK = 512  # torch's allocator rounds each allocation up to a multiple of so many bytes.
+# torch's allocator adds up to so many bytes to a larger allocation, if the rest of a block is too
+# small to be kept.
 LARGE = 2**20
-FEW = 8 * BLOCK  # scalars
-SCALARS = 64 * 2**10  # torch's own constants and pinned scalars
+FEW = 8 * BLOCK  # Bytes of a few scalars.
+SCALARS = 64 * 2**10  # Bytes of torch's own constants and pinned scalars.
 
-Row = dict[str, Any]  # see `measured_rank`
+Row = dict[str, Any]  # A row that `measured_rank` writes.
 
 
 @dataclass
 class Measured:
-    """Runs a new run's first and second job. Returns the measurements, and the sizes of base
-    weights and adapter in bytes."""
+    """The measurements of a new run's first and second job, and the sizes of base weights and
+    adapter in bytes."""
 
     device: str
     base: int
@@ -66,7 +68,7 @@ class Measured:
     rows: dict[str, list[Row]]
 
     def end(self, job: str, phase: str) -> Row:
-        """The index of the phase's last end."""
+        """The row of the last end of `phase`."""
         return [row for row in self.rows[job] if row["phase"] == phase][-1]
 
     def begin(self, job: str, phase: str) -> Row:
@@ -75,7 +77,8 @@ class Measured:
         return row
 
     def requested(self, row: Row) -> int:
-        """Bytes requested on the device, as exactly as they can be known."""
+        """Bytes requested on the device. On the CPU only the bytes of tensors that Python can reach
+        are known."""
         return row["stats"]["requested"] if self.device == "cuda" else row["visible"]
 
 
@@ -84,7 +87,7 @@ def submit(spool: Spool, job_id: str) -> str:
 
 
 def run(spool: Spool, job_id: str, device: str) -> list[Row]:
-    """Run the run's next job in a process of its own. Returns the measurements."""
+    """Runs the next job of the run `r` in a process of its own. Returns the measurements."""
     job, out = jobs.claim(spool, submit(spool, job_id)), spool.root / f"{job_id}.json"
     script = Path(__file__).with_name("measured_rank.py")
     ran = subprocess.run(
@@ -119,7 +122,7 @@ def size_of(row: Row, kind: str) -> int:
 
 def check_nothing_else_is_allocated(measured: Measured, row: Row) -> None:
     sizes = [size for kind in row["sizes"].values() for size in kind]
-    if measured.device == "cpu":  # tensors that are read ahead can be reached, too
+    if measured.device == "cpu":  # Python can also reach tensors that are read ahead.
         assert row["visible"] >= sum(sizes)
         return
     assert 0 <= row["stats"]["requested"] - sum(sizes) <= FEW
@@ -134,24 +137,27 @@ def test_a_loaded_model_is_its_parameters_gradient_buffers_and_moments(
     measured: Measured, job: str
 ) -> None:
     if measured.device == "cuda":
-        assert measured.end(job, "data")["stats"]["requested"] <= FEW  # nothing before the model
+        # No memory is allocated before the model is built.
+        assert measured.end(job, "data")["stats"]["requested"] <= FEW
     built, loaded = measured.end(job, "build"), measured.end(job, "state")
     assert (size_of(built, "lora"), size_of(built, "moments")) == (measured.lora, 0)
     (base,) = built["sizes"]["base"]
     assert measured.base <= base < measured.base + 2 * SEGMENT
     assert base % SEGMENT == 0
     assert measured.lora <= size_of(built, "gradients") <= measured.lora + SCALARS
-    assert size_of(built, "other") <= SCALARS  # RoPE's frequencies
+    assert size_of(built, "other") <= SCALARS  # These are RoPE's frequencies.
     assert built["sizes"] | {"moments": loaded["sizes"]["moments"]} == loaded["sizes"]
     assert size_of(loaded, "moments") == 2 * measured.lora
-    for row in (built, loaded):  # in between, weights are read, through memory of their own
+    # Between these two phases the rank reads weights, through memory that it allocates for that.
+    for row in (built, loaded):
         check_nothing_else_is_allocated(measured, row)
-    assert loaded["reported"]["host_pinned"] <= SCALARS  # no buffers of the readers
+    assert loaded["reported"]["host_pinned"] <= SCALARS  # The readers' buffers are freed.
 
 
 @pytest.mark.parametrize("job", ["fresh", "trained"])
 def test_steps_begin_from_the_same_floor(measured: Measured, job: str) -> None:
-    """The first job may leave objects that are made once, such as constants of compiled kernels."""
+    """The comparison begins at the second step, because the first step may leave objects that are
+    made once, such as constants of compiled kernels."""
     first, second, *later = [row for row in measured.rows[job] if row["at"] == "step"]
     assert len(later) == EPOCHS - 2
     for row in later:
@@ -173,7 +179,7 @@ def test_a_checkpoint_leaves_nothing(measured: Measured, job: str) -> None:
     if measured.device == "cuda":
         assert before["stats"]["requested"] == after["stats"]["requested"]
         assert before["stats"]["allocated"] == after["stats"]["allocated"]
-    else:  # on the CPU the written copies are on the same device
+    else:  # On the CPU the copies that the checkpoint writes are on the same device.
         assert 0 <= after["visible"] - before["visible"] <= 3 * measured.lora + SCALARS
     assert after["reported"]["host_pinned"] <= SCALARS
     assert before["stats"].get("host_pinned", 0) == after["stats"].get("host_pinned", 0)
@@ -219,7 +225,7 @@ def test_when_the_ranks_are_gone_the_device_is_empty(launch: str, tmp_path: Path
                 ), phase
                 assert held["allocated"] <= held["peak"], phase
             assert rank.phases["state"]["allocated"] > 50 * 2**20
-            assert next(iter(rank.phases)) == "build"  # earlier phases have not used the device
+            assert next(iter(rank.phases)) == "build"  # Earlier phases do not use the device.
             assert rank.phases["state"]["host_pinned"] == 0
             # The driver frees memory for a moment after the last process is gone.
             until("the device is empty", lambda: gpu.used() == idle, 20)

@@ -71,7 +71,8 @@ def submit_pairs(
 
 
 class Reference:
-    """PEFT's model of a checkpoint, in fp32, on whole sequences without packing."""
+    """PEFT's model with the adapter of a checkpoint. It computes in fp32, on whole sequences
+    without packing."""
 
     def __init__(self, model: Path, adapter: Path) -> None:
         base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -92,7 +93,7 @@ class Reference:
         return logprobs[where - 1, ids[where]]
 
     def loss(self, pairs: list[PreferencePair], before: list[list[torch.Tensor]]) -> torch.Tensor:
-        """DPO's, eq. 7 of its paper."""
+        """The loss of DPO: eq. 7 of the paper on DPO."""
         margins = [
             sum(
                 sign * (now - old).sum()
@@ -157,7 +158,8 @@ def test_dpo_equals_peft_and_adamw_over_several_steps(spool: Spool, model: Path)
 
 
 def test_two_ranks_of_the_experts_evaluate_one_held_out_pair(tmp_path: Path) -> None:
-    """The second rank has no rows, and computes its experts for the first rank's tokens."""
+    """The second rank has no rows of the held-out pair. It computes its experts for the first
+    rank's tokens."""
     spool, model = (
         Spool.create(tmp_path / "spool"),
         jobs.make_model(tmp_path / "m", "qwen3_moe", vocab_size=320),
@@ -189,8 +191,8 @@ def test_two_ranks_of_the_experts_evaluate_one_held_out_pair(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("reference", ["start", "base", 0])
 def test_the_reference_of_a_later_job(spool: Spool, model: Path, reference: Any) -> None:
-    """From step 1 "start" is step 1, where the loss begins at log 2; "base" and step 0 are the same
-    model."""
+    """The job begins at step 1. With the reference "start", which is step 1, the loss begins at
+    log 2. "base" and step 0 are the same model."""
     jobs.run_here(spool, submit_pairs(spool, model, "r", PreferenceLoss(beta=BETA), epochs=4))
     pack = partial(
         prepare_dpo,
@@ -211,8 +213,9 @@ def test_the_reference_of_a_later_job(spool: Spool, model: Path, reference: Any)
 def test_weights_of_either_sign_and_other_targets_are_a_weighted_sum(
     spool: Spool, model: Path
 ) -> None:
-    """Minus the sum of weight times log-prob has the same gradient as any loss whose derivative by
-    each log-prob is known to the client."""
+    """The job's loss is minus the sum of weight times log-prob. A client that knows the derivative
+    of another loss by each log-prob sends minus these derivatives as weights. The job's gradient is
+    then the gradient of the other loss."""
     rng = torch.Generator().manual_seed(3)
     ids = torch.randint(0, 250, (2, 9), generator=rng)
     targets = torch.randint(0, 250, (2, 9), generator=rng)

@@ -1,5 +1,5 @@
-"""Two ranks compute the same as one rank: data-, tensor- and context-parallel with uneven rows, and
-as a pipeline."""
+"""Two ranks compute the same as one rank. The two ranks are data-, tensor- or context-parallel with
+uneven rows, or a pipeline."""
 
 from pathlib import Path
 
@@ -12,10 +12,10 @@ from tandem.metrics.metric import PHASES
 from tandem.spool import Spool
 from tandem.spool.schema import Beat, RankMemory, RLLoss, SFTLoss
 
-pytestmark = pytest.mark.slow  # two ranks train every pair before the first test
+pytestmark = pytest.mark.slow  # Two ranks train all pairs before the first test.
 
-# Large enough that Adam's first updates are not the mere signs of gradients, which rounding can
-# flip.
+# Adam's eps is so large that the first updates are not the mere signs of gradients. Rounding can
+# flip such signs.
 EPS = 1e-2
 LOSSES: dict[str, RLLoss | SFTLoss] = {
     "sft": SFTLoss(),
@@ -23,7 +23,7 @@ LOSSES: dict[str, RLLoss | SFTLoss] = {
         policy="ppo", normalisation="group", old_logprobs="trainer", tis_cap=3.0, entropy_coef=0.02
     ),
     "shaped": RLLoss(kl_coef=0.1, kl_in="advantage", advantage_scale="mean_abs"),
-    # Goes through all phases.
+    # A job with this loss goes through all phases.
     "gspo": RLLoss(
         policy="gspo",
         normalisation="trajectory",
@@ -50,8 +50,8 @@ Results = dict[tuple[str, str], tuple[list[dict[str, float]], Path, dict[int, Be
 
 def submit(spool: Spool, run: str, kind: str, model: Path, **optimizer: int) -> str:
     jobs.make_run(spool, model, run, seed=3)
-    # Two epochs of an odd number of rows, with two rows per step: the last step of each epoch has
-    # one row for two ranks.
+    # An epoch has an odd number of rows, and a step has two rows, so the last step of each of the
+    # two epochs has one row for two ranks.
     loss = LOSSES.get(kind, SFTLoss(normalisation="trajectory"))
     if isinstance(loss, SFTLoss):
         examples = jobs.random_examples(5, 20)
@@ -121,7 +121,7 @@ def test_two_ranks_equal_one(kind: str, topology: str, results: Results, spool: 
 
 
 def test_both_ranks_report_the_memory_of_every_phase(results: Results, spool: Spool) -> None:
-    """The event `loaded`, which rank 0 gathers, contains the numbers of each rank's own beat."""
+    """Rank 0 gathers the event `loaded`. The event contains the numbers of each rank's own beat."""
     steps, _, beats = results["gspo", "dp"]
     assert beats.keys() == {0, 1}
     often = {"forward_backward", "optimizer"}
@@ -131,7 +131,8 @@ def test_both_ranks_report_the_memory_of_every_phase(results: Results, spool: Sp
             often,
         )
         for phase, held in (*beat.phases.items(), *beat.highest.items()):
-            # The resident set of a process with torch in it.
+            # On the CPU, allocated memory is the process's resident set. With torch the set has
+            # more than 100 MiB.
             assert (
                 100 * 2**20
                 < held["allocated"]

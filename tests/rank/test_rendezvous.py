@@ -1,5 +1,5 @@
-"""Ranks wait for rank 0, which may have to download the base model first, and send heartbeats
-meanwhile."""
+"""Ranks wait for rank 0, and send heartbeats while they wait. Rank 0 may have to download the base
+model first."""
 
 import shutil
 import threading

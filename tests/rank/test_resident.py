@@ -1,5 +1,5 @@
-"""A resident rank makes the same checkpoints as new ranks, and reuses its state only if the state
-is still right."""
+"""A resident rank, which stays after a job, makes the same checkpoints as new ranks. It reuses its
+state only if the state is still right."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -35,28 +35,29 @@ def full(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
 def chain(
     spool: Spool, main: Callable[[Path, str, int], int], full: bool
 ) -> list[dict[str, bytes]]:
-    """Run jobs in which a resident rank continues, switches runs and reads again. Returns the files
-    of each checkpoint."""
+    """Runs jobs. Between them a resident rank must continue with its state, switch to another run,
+    or read a checkpoint again. Returns the files of each checkpoint."""
     made = []
 
     def run(submit: Callable[..., str], name: str, job_id: str, **options: Any) -> None:
         made.append(jobs.files(jobs.run_here(spool, submit(spool, name, job_id, **options), main)))
 
     run(jobs.submit_sft, "a", "a1", epochs=2)
-    # Continues, with other settings.
+    # This job continues the run with other settings.
     run(jobs.submit_rl, "a", "a2", learning_rate=3e-3, weight_decay=0.1, beta2=0.9)
-    run(jobs.submit_sft, "b", "b1")  # another run of the same shape
-    run(jobs.submit_sft, "a", "a3")  # the state in memory is b's
+    run(jobs.submit_sft, "b", "b1")  # The run `b` has the same shape as the run `a`.
+    run(jobs.submit_sft, "a", "a3")  # The state in memory belongs to the run `b`.
     if not full:
         with pytest.MonkeyPatch.context() as patch:
-            # this job needs new process groups
+            # This job has another time limit, so it needs new process groups.
             patch.setattr(jobs, "STALL_SECONDS", jobs.STALL_SECONDS + 1)
             run(jobs.submit_sft, "a", "a-other-limit")
         run(jobs.submit_sft, "other-shape", "o1")
     run(jobs.submit_sft, "a", "a4")
     newest = spool.checkpoints.newest("a")
     spool.checkpoints.rollback("a", newest - 1)
-    # Makes the newest step again. The state in memory belongs to the old version of this step.
+    # This job makes the newest step again. The state in memory belongs to the old version of the
+    # newest step.
     run(jobs.submit_rl, "a", "a5")
     return made
 
@@ -81,8 +82,8 @@ def test_a_rank_that_stays_makes_the_checkpoints_that_new_ones_make(
 def test_the_state_in_memory_is_used_and_its_checkpoint_is_verified(
     tmp_path: Path, model: Path, full: bool
 ) -> None:
-    """Ranks do not exchange trained weights: the other ranks have closed the memory in which they
-    shared them."""
+    """If all weights are trained, ranks exchange weights only for the first job. After this job the
+    other ranks have closed the memory through which ranks share weights."""
     spool, state = Spool.create(tmp_path / "spool"), RankState()
     jobs.make_run(spool, model, full=full)
     main, kept = partial(entry.main, state=state), []
@@ -108,8 +109,9 @@ def test_the_state_in_memory_is_used_and_its_checkpoint_is_verified(
 
 
 def test_another_base_model_under_the_same_name_is_built(tmp_path: Path) -> None:
-    """The second model has the same weights and another configuration. A rank that stays reads
-    the weights for every job, and the configuration only once."""
+    """The second model has the same weights as the first one and another configuration. A rank that
+    stays reads the weights for every job, but a model's configuration only once, when it builds the
+    model."""
     model = jobs.make_model(tmp_path / "model")
     losses = []
     main = entry.resident()

@@ -34,7 +34,7 @@ def client(spool: Spool, model: Path) -> Client:
 
 
 def examples(data: list[Datum]) -> list[SFTExample]:
-    """The same data as examples of a job."""
+    """The data of a session's pass as examples of a job."""
     return [
         SFTExample(
             token_ids=[*one.tokens.tolist(), int(one.targets[-1])],
@@ -114,7 +114,8 @@ def test_a_step_of_an_rl_loss_equals_a_job(spool: Spool, client: Client, name, c
 def test_gradients_add_up_over_passes_and_logprobs_are_those_of_a_forward_pass(
     spool: Spool, client: Client
 ):
-    """Two passes and a step equal one step of all their data, except for the order of sums."""
+    """Two passes and a step give the same weights as one pass with the data of both passes and a
+    step, except for the order of sums."""
     one, two = random_data(2), random_data(3)
     first, second, together = client.compute(one), client.compute(two), None
     forward = client.compute([*one, *two], backward=False)
@@ -150,7 +151,8 @@ def test_gradients_add_up_over_passes_and_logprobs_are_those_of_a_forward_pass(
 
 
 def work_off(spool: Spool, *clients: Client) -> None:
-    """Runs jobs until all requests are answered. The jobs make room for one another."""
+    """Runs the sessions' jobs one after the other until all requests of the clients are
+    answered."""
     while any(spool.requests.pending(client.run) for client in clients):
         sessions.work(spool)
 
@@ -173,7 +175,8 @@ def test_a_session_that_idles_out_between_any_two_calls_gives_the_same_bytes(
     whole = program(client)
     sessions.work(spool)
     again = Client(spool, open_session(spool, model))
-    # Each job of the session computes one more request and parks, and the next job goes on.
+    # Each job of the session computes one request and parks the session. The next job continues the
+    # session with the next request.
     log, waiting = spool.requests, list[tuple[Any, ...]]()
     append, last = log.append, log.last
     with monkeypatch.context() as patched:
@@ -185,7 +188,8 @@ def test_a_session_that_idles_out_between_any_two_calls_gives_the_same_bytes(
         sessions.work(spool, main=main)
     assert calls == whole
     assert differing(outcome(client, whole), outcome(again, calls)) == []
-    # The gradient of the last pass is recomputed for a step that is requested later.
+    # A step that a client requests later needs the gradient of the last pass, so the session's next
+    # job computes this gradient again.
     for one in (client, again):
         one.step()
         one.save("d")
@@ -195,16 +199,16 @@ def test_a_session_that_idles_out_between_any_two_calls_gives_the_same_bytes(
 
 
 def gspo(lp: torch.Tensor, q: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """The loss of one datum as Tinker's documentation defines it. Positions where `q` is NaN have
-    no log-ratio."""
+    """The loss `gspo` of one datum as Tinker's documentation defines it. A position whose `q`, the
+    sampler's log-prob, is NaN does not count in the sequence's ratio."""
     s = (lp.detach() - q)[~q.isnan()].mean().exp()
     ratio = s * (lp - lp.detach()).exp()
     return -torch.minimum(ratio * a, ratio.clamp(0.3, 2.0) * a)
 
 
 def test_steps_are_those_of_transformers_peft_and_adamw(spool: Spool, client: Client, model: Path):
-    """A step with each loss agrees with autograd on unpacked data, within the oracle's bound: 1e-3
-    of the movement."""
+    """One step with each loss makes the same weights as autograd on unpacked data. The difference
+    is below the oracle's bound, 1e-3 of the weights' movement."""
     losses: list[tuple[str, dict[str, float], Any]] = [
         ("cross_entropy", {}, lambda lp, q, a: -a * lp),
         ("importance_sampling", {}, lambda lp, q, a: -(lp - q).exp() * a),
@@ -281,7 +285,7 @@ def test_a_save_of_what_is_saved_makes_no_checkpoint(spool: Spool, client: Clien
     assert manifest.seq == 3
     assert manifest.probe is not None
     assert manifest.probe.logprobs != manifest.probe.previous
-    assert manifest.probe.previous == manifest.probe.base  # of step 0
+    assert manifest.probe.previous == manifest.probe.base  # The previous step is step 0.
 
 
 def test_weights_are_loaded_with_and_without_adams_state(spool: Spool, client: Client, model: Path):
@@ -298,7 +302,7 @@ def test_weights_are_loaded_with_and_without_adams_state(spool: Spool, client: C
         step = spool.names.find(client.run, "weights", "a").step
         loaded = other.call(LoadRequest(run=client.run, step=step, optimizer=optimizer))
         other.save("loaded")
-        sessions.work(spool)  # the ranks leave, and go on from this checkpoint
+        sessions.work(spool)  # The ranks leave. The next ranks continue from this checkpoint.
         other.compute(random_data(2))
         other.step()
         other.save("b")
@@ -344,7 +348,8 @@ def test_a_request_that_ends_its_ranks_again_and_again_is_given_up(spool: Spool,
 
 
 def test_sessions_take_turns(spool: Spool, client: Client, model: Path):
-    """Idle ranks leave soon if another job waits, however long their idle time is."""
+    """Idle ranks leave soon if another job waits, even if their setting of the idle time is long:
+    here it is 1000 s."""
     other = Client(spool, open_session(spool, model))
     client.compute(random_data(1))
     other.compute(random_data(1))
@@ -364,7 +369,7 @@ def test_a_rank_whose_memory_runs_out_begins_again_with_the_passes_before(
         nonlocal count
         count += 1
         totals = add(self, *arguments)
-        if count in (2, 4):  # the second pass, and the recomputation of the first
+        if count in (2, 4):  # The second pass, and the second computation of the second pass.
             raise torch.OutOfMemoryError
         return totals
 
@@ -388,8 +393,9 @@ def test_a_rank_whose_memory_runs_out_begins_again_with_the_passes_before(
 def test_a_session_saves_from_time_to_time_and_makes_room(
     spool: Spool, client: Client, monkeypatch: pytest.MonkeyPatch
 ):
-    """Each optimizer step makes a checkpoint here, and its requests then need no arrays any more.
-    If a job ends by its time limit, the next job goes on."""
+    """With an autosave time of 0 s, each optimizer step makes a checkpoint. After the checkpoint
+    the step's requests need no arrays any more. If a job ends by its time limit, the next job
+    continues the session."""
     monkeypatch.setattr(session_loop, "AUTOSAVE_SECONDS", 0.0)
     for seed in (1, 2):
         client.compute(random_data(seed))
@@ -404,7 +410,7 @@ def test_a_session_saves_from_time_to_time_and_makes_room(
     monkeypatch.setattr(session_loop, "MOST_SECONDS", 0.0)
     client.step()
     job = sessions.work(spool, idle=1000.0)
-    assert spool.requests.pending(client.run)  # it left at once
+    assert spool.requests.pending(client.run)  # The rank left before it computed the step.
     monkeypatch.undo()
     assert sessions.work(spool).spec.id != job.spec.id
     assert spool.requests.pending(client.run) == []

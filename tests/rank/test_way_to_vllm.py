@@ -1,4 +1,4 @@
-"""Ranks find vLLM's workers by the publishers' records on the volume."""
+"""Ranks find the addresses of vLLM's workers in the publishers' records on the volume."""
 
 import os
 import time
@@ -52,7 +52,8 @@ def test_nccl_listens_beyond_this_host_only_for_a_vllm_elsewhere(spool, monkeypa
 
 
 def test_one_of_several_servers_elsewhere_is_enough(spool):
-    spool.inference.put_place(ELSEWHERE)  # the record of a server that was the only one
+    # This record is of an earlier server, which was the only one.
+    spool.inference.put_place(ELSEWHERE)
     replica(spool, "0", HERE)
     replica(spool, "old", ELSEWHERE, age=60)
     assert interface(spool) == "lo"
