@@ -1,5 +1,5 @@
-"""One end of a channel: DIRECTORY, rank, number of ranks, cpu or cuda. Rank 0 sends; all stay until
-each has received."""
+"""One end of a channel. Arguments: DIRECTORY, the rank, the number of ranks, and cpu or cuda. Rank
+0 sends. Each end stays until all ends have received the values."""
 
 import sys
 import time
@@ -25,5 +25,5 @@ assert torch.equal(received, values)
 (directory / f"received{rank}").touch()
 while len(list(directory.glob("received*"))) < size:
     time.sleep(0.01)
-time.sleep(0.5)  # the thread that watches the sockets looks every 0.1 s
+time.sleep(0.5)  # The test's thread looks at this process's sockets every 0.1 s.
 channel.close()

@@ -1,7 +1,7 @@
 """The model's outputs and gradients on one row of random trees.
 
-`python cpu_reference.py DIRECTORY` computes them on the CPU in fp32, for a test that runs on a GPU:
-a process runs on one device for its whole life.
+`python cpu_reference.py DIRECTORY` computes these on the CPU in fp32, for a test that computes on a
+GPU. The program is a process of its own, because a process uses one device for its whole life.
 """
 
 import sys
@@ -20,7 +20,8 @@ SLOTS, USED = 1000, 950
 
 
 def random_row(vocabulary: int) -> RowTensors:
-    """Trees of random shape with every token below a root trained, then padding."""
+    """Trees of random shape, then padding. Every token is trained, except the first token of each
+    tree."""
     generator = torch.Generator().manual_seed(1)
     slots = torch.arange(SLOTS)
     positions, end, parent = torch.zeros_like(slots), slots + 1, torch.full_like(slots, -1)
@@ -44,7 +45,8 @@ def random_row(vocabulary: int) -> RowTensors:
 
 
 def evaluate(policy: Policy) -> dict[str, torch.Tensor]:
-    """Log-probs, entropies and the gradients of one function of both; on the CPU."""
+    """Log-probs, entropies, and the gradients of a function of log-probs and entropies. The results
+    are copied to the CPU."""
     row = vars(random_row(policy.arch.vocab_size))
     here = {name: value.to(device.device()) for name, value in row.items() if value is not None}
     outputs = policy(RowTensors(**here))

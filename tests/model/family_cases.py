@@ -1,5 +1,5 @@
-"""Families with the special features of each, and a packed row with its sequences, for comparisons
-with transformers."""
+"""Cases for comparisons with transformers: families with each family's special features, and a
+packed row with the sequences that are in it."""
 
 from typing import Any
 
@@ -45,7 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"family": "qwen3_moe", **QWEN_WINDOW},
     "gpt_oss": {"family": "gpt_oss"},
-    # Small reads of a state are normalised, which enlarges the rounding of large models.
+    # Delta nets normalise what they read from a state. With large weights, small reads occur, and
+    # their normalisation enlarges the rounding.
     "qwen3_5": {"family": "qwen3_5_text", "spread": 0.7},
     "qwen3_5, tied": {
         "family": "qwen3_5_text",
@@ -84,7 +85,8 @@ CASES: dict[str, dict[str, Any]] = {
     "seed_oss, no biases": {"family": "seed_oss", "attention_bias": False},
     "ministral3": {"family": "ministral3"},
     "ministral3, window": {"family": "ministral3", "sliding_window": 7, "num_key_value_heads": 1},
-    # transformers uses its default epsilon for the norms of latents; vLLM uses the model's value.
+    # For the norms of latents, transformers uses its default epsilon, and vLLM uses the model's
+    # epsilon.
     "glm4_moe_lite": {"family": "glm4_moe_lite", "rms_norm_eps": 1e-6},
     "deepseek_v3": {
         "family": "deepseek_v3",

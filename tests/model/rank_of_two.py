@@ -20,9 +20,9 @@ from tandem.topology.sizes import Sizes
 
 
 def shared_reading(model: Path, groups: parallel.ReadingGroups | None) -> dict[str, object]:
-    """The report of this rank: the names of the parameters that it read at the first and at the
-    second time, whether all values are right at the end, and the number of parameters that it would
-    read at a third time."""
+    """The report of this rank. `read`: the names of the parameters that it read first. `missing`:
+    the names of the parameters that it had to read after the exchange. `same`: whether all values
+    are right at the end. `next`: the number of parameters that it would read for a next job."""
     arch = read_arch(str(model))
     alone, shared = (
         BaseWeights(arch, torch.float32, Sizes(), groups=each) for each in (None, groups)

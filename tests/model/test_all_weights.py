@@ -1,7 +1,7 @@
-"""Full fine-tuning: loss and gradients of all weights are transformers', and three steps those of
-torch's AdamW.
+"""Full fine-tuning. The loss and the gradients of all weights equal transformers' results, and
+three optimizer steps equal steps of torch's AdamW.
 
-`tests/oracle` has the mistakes that such a comparison must see.
+`tests/oracle` has the mistakes that such a comparison must find.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,9 @@ from tiny import write_random_model
 SUPPORTED = {
     name: case
     for name, case in CASES.items()
-    # The router's bias is no parameter in transformers; tests/oracle trains latent attention; all
-    # weights of Gemma's mixtures are refused.
+    # Four families are left out because the router's bias is no parameter in transformers, or
+    # because tests/oracle trains latent attention. Tandem refuses to train all weights of Gemma's
+    # mixtures.
     if case["family"] not in ("glm4_moe", "gpt_oss", "glm4_moe_lite", "deepseek_v3")
     and name != "gemma4, experts"
 }
@@ -43,13 +44,14 @@ def their_loss(model) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Reference:
-    """The results of transformers and torch's AdamW; tensors by the names in the model's files."""
+    """The results of transformers and torch's AdamW. Tensors have the names of the model's
+    files."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
     norm: float
     before: dict[str, torch.Tensor]
-    after: dict[str, torch.Tensor]  # three steps
+    after: dict[str, torch.Tensor]  # The weights after three steps.
 
 
 def reference(model: Path, path: Path) -> Reference:
@@ -83,13 +85,15 @@ def reference(model: Path, path: Path) -> Reference:
 
 
 def trained(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors without Gemma 4's frozen number of each layer, which `saved` doesn't know."""
+    """The tensors without `layer_scalar`, a frozen number of each layer of Gemma 4. `saved` does
+    not copy its value."""
     return {name: value for name, value in tensors.items() if "layer_scalar" not in name}
 
 
 @pytest.mark.parametrize("case", SUPPORTED)
 def test_like_transformers_and_adamw(alone, tmp_path, monkeypatch, case):
-    """Loss and gradients at each level, and three steps, which update a weight in several parts."""
+    """Loss and gradients are compared at each level of what layers keep for the backward pass. The
+    weights are compared after three steps. A step updates a weight in several parts."""
     monkeypatch.setattr(sharded_adam, "CHUNK", 1000)
     model = write_random_model(
         tmp_path / "model", seed=4, num_hidden_layers=3, **{"spread": 1.0, **SUPPORTED[case]}
@@ -128,7 +132,8 @@ def test_master_values_in_bf16_lose_nothing():
     )
     split_master(master.clone(), weights, remainder)
     assert torch.equal(join_master(weights, remainder), master)
-    assert torch.equal(weights, master.bfloat16())  # random values contain no exact tie
+    # None of the random values lies exactly between two values of bf16.
+    assert torch.equal(weights, master.bfloat16())
     tie = torch.tensor([1.0 + 2.0**-8, -1.0 - 2.0**-8])
     split_master(tie.clone(), weights[:2], remainder[:2])
     assert weights[:2].tolist() == [1.0 + 2.0**-7, -1.0 - 2.0**-7]
@@ -136,8 +141,8 @@ def test_master_values_in_bf16_lose_nothing():
 
 
 def test_bf16_steps_add_up_below_its_resolution(alone, tmp_path):
-    """Steps of a thousandth of a weight's resolution: the master values equal the weights of a
-    model in fp32, bit for bit."""
+    """Each step is a thousandth of the resolution of a weight in bf16. After the steps the master
+    values equal, bit for bit, the weights of a model in fp32."""
     model = write_random_model(tmp_path / "model", seed=4, spread=1.0)
     exact, half = make_full(model, SETTINGS), make_full(model, SETTINGS, torch.bfloat16)
     for name, weight in exact.policy.base().items():

@@ -1,5 +1,5 @@
-"""Both attention kernels see the same trees. Also RoPE, and rows in which only the first slots are
-computed."""
+"""Both attention kernels, SDPA and FlexAttention, see the same trees. Other tests are about long
+probes and about rows in which only the first slots are computed."""
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from tiny import write_random_model
 
 
 def random_tree(length: int, used: int, generator: torch.Generator) -> torch.Tensor:
-    """subtree_end of random trees in depth-first order, then padding."""
+    """`subtree_end` of a row of `length` slots: random trees in depth-first order on the first
+    `used` slots, then padding."""
     end = torch.arange(length) + 1
 
     def grow(start: int, stop: int, depth: int) -> None:
@@ -35,7 +36,7 @@ def random_tree(length: int, used: int, generator: torch.Generator) -> torch.Ten
 @pytest.mark.parametrize("window", [None, 7])
 def test_the_dense_mask_is_the_definition(window):
     end = random_tree(60, 50, torch.Generator().manual_seed(0))
-    # The number of keys of each query, including the query's own slot.
+    # The keys of each query, including the query's own slot.
     sequence = [[k for k in range(q + 1) if q < int(end[k])] for q in range(60)]
     by_definition = torch.tensor(
         [[k in sequence[q][-(window or 60) :] for k in range(60)] for q in range(60)]
@@ -71,7 +72,7 @@ def test_the_block_mask_is_the_dense_one(length):
             name for name, value in vars(theirs).items() if isinstance(value, torch.Tensor)
         ]:
             mine, other = getattr(ours, field), getattr(theirs, field)
-            if field.endswith("indices"):  # entries beyond the count have no meaning
+            if field.endswith("indices"):  # Indices after the first `num_blocks` mean nothing.
                 count = getattr(theirs, field.replace("indices", "num_blocks"))
                 valid = torch.arange(mine.shape[-1]) < count[..., None]
                 mine, other = mine * valid, other * valid
@@ -87,9 +88,9 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers":
     ids=["whole", "window", "sinks", "values of another width"],
 )
 def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path, config):
-    """Forward only: FlexAttention has no backward on the CPU. `test_gpu_like_cpu.py` compares
-    gradients on a GPU."""
-    # Not compiled: PyTorch's reference, with the same blocks.
+    """The test compares forward passes only, because FlexAttention has no backward pass on the CPU.
+    `test_gpu_like_cpu.py` compares gradients on a GPU."""
+    # PyTorch's FlexAttention without compilation, with the same blocks.
     monkeypatch.setattr(attention, "flex", flex_attention._attend)
     model = write_random_model(tmp_path / "model", **config)
     lora = LORA.model_copy(update={"targets": all_targets(read_arch(str(model)))[:4]})

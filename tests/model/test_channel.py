@@ -1,4 +1,5 @@
-"""Whole weights travel between processes that a file brings together, and nobody else can join."""
+"""Whole weights travel between processes that meet through a file. No other user's process can
+join."""
 
 import os
 import subprocess
@@ -22,7 +23,7 @@ def test_weights_arrive_and_all_sockets_are_loopbacks(tmp_path: Path, where: str
     if where == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     environment = rank_environment(Settings(weights="merged", transport="nccl"))
-    environment["NCCL_SOCKET_IFNAME"] = "lo"  # as `way_to_vllm` chooses it on one host
+    environment["NCCL_SOCKET_IFNAME"] = "lo"  # `way_to_vllm` chooses loopback on one host too.
     command = [sys.executable, str(END), str(tmp_path)]
     with watched(os.getpid()) as found:
         ends = [

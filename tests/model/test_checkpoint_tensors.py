@@ -1,5 +1,5 @@
-"""If an adapter's files are wrong in any way, loading fails and names it; LoRA is never
-silently reset."""
+"""If an adapter's files are wrong in any way, loading fails with an error that names the problem.
+LoRA is never reset silently."""
 
 from pathlib import Path
 
@@ -87,7 +87,7 @@ def test_a_truncated_file_is_named(adapter, keep):
 
 
 def test_a_full_volume_under_an_identity_adapter_is_an_os_error(tmp_path: Path) -> None:
-    """The spool turns this error into an answer."""
+    """The spool turns an OSError into the answer that the volume is full."""
     (tmp_path / WEIGHTS_FILE).symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
         write_identity_adapter(tmp_path, ARCH, LORA, base_model="tiny", seed=1)
@@ -102,12 +102,13 @@ def test_the_identity_adapter_is_pefts_initialisation(adapter, tmp_path_factory)
         of_seed.append((another / WEIGHTS_FILE).read_bytes())
     assert (adapter / WEIGHTS_FILE).read_bytes() == of_seed[0] != of_seed[1]
     tensors = {name: tensor.numpy() for name, tensor in read(adapter).items()}
-    assert of_seed[0] == save(tensors, metadata={"format": "pt"})  # the library's own file
+    # The file has the bytes that safetensors' own writer makes.
+    assert of_seed[0] == save(tensors, metadata={"format": "pt"})
     assert len(tensors) == 2 * 2 * 7
     assert all(tensor.dtype == np.float32 for tensor in tensors.values())
     assert all((tensor == 0).all() for name, tensor in tensors.items() if "lora_B" in name)
     firsts = [tensor for name, tensor in tensors.items() if "lora_A" in name]
-    # No two layers share their numbers.
+    # No two matrices A have the same numbers.
     assert len({tensor.tobytes() for tensor in firsts}) == len(firsts)
     assert all(abs(tensor).max() <= tensor.shape[1] ** -0.5 for tensor in firsts)
     # U(-1, 1) after scaling: mean 0, standard deviation 1/sqrt(3).

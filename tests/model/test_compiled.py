@@ -1,5 +1,5 @@
-"""A compiled function is written to a file, later processes load it, and a file that can't be used
-is made again."""
+"""A compiled function is written to a file. Later processes load this file. A file that can't be
+used is made again."""
 
 import errno
 import importlib
@@ -27,8 +27,8 @@ def function(x, weight, scale):
 
 @pytest.fixture(autouse=True)
 def files(tmp_path_factory, monkeypatch):
-    """The directory of the files, empty. torch's own cache beside it is kept, because it takes
-    seconds to fill."""
+    """The directory of compiled functions, which is empty at the start of each test. torch's own
+    cache is beside it and is kept, because the compiler takes seconds to fill that cache."""
     directory = tmp_path_factory.getbasetemp() / "inductor"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory))
     shutil.rmtree(directory / "tandem", ignore_errors=True)
@@ -37,7 +37,7 @@ def files(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def compiles(monkeypatch):
-    """The calls of torch.compile."""
+    """The arguments of each call of torch.compile."""
     calls, compile_function = [], torch.compile
     monkeypatch.setattr(
         torch,
@@ -119,9 +119,10 @@ def test_what_makes_another_kind():
     assert len(kinds) == 7
 
 
-# FlexAttention as a rank calls it, without the gradients that the CPU lacks, for a whole row and
-# for its first 200 slots. Prints how often torch.compile was called, not at all by Megatron's
-# import, and whether the result is that of the dense mask.
+# A program that calls FlexAttention as a rank does, for a whole row and for the row's first 200
+# slots. It computes no gradients, because FlexAttention has none on the CPU. It prints the number
+# of calls of torch.compile, and whether the result is that of the dense mask. Tandem's import of
+# Megatron must not call torch.compile.
 ATTENTION = """
 import sys, torch
 from torch.nn.functional import pad
@@ -189,7 +190,8 @@ def test_a_directory_that_cannot_be_written_is_no_error(files, monkeypatch):
 def test_nothing_is_loaded_from_a_directory_of_others(
     compiles, files, monkeypatch, tmp_path, which, change
 ):
-    """A pickle in this directory could run code of the user who wrote it."""
+    """Compiled functions are pickles. A pickle that another user has written could run that user's
+    code."""
     Compiled(function)(*arguments())
     directory = files if which == "tandem" else files.parent
     loads = []

@@ -1,5 +1,5 @@
-"""Context parallelism without ranks: the blocks of each rank, and the mask of some slots.
-`test_topologies.py` checks the computations of several ranks.
+"""Context parallelism without ranks. The tests check the blocks of each rank, and the mask of a
+rank's slots. `test_topologies.py` checks the computations of several ranks.
 """
 
 from unittest import mock
@@ -13,7 +13,7 @@ from tandem.model.flex_attention import BLOCK, FlexMask, seen_blocks
 from tandem.model.rows import Deal, RowTensors, deal_blocks, pad_row
 
 SEQUENCE = np.full(64 * BLOCK, 64 * BLOCK)
-# 16 x (2048 + 512)
+# A prompt of 2048 slots and 16 answers of 512 slots each.
 GROUP = np.array([10240] * 2048 + [2048 + 512 * (1 + slot // 512) for slot in range(16 * 512)])
 
 
@@ -43,7 +43,8 @@ def test_the_masks_of_some_slots_are_the_rows_of_the_whole(window):
 
 
 def test_padding_keeps_a_longer_row_of_the_attention():
-    """The probe computes a few slots of a row that is as long as the job's rows."""
+    """The probe computes only the first slots of a row that is as long as the job's rows. Padding
+    of the computed slots does not shorten the row of the attention."""
     few = RowTensors(
         torch.arange(5), torch.arange(5), torch.arange(512) + 1, torch.arange(4), torch.arange(4)
     )
@@ -54,8 +55,8 @@ def test_padding_keeps_a_longer_row_of_the_attention():
 
 
 def evaluate(tree: TreeParams) -> torch.Tensor:
-    """The keys that FlexAttention sees. In a partly visible block the mask decides; a full block is
-    visible as a whole."""
+    """The mask of keys that FlexAttention sees. In a partly visible block the exact rule decides
+    about each key. All keys of a full block are visible."""
     mask = tree.mask
     assert isinstance(mask, FlexMask)
     assert tree.deal is not None

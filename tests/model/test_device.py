@@ -1,12 +1,11 @@
-"""CUDA starts while a rank does its first work, and this work does not wait for CUDA."""
-
+"""CUDA starts while a rank does its first work. The first work does not wait for CUDA."""
 import subprocess
 import sys
 from pathlib import Path
 
 from tiny import write_random_model
 
-# Without a GPU CUDA fails to start, so code that needs CUDA fails visibly.
+# The test runs without a GPU. There CUDA fails to start, so code that needs CUDA fails visibly.
 BUILD = """
 import sys, torch, traceback
 from tandem.errors import InvalidInput

@@ -1,7 +1,7 @@
-"""The arithmetic of experts, and the same bits on a GPU.
+"""The arithmetic of experts. A GPU computes the same bits each time.
 
-test_same_as_transformers.py would see a dropped token, and test_same_gradients.py an auxiliary
-loss.
+test_same_as_transformers.py would find a token that an expert drops, and test_same_gradients.py
+would find an auxiliary loss.
 """
 
 import subprocess
@@ -25,8 +25,8 @@ TESTS = Path(__file__).parent.parent
     ],
 )
 def test_grouped_products(sizes, where, dtype, features):
-    """The products are exact on the CPU. In bf16 torch's grouped product is compared with fp64,
-    with empty and odd groups."""
+    """The products are exact on the CPU. On a GPU in bf16, torch's grouped product is compared with
+    products in fp64. Some groups are empty, and some have an odd number of tokens."""
     generator = torch.Generator().manual_seed(0)
     sizes = sizes if where == "cpu" else tuple(77 * size for size in sizes)
     # The tensors are made on the CPU and then moved, because after some other tests `device="cuda"`
@@ -99,8 +99,8 @@ print("same bits", len(results[0]))
 
 @pytest.mark.gpu
 def test_a_gpu_gives_the_same_bits_twice(tmp_path):
-    """Log-probs and gradients of a mixture of experts repeat exactly: no sum depends on the order
-    of threads."""
+    """Three passes of a mixture of experts give the same log-probs and gradients bit for bit, so no
+    sum depends on the order of threads."""
     command = [sys.executable, "-c", SAME_BITS, str(tmp_path)]
     done = subprocess.run(
         command, cwd=TESTS, capture_output=True, text=True, timeout=600, check=False

@@ -1,5 +1,5 @@
-"""config.json -> the model's architecture and its adapters' shapes; everything that Tandem doesn't
-build is refused."""
+"""The architecture of a model and the shapes of its adapters, from the model's config.json. Tandem
+refuses everything that it doesn't build."""
 
 import errno
 import json
@@ -73,8 +73,8 @@ def test_the_parameters_of_rope_have_transformers_precedence():
     assert arch_from_config(llama).rope_scaling == RopeScaling(8.0, 1.0, 4.0, 64)
 
 
-# Keys that a config must have here. transformers has defaults for them too, which belong to no
-# published model.
+# Keys that Tandem requires in a config. transformers has defaults for these keys, but no published
+# model has the default values.
 REQUIRED = {
     "vocab_size": 256,
     "hidden_size": 1024,
@@ -90,7 +90,7 @@ REQUIRED = {
 
 def theirs(config: dict[str, Any]) -> Any:
     values = {key: value for key, value in config.items() if key != "model_type"}
-    # vLLM reads Kimi K2's config as DeepSeek V3's; transformers does not know the name.
+    # vLLM reads Kimi K2's config as DeepSeek V3's config. transformers does not know `kimi_k2`.
     family = {"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"])
     return transformers.CONFIG_MAPPING[family](**values)
 
@@ -106,7 +106,7 @@ NOT_BUILT = {
     "final_logit_softcapping",
     "use_bidirectional_attention",
 }
-OF_SOME = {  # models with windows, or of mixtures
+OF_SOME = {  # Keys that only models with windows or mixtures have.
     "sliding_window",
     "sliding_window_pattern",
     "layer_types",
@@ -121,9 +121,10 @@ OF_SOME = {  # models with windows, or of mixtures
     "use_qk_norm",
     "full_attention_interval",
     "per_layer_config",  # transformers' own way to write `global_head_dim`
-    "attn_output_gate",  # transformers and vLLM do not read it
+    "attn_output_gate",  # transformers and vLLM do not read this key.
     "output_gate_type",
-    "topk_method",  # vLLM reads this key and the next three; transformers has no such choice
+    # vLLM reads the next four keys. transformers has no such choices.
+    "topk_method",
     "scoring_func",
     "moe_layer_freq",
     "index_topk",
@@ -131,8 +132,8 @@ OF_SOME = {  # models with windows, or of mixtures
 
 
 def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
-    """For every other key that Tandem reads: the value in the architecture, and the value in
-    transformers' config `hf`."""
+    """For every key that Tandem reads and that is not in `REQUIRED` or `OF_SOME`: the value in the
+    architecture, and the value in transformers' config `hf`."""
     ours = vars(arch.rope_scaling) if arch.rope_scaling else {}
     scaled = {key: value for key, value in ours.items() if key != "attention_factor"}
     growth, mscale = arch.query_growth, ("mscale", "mscale_all_dim", "type")
@@ -143,7 +144,8 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
     if "original_max_positions" in scaled:
         scaled["original_max_position_embeddings"] = scaled.pop("original_max_positions")
     unscaled, local = (
-        # `test_same_gradients.py` checks the factor that `mscale` and `mscale_all_dim` make.
+        # `test_same_gradients.py` checks the factor that results from `mscale` and
+        # `mscale_all_dim`.
         ("partial_rotary_factor", "rope_theta", "rope_type", *(mscale if growth else ())),
         hf.rope_parameters.get("sliding_attention"),
     )
@@ -192,7 +194,8 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
         "decoder_sparse_step": (1, getattr(hf, "decoder_sparse_step", 1)),
         **{key: (False, bool(getattr(hf, key, None))) for key in NOT_BUILT},
     }
-    if arch.model_type == "seed_oss":  # in other families it is about the output, too
+    # In other families `attention_bias` is about the bias of the output too.
+    if arch.model_type == "seed_oss":
         found["attention_bias"] = (arch.qkv_bias, hf.attention_bias)
     if gdn := arch.gdn:
         found["layer_types"] = (
@@ -261,14 +264,15 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
         found["mlp_layer_types"] = found["first_k_dense_replace"]
         found["head_dim"] = (arch.head_dim, hf.qk_head_dim)
         found["partial_rotary_factor"] = (mla.rope_size, hf.head_dim)
-        # Their default fits one published model and ignores the number of heads.
+        # transformers' default of this key fits one published model, whatever `num_attention_heads`
+        # is. So the number of heads is the right value.
         found["num_key_value_heads"] = (arch.num_kv_heads, arch.num_heads)
     return found
 
 
 def windowed(hf: Any, arch: Arch) -> list[bool]:
-    """For each layer, whether it has a window in transformers' config `hf`; empty if no layer has
-    one."""
+    """For each layer, whether the layer has a window in transformers' config `hf`. The list is
+    empty if no layer has a window."""
     if getattr(hf, "sliding_window", None) is None:
         return []
     kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * arch.num_layers
@@ -277,12 +281,12 @@ def windowed(hf: Any, arch: Arch) -> list[bool]:
 
 
 def rope(hf: Any) -> dict[str, Any]:
-    """The parameters of RoPE in layers without a window."""
+    """The parameters of RoPE in transformers' config `hf`, of the layers without a window."""
     return hf.rope_parameters.get("full_attention", hf.rope_parameters)
 
 
 class Recorded(dict[str, Any]):
-    """A config that knows which of its keys were read."""
+    """A config that records the keys that were read from it."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -294,7 +298,8 @@ class Recorded(dict[str, Any]):
 
 
 def differing(config: dict[str, Any], hf: Any) -> list[str]:
-    """Keys in which Tandem's architecture and the config `hf` differ."""
+    """The keys whose values differ between Tandem's architecture of `config` and transformers'
+    config `hf`."""
     values, text = Recorded(config), Recorded(config.get("text_config", {}))
     if text:
         values["text_config"], hf = text, hf.get_text_config()
@@ -315,20 +320,20 @@ def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(
 ):
     from vllm.transformers_utils.config import get_config
 
-    # vLLM writes `kimi_k2` into transformers' class. The class then saves models under a wrong
-    # name.
+    # vLLM writes `kimi_k2` into transformers' class of DeepSeek V3. At the end of the test pytest
+    # restores the class, because it would save models under a wrong name.
     monkeypatch.setattr(transformers.DeepseekV3Config, "model_type", "deepseek_v3")
 
     def of(values: dict[str, Any]) -> dict[str, Any]:
-        # The numbers of layers and experts that its defaults need. Mistral 3's class in
-        # transformers changes its argument.
+        # The other defaults of DeepSeek V3 need these numbers of layers and experts. `values` is
+        # copied, because Mistral 3's class in transformers changes its argument.
         more = {"num_hidden_layers": 4, "n_routed_experts": 32} if family in DEEPSEEKS else {}
         values = {key: more.get(key, value) for key, value in values.items()}
         if family.startswith("gemma4"):
-            # if it is left out, it is 256, and 256 is refused
+            # The default of this key is 256, and Tandem refuses 256.
             values["hidden_size_per_layer_input"] = 0
             del values["num_experts"]
-        # if it is left out, its meaning is ambiguous
+        # A config of this family without `tie_word_embeddings` is ambiguous.
         if family == "qwen3_vl_moe":
             values = {"tie_word_embeddings": False, **values}
         return {
@@ -359,7 +364,7 @@ def test_a_window_is_in_the_layers_that_transformers_says(family, change):
     config = {"model_type": family, **REQUIRED, "use_sliding_window": True, **change}
     assert differing(config, theirs(config)) == []
     named = {**config, "layer_types": ["sliding_attention", "full_attention"]}
-    if family == "qwen3_moe":  # all its layers have the window
+    if family == "qwen3_moe":  # All layers of this family have the window.
         with pytest.raises(UnknownArchitecture, match="layer_types"):
             arch_from_config(named)
     else:
@@ -386,14 +391,14 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
 @pytest.mark.parametrize(
     ("config", "change", "says"),
     [
-        # Variants with other logits.
+        # Variants whose logits would differ from those of Tandem's model.
         (QWEN3, {"attention_bias": True}, "biases on attention"),
         (
             QWEN3,
             {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]},
             "layer_types",
         ),
-        # vLLM has a window then.
+        # vLLM gives a Llama with this key a window.
         (QWEN3, {"model_type": "llama", "sliding_window": 4096}, "sliding-window"),
         (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "other kinds"),
         (QWEN3, {"layer_types": ["full_attention", "linear_attention"]}, "other kinds"),
@@ -427,7 +432,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
             r"Mxfp4Config.*dequantize=True.*save_pretrained",
         ),
         (OSS, {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
-        # vLLM computes otherwise.
+        # vLLM computes the next variants in another way.
         (OSS, {"attention_bias": False}, "attention without biases"),
         (OSS, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types that"),
         (
@@ -535,7 +540,8 @@ def test_a_failure_of_the_hub_that_may_pass_does_not_make_the_model_wrong(monkey
     with pytest.raises(TandemError) as caught:
         model_directory("org/model")
     assert (type(caught.value), caught.value.retriable) == (kind, kind is not InvalidInput)
-    with pytest.raises(InvalidInput):  # nothing that is computed later depends on the cache alone
+    # With `cached`, the hub is not contacted, so no error counts as one that may pass.
+    with pytest.raises(InvalidInput):
         model_directory("org/model", cached=True)
 
 
@@ -549,7 +555,8 @@ def test_a_mixture_of_experts():
         for key, value in QWEN3_MOE.items()
         if key not in ("num_experts", "norm_topk_prob")
     }
-    other = arch_from_config({**renamed, "num_local_experts": 8})  # as transformers 5 writes it
+    # transformers 5 writes the number of experts under this key.
+    other = arch_from_config({**renamed, "num_local_experts": 8})
     assert other.moe == MoE(
         num_experts=8, experts_per_token=3, ffn_hidden_size=24, norm_topk_prob=False
     )

@@ -1,4 +1,5 @@
-"""A GPU computes what the CPU computes, by both attention kernels and with full recomputation."""
+"""A GPU computes the same as the CPU, with both attention kernels, and with and without full
+recomputation."""
 
 import json
 from collections.abc import Iterator
@@ -37,13 +38,13 @@ EXPERTS = {
 FP32 = (2e-3, 2e-3)
 # In bf16 the router sends some tokens to other experts than in fp32.
 BF16 = {"qwen3": (0.05, 0.15), "qwen3_moe": (0.2, 0.6)}
-"""Bounds of the mean difference of log-probs, and of a gradient's difference relative to its
-norm."""
+"""The largest mean difference of log-probs, and the largest difference of a gradient relative to
+the gradient's norm, by family."""
 
 
 def write_model(directory: Path, config: dict[str, Any]) -> None:
-    """Weights have the size of initialised weights: with larger weights, bf16 changes the log-probs
-    by nats."""
+    """Writes a model whose weights are as large as initialised weights. With larger weights, bf16
+    would change the log-probs by several nats."""
     generator = torch.Generator().manual_seed(0)
     shapes = {
         name: shape
@@ -61,7 +62,7 @@ def write_model(directory: Path, config: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module", params=list(BF16))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with an adapter, and the CPU's results in `cpu.pt`."""
+    """The directory of a model with an adapter. Its file `cpu.pt` has the CPU's results."""
     shape = SHAPE if request.param == "qwen3" else SHAPE | EXPERTS
     directory = tmp_path_factory.mktemp(request.param)
     write_model(directory, shape | {"model_type": request.param})

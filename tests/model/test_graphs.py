@@ -1,4 +1,5 @@
-"""CUDA graphs of the layers: when a job's passes are captured, and that they have the same bits."""
+"""CUDA graphs of the layers. The tests check when a job's passes are captured, and that captured
+passes give the same bits."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,11 +33,12 @@ DENSE = ["llama, linear rope", "mistral", "qwen2", "qwen3", "gemma3"]
 
 
 def test_passes_are_captured_where_they_gain_more_than_the_capture_takes():
-    """The host needs 10 ms to launch a pass, and a capture costs two passes."""
+    """The host needs 10 ms to launch a pass, and a capture costs as much time as two passes."""
     cases = {(2, 0.0): False, (3, 2.5): True, (4, 6.0): False, (100, 9.9): False, (300, 9.9): True}
     for (passes, gpu), worth in cases.items():
         assert graphs.worth_capturing(passes, 10.0, gpu) == worth, (passes, gpu)
-    assert not graphs.worth_capturing(10**6, 10.0, 12.0)  # the host waits for the GPU
+    # The GPU needs 12 ms for a pass, so the host waits for the GPU.
+    assert not graphs.worth_capturing(10**6, 10.0, 12.0)
 
 
 def test_captured_passes_take_the_place_of_the_layers_where_gradients_are_computed(alone, tmp_path):
@@ -130,7 +132,7 @@ def on_gpu() -> Iterator[None]:
 
 
 class Trained:
-    """A policy whose gradients stay in their memory, and rows of one length."""
+    """A policy whose gradients stay at the same addresses, and three rows of the same length."""
 
     def __init__(self, directory, case: str, lora: LoraShape = LORA) -> None:
         model = write_random_model(directory / "model", spread=1.0, **{**CASES[case], **SHAPE})
@@ -150,7 +152,7 @@ class Trained:
         return replace(row, **tensors)
 
     def passes(self) -> list[torch.Tensor]:
-        """The log-probs of each row, and the sum of their gradients."""
+        """The log-probs of each row, and the gradients summed over the rows."""
         self.optimizer.zero_grad()
         found = []
         with self.policy.adapter_fixed():
@@ -177,8 +179,8 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("levels", [[2, 2, 2], [0, 1, 2]])
 @pytest.mark.parametrize("case", DENSE)
 def test_graphs_have_the_same_bits(on_gpu, tmp_path, case, levels):
-    """The graphs run with other trees than at the capture, after the adapter has changed, and after
-    they were dropped and captured again."""
+    """The graphs run with other trees than the capture had, after a change of the adapter, and
+    after a second capture."""
     trained = Trained(tmp_path, case)
     for layer, level in zip(trained.policy.gpt.decoder.layers, levels, strict=True):
         layer.save_level = SaveLevel(level)
@@ -210,7 +212,7 @@ def test_a_small_model_is_captured_if_enough_passes_are_left_and_the_memory_is_a
     on_gpu, tmp_path, monkeypatch
 ):
     trained = Trained(tmp_path, "qwen3")
-    for _ in range(2):  # the first one loads the kernels
+    for _ in range(2):  # The first passes load the kernels.
         expected = trained.passes()
     graphs.repeat(trained.policy, trained.rows[0], 2)
     assert trained.policy.layer_graphs is None

@@ -1,4 +1,5 @@
-"""Each kernel of a layer against autograd of its formula in float64, on the CPU and on a GPU."""
+"""Each kernel of a layer, on the CPU and on a GPU, computes the same as autograd of the kernel's
+formula in float64."""
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ def random():
 
 
 def close(actual, expected, where):
-    """The tolerance, relative to the norm."""
+    """The difference is within `BOUND`, relative to the norm of `expected`."""
     error = (actual.double().cpu() - expected).norm() / expected.norm()
     assert error <= BOUND[where], float(error)
 
@@ -97,8 +98,8 @@ def test_activations_of_experts(random, where, features, name, formula):
 
 @pytest.mark.gpu
 def test_fp8_products(random):
-    """Rows and weights quantised to three bits of mantissa: products are off by a few percent of
-    their norm."""
+    """Rows and weights are quantised to three bits of mantissa, so the products differ from the
+    exact products by a few percent of the norm."""
     weight, x, gradient = (
         tensor.cuda().bfloat16() for tensor in (random(256, 512), random(33, 512), random(33, 256))
     )

@@ -10,7 +10,8 @@ from tandem.model.transfer.channel import join_meeting, make_meeting
 
 
 def test_a_meeting_is_a_new_file_of_its_owner_and_group(tmp_path: Path) -> None:
-    """A file that others put there is not taken, and nothing listens for the peers."""
+    """`make_meeting` refuses a path where a file or link is already. The ranks and workers meet
+    through the file only, so no socket listens for them."""
     before = listening(os.getpid())
     path, others = tmp_path / "meeting", tmp_path / "others"
     umask = os.umask(0)

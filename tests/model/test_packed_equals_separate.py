@@ -29,8 +29,8 @@ def policy(request, alone, tmp_path_factory):
 
 @st.composite
 def groups(draw):
-    # Unequal tokens: if all are the same, attention's true gradient is 0 and only rounding would be
-    # compared.
+    # The prompt has unequal tokens. If all tokens were the same, attention's true gradient would be
+    # 0, and the test would compare rounding only.
     prompt = [1, 2, 3, *draw(ids)]
     members = draw(st.lists(trajectories(prompt), min_size=1, max_size=5))
     advantage = st.sampled_from([-2.0, -0.5, 0.7, 3.0])
@@ -42,7 +42,8 @@ def groups(draw):
 
 
 def loss(outputs, advantages: torch.Tensor | float):
-    """A function of log-probs and entropies that weighs each item differently by its advantage."""
+    """A function of log-probs and entropies. It gives each item a weight that depends on the item's
+    advantage."""
     return (
         outputs.logprobs.exp() * advantages
         + 0.3 * advantages**2 * outputs.logprobs
@@ -83,6 +84,6 @@ def test_packed_equals_one_by_one(policy, batch, sequence_length):
         one.backward()
         expected += one.detach()
     assert abs(total - expected) <= 1e-5 * abs(expected)
-    # Few ids make attention's gradients small differences: a processor's fp32 rounding has been
-    # 1.08e-5 of their norm.
+    # With few ids, attention's gradients are small differences of large numbers. On one processor,
+    # rounding in fp32 was 1.08e-5 of the gradients' norm.
     assert_close(together, gradients(policy), 5e-5)

@@ -1,5 +1,5 @@
-"""Qwen3.5's mixtures: checkpoints that stack all experts and have a vision tower, and refused
-variants."""
+"""Qwen3.5's mixtures of experts. Published checkpoints stack all experts of a layer in one tensor
+and have a vision tower. Some variants are refused."""
 
 import math
 from pathlib import Path
@@ -37,7 +37,7 @@ A3B = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint as transformers writes it: expert by expert."""
+    """A checkpoint as transformers writes it, with tensors of each single expert."""
     return write_random_model(
         tmp_path_factory.mktemp("vision"), family="qwen3_5_moe", spread=0.5, num_hidden_layers=3
     )
@@ -45,7 +45,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stacked(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model as it is published, with the names that transformers uses in memory."""
+    """The same model in the form of published checkpoints, with stacked experts. The tensors have
+    the names that transformers uses in memory."""
     directory = tmp_path_factory.mktemp("stacked")
     (directory / "config.json").write_bytes((model / "config.json").read_bytes())
     tensors = {name: value.contiguous() for name, value in theirs(model).state_dict().items()}
@@ -119,8 +120,8 @@ def test_sizes_that_do_not_divide_are_refused(model):
 
 
 def test_experts_are_adapted_only_where_vllm_adapts_each(model):
-    """vLLM's class for checkpoints with a vision tower adapts gate and up of all experts as one
-    layer."""
+    """vLLM's class for checkpoints with a vision tower can't adapt each expert: it adapts the
+    projections gate and up of all experts as one layer."""
     with pytest.raises(InvalidInput, match="as one layer; leave out down_proj"):
         lora_modules(read_arch(str(model)), LoraShape(targets=("q_proj", "down_proj")))
     modules = lora_modules(arch_from_config(TEXT), LoraShape(targets=("down_proj",)))

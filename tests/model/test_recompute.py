@@ -1,5 +1,5 @@
-"""Tensors that layers keep for the backward pass: a lower level needs less memory and gives the
-same gradients, and no tensor outlives the pass."""
+"""Tensors that layers keep for the backward pass. At a lower level layers keep less, which needs
+less memory and gives the same gradients. No tensor outlives the pass."""
 
 import gc
 
@@ -68,13 +68,13 @@ def test_every_level_gives_the_same_gradients_bit_for_bit(alone, tmp_path, famil
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_levels_keep_less_and_nothing_stays(alone, tmp_path, family):
-    """Megatron's own recompute of a mixture of experts kept two layer inputs per layer until the
-    next forward."""
+    """After a backward pass no tensor stays. Megatron's own recomputation of a mixture of experts
+    kept two layer inputs per layer until the next forward pass."""
     policy = make(tmp_path, family)
     held = []
     for level in SaveLevel:
         keep(policy, *[level] * 3)
-        backward(policy)  # what is made once, such as buffers
+        backward(policy)  # The first pass makes tensors that are made once, such as buffers.
         gc.collect()
         gc.disable()
         try:
@@ -92,7 +92,8 @@ def test_levels_keep_less_and_nothing_stays(alone, tmp_path, family):
 
 @pytest.mark.parametrize("level", list(SaveLevel))
 def test_a_step_that_fails_leaves_nothing(alone, tmp_path, monkeypatch, level):
-    """A step that ran out of memory can then begin again with layers that keep less."""
+    """A step that runs out of memory leaves no tensors, so it can begin again with layers that keep
+    less."""
     policy = make(tmp_path, "qwen3")
     keep(policy, *[level] * 3)
     backward(policy)
@@ -104,7 +105,7 @@ def test_a_step_that_fails_leaves_nothing(alone, tmp_path, monkeypatch, level):
         return compute(block, *arguments)
 
     with counted(torch.device("cpu")) as live:
-        policy(linear_row(range(50), padding=14))  # and no backward pass
+        policy(linear_row(range(50), padding=14))  # No backward pass follows this forward pass.
         gc.collect()
         assert live() == 0
         monkeypatch.setattr(AttentionSublayer, "backward", fail)
@@ -118,8 +119,8 @@ def test_a_step_that_fails_leaves_nothing(alone, tmp_path, monkeypatch, level):
 
 
 def test_the_levels_that_a_budget_allows():
-    """The number of layers (of four) that keep everything, and the number that keep the attention
-    block."""
+    """For each budget in bytes, `budgets` has the number of the four layers that keep everything,
+    and the number of those that keep the attention block."""
     budgets = {360: (4, 0), 359: (3, 1), 160: (1, 2), 59: (0, 0), -1: (0, 0)}
     assert {
         budget: choose_levels(SavedBytes(10, 30, 90), 4, budget) for budget in budgets
@@ -127,14 +128,14 @@ def test_the_levels_that_a_budget_allows():
 
 
 def test_a_rank_that_has_no_room_for_one_whole_layer_chooses_too(alone, tmp_path, monkeypatch):
-    """The other ranks wait for the choice of this rank."""
+    """Such a rank must choose, because the other ranks wait for its choice."""
 
     def no_room(*_):
         raise torch.OutOfMemoryError
 
     policy = make(tmp_path, "qwen3")
     keep(policy, *[SaveLevel.INPUT] * 3)
-    # On the CPU everything is kept.
+    # On the CPU all layers keep everything.
     assert recompute.fit(policy, linear_row(range(50))) == [SaveLevel.ALL] * 3
     monkeypatch.setattr(recompute.device, "is_cuda", lambda: True)
     monkeypatch.setattr(recompute, "_fitting_levels", no_room)

@@ -1,5 +1,6 @@
-"""If a row brings experts, they are used and weighted by the router. Values and gradients equal
-those of transformers in float64 with its top-k forced to the same experts."""
+"""If a row has the numbers of routed experts, the model uses these experts, and the router weights
+them. Values and gradients equal those of transformers in float64, whose router is forced to choose
+the same experts."""
 
 from dataclasses import replace
 
@@ -30,13 +31,13 @@ LAYERS, EXPERTS, CHOSEN = SHAPE["num_hidden_layers"], MOE["num_experts"], MOE["n
 
 
 def loss(logprobs):
-    """A function of all next-token log-probs that weighs each differently."""
+    """A function of all next-token log-probs that gives each log-prob another weight."""
     return (logprobs * torch.linspace(-1.0, 2.0, len(logprobs))).mean()
 
 
 def random_experts(seed: int = 3) -> torch.Tensor:
-    """int16 [tokens, layers, experts per token]: all different for a token and layer, in any
-    order."""
+    """int16 [tokens, layers, experts per token]. The experts of a token in a layer are all
+    different, in any order."""
     generator = torch.Generator().manual_seed(seed)
     return (
         torch.rand(len(TOKENS), LAYERS, EXPERTS, generator=generator)
@@ -46,7 +47,8 @@ def random_experts(seed: int = 3) -> torch.Tensor:
 
 
 def forced(gate, given: torch.Tensor):
-    """Makes transformers' router choose these experts; -1 leaves the router's own choice."""
+    """A forward function for transformers' router that chooses the experts `given`. Where `given`
+    is -1, the router's own choice stays."""
 
     def forward(hidden):
         scores = linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
@@ -71,8 +73,8 @@ def test_values_and_gradients_with_forced_experts(alone, tmp_path, norm_topk_pro
     tensors = load_file(directory / WEIGHTS_FILE)
     adapter = {key: value.double().requires_grad_() for key, value in tensors.items()}
     experts = random_experts()
-    experts[20:30] = -1  # the router's own choice
-    # the grouped product does not support float64
+    experts[20:30] = -1  # For these tokens the router chooses.
+    # The grouped product of transformers does not support float64, so experts are computed eagerly.
     load = transformers.AutoModelForCausalLM.from_pretrained
     reference = load(model, dtype=torch.float64, experts_implementation="eager").requires_grad_(
         False
@@ -83,7 +85,7 @@ def test_values_and_gradients_with_forced_experts(alone, tmp_path, norm_topk_pro
     expected = functional_call(reference, merged(reference, adapter, LORA), (TOKENS[None],)).logits[
         0
     ]
-    # Other experts compute something else.
+    # The forced experts give other logits than the router's own choice.
     assert (free - reference(TOKENS[None]).logits[0]).abs().max() > 0.5
     loss(torch.log_softmax(expected[:-1], -1).gather(-1, TOKENS[1:, None]).squeeze(-1)).backward()
 
@@ -97,7 +99,7 @@ def test_values_and_gradients_with_forced_experts(alone, tmp_path, norm_topk_pro
             layer.save_level = keep
         loss(policy(row).logprobs).backward()
         found.append(gradients(policy))
-    for others in found[1:]:  # the backward pass recomputes with the same experts
+    for others in found[1:]:  # The recomputation in the backward pass uses the same experts.
         assert all(torch.equal(gradient, others[name]) for name, gradient in found[0].items())
     actual = {}
     for name, gradient in found[0].items():

@@ -1,4 +1,5 @@
-"""The reader of safetensors files against safetensors' own writer, and files that are damaged."""
+"""The reader of safetensors files reads files of safetensors' own writer, and names damaged
+files."""
 
 import pytest
 import torch
@@ -58,9 +59,10 @@ def test_every_tensor_arrives_bit_for_bit(file, tensors, chunk_bytes, threads, m
 def test_ranges_columns_blocks_and_dtypes(file, tensors, chunk_bytes, monkeypatch):
     monkeypatch.setattr(safetensors_reader, "CHUNK_BYTES", chunk_bytes)
     stored = read_headers([file])["f32"]
-    rows = torch.zeros(16, 10, dtype=torch.float64)  # of another dtype
+    rows = torch.zeros(16, 10, dtype=torch.float64)  # The file has another dtype.
     columns = torch.zeros(48, 4)
-    blocks = torch.zeros(6, 12, 10)  # groups of 12 rows, of which this tensor has 8: rows 2 to 9
+    # Each of the six groups has 12 rows. The file has rows 2 to 9 of each group.
+    blocks = torch.zeros(6, 12, 10)
     pieces = [Piece(stored, 16 * 10, 10, rows), Piece(stored, 0, 10, columns, slice(3, 7))]
     fill_targets([*pieces, Piece(stored, 0, 8 * 10, blocks[:, 2:10])])
     assert torch.equal(rows, tensors["f32"][16:32].double())
@@ -80,7 +82,7 @@ def test_small_neighbours_are_read_together(file, monkeypatch):
     stored, stack = read_headers([file]), torch.zeros(100, 10)
     fill_targets([whole(stored[f"{i:03}"], stack[i]) for i in range(100)])
     assert torch.equal(stack, torch.arange(100.0)[:, None].expand(-1, 10))
-    assert len(reads) == 4  # 25 tensors of 40 bytes each
+    assert len(reads) == 4  # A read gets 25 tensors of 40 bytes each.
 
 
 def test_a_file_that_becomes_shorter_is_named(file, tensors):

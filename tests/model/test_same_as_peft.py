@@ -1,5 +1,5 @@
-"""Our LoRA is PEFT's: files, and logits with and without an adapter. `test_same_gradients.py`
-compares gradients."""
+"""Tandem's LoRA is PEFT's LoRA: the files are the same, and so are the logits with and without an
+adapter. `test_same_gradients.py` compares gradients."""
 
 import peft
 import pytest
@@ -39,16 +39,17 @@ def test_an_adapter_that_peft_saved(alone, tmp_path):
     policy = make_policy(model, LORA, tmp_path / "adapter")
     with torch.no_grad():
         logits, plain = theirs(TOKENS[None]).logits[0], base(model)(TOKENS[None]).logits[0]
-        assert (logits - plain).abs().max() > 0.5  # the adapter changes the logits
+        assert (logits - plain).abs().max() > 0.5  # The adapter changes the logits.
         assert (all_logits(policy, TOKENS) - logits).abs().max() <= 1e-4
         with policy.adapter_disabled():
             assert (all_logits(policy, TOKENS) - plain).abs().max() <= 1e-4
-        assert (all_logits(policy, TOKENS) - logits).abs().max() <= 1e-4  # the adapter is on again
+        assert (all_logits(policy, TOKENS) - logits).abs().max() <= 1e-4  # The adapter is on again.
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_an_adapter_that_we_saved_is_the_one_that_was_read(alone, tmp_path, family):
-    """In `test_same_gradients.py` PEFT reads such files."""
+    """The saved file has the same bytes as the file that was read. In `test_same_gradients.py` PEFT
+    reads such files."""
     model = write_random_model(tmp_path / "model", family=family)
     adapter = write_random_adapter(tmp_path / "adapter", model, LORA)
     save_file(make_policy(model, LORA, adapter).adapter_tensors(), tmp_path / "saved")
@@ -57,7 +58,7 @@ def test_an_adapter_that_we_saved_is_the_one_that_was_read(alone, tmp_path, fami
 
 def test_a_layers_experts_are_few_parameters_and_many_of_pefts_tensors(alone, tmp_path):
     policy = make_policy(write_random_model(tmp_path / "model", family="qwen3_moe"), LORA)
-    assert len(policy.lora_parameters()) == 2 * 2 * 7  # layers, A and B, targets
+    assert len(policy.lora_parameters()) == 2 * 2 * 7  # 2 layers, the matrices A and B, 7 targets.
     stack = policy.lora_parameters()[
         "base_model.model.model.layers.1.mlp.experts.*.down_proj.lora_B.weight"
     ]
@@ -130,8 +131,8 @@ def test_a_damaged_adapter_leaves_the_policy_as_it_was(alone, tmp_path):
 
 
 def test_a_sum_with_the_residual_rounds_it_once(alone):
-    """The residual is far larger than the output that a layer adds, so its rounding is larger,
-    too."""
+    """The residual is far larger than the output that the layer adds to it. So rounding the
+    residual gives a larger error than rounding the output."""
     torch.manual_seed(3)
     layer = LoraLinear(
         64, {"o_proj": 256}, "columns", LORA, AdapterSwitch(), dtype=torch.bfloat16

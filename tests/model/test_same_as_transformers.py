@@ -1,5 +1,5 @@
-"""The base model has transformers' logits in fp32, for models of any shape. Its files are
-checked."""
+"""For models of any shape, the base model has the logits of transformers in fp32. A base model with
+wrong files is refused."""
 
 import json
 
@@ -108,7 +108,8 @@ def test_padding_changes_nothing_and_is_never_nan(policy):
 
 
 def test_files_with_an_index(policy, model, tmp_path):
-    """The same model in two files and an index, as big models are published."""
+    """The same model gives the same logits if its tensors are in two files with an index, as large
+    models are published."""
     tensors, tokens = load_file(model / "model.safetensors"), torch.arange(30)
     names = sorted(tensors)
     parts = {

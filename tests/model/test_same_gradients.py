@@ -2,8 +2,9 @@
 compute sequence by sequence. The cases are each family with its special features, at every
 `SaveLevel`.
 
-transformers in float64 gives the expected values, transformers in float32 the rounding to allow: a
-token that goes to an expert alone carries its rounding into that expert's gradient, on either side.
+transformers in float64 gives the expected values. The error of transformers in float32 gives the
+rounding to allow: if an expert gets a single token, the rounding of this token is in the expert's
+gradient, in Tandem and in transformers.
 """
 
 import peft
@@ -33,7 +34,7 @@ SHAPES = {
         LoraShape(rank=3, alpha=6.0, targets=("q_proj", "up_proj")),
         LoraShape(rank=1, alpha=2.0, targets=("down_proj", "o_proj")),
     ],
-    "qwen3_5_moe": [  # PEFT adapts these layers, not the experts
+    "qwen3_5_moe": [  # PEFT can adapt these layers. It can't adapt the experts.
         LoraShape(rank=3, alpha=1.5, targets=(*LORA_TARGETS[:4], *DELTA_NET_TARGETS)),
     ],
 }
@@ -56,12 +57,13 @@ def lora_of(case: str) -> LoraShape:
 def reference(
     model, directory, lora, dtype: torch.dtype
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients by PEFT key, computed in `dtype`. A mixture's adapter is added to its
-    weights, because PEFT can't adapt experts."""
+    """The loss, and the gradients by PEFT's keys, computed in `dtype`. If the adapter has experts,
+    it is merged into the model's weights, because PEFT can't adapt experts."""
     base = transformers.AutoModelForCausalLM.from_pretrained(
         model,
         dtype=dtype,
-        experts_implementation="eager",  # the grouped product does not support float64
+        # transformers' grouped product does not support float64.
+        experts_implementation="eager",
     )
     base.requires_grad_(False)
     adapter = {
@@ -115,7 +117,8 @@ def test_loss_and_gradients(alone, tmp_path, case, lora):
             actual |= policy.adapter.gather(name, gradient)
         assert (loss - exact_loss).abs() <= 1e-5 * exact_loss.abs(), keep
         assert_close(actual, exact, 1e-5, theirs)
-    assert all(parameter.grad is None for parameter in policy.parameters())  # the base is frozen
+    # The base weights are frozen.
+    assert all(parameter.grad is None for parameter in policy.parameters())
 
 
 @pytest.mark.parametrize(
@@ -132,8 +135,8 @@ def test_loss_and_gradients(alone, tmp_path, case, lora):
     ],
 )
 def test_in_bf16_what_must_be_fp32_is(alone, tmp_path, case):
-    """The log-probs differ from fp32 only by bf16's rounding. A router's bias is not rounded at
-    all."""
+    """A policy in bf16 has log-probs that differ from those in fp32 only by bf16's rounding. A
+    router's bias and the parameters `A_log` and `dt_bias` stay in fp32 with the same bits."""
     model = write_random_model(
         tmp_path, seed=4, num_hidden_layers=3, **{**CASES[case], "spread": 0.5}
     )

@@ -1,5 +1,5 @@
-"""If embedding and output layer are tied, the first and the last pipeline stage have the same
-table."""
+"""If embedding and output layer share one table, the copies of the table on the first and the last
+pipeline stage have the same bits."""
 
 import torch
 
@@ -9,9 +9,9 @@ from tiny import write_random_model
 
 
 def test_both_copies_stay_the_same_bits(tmp_path):
-    """The test uses three pipelines, because the last bits of a sum of three parts show its order.
-    One stage has two layers and the other has one, so different ranks own the table in each
-    stage."""
+    """The test uses three pipelines, because the last bits of a sum of three parts depend on the
+    order of the parts. One stage has two layers and the other stage has one, so different ranks own
+    the table in the two stages."""
     write_random_model(
         tmp_path / "model", family="qwen2", tie_word_embeddings=True, num_hidden_layers=3
     )

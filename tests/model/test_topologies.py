@@ -1,6 +1,6 @@
 """Every topology computes what one rank computes, and two runs have the same bits.
 
-`tests/oracle` has the mistakes that such a comparison must see.
+`tests/oracle` has the mistakes that such a comparison must find.
 """
 
 import json
@@ -21,7 +21,7 @@ from tandem.families.adapter import WEIGHTS_FILE
 from tandem.families.registry import read_arch, weight_rules
 from tiny import write_random_model
 
-pytestmark = pytest.mark.slow  # ranks compute all topologies before the first test
+pytestmark = pytest.mark.slow  # Ranks compute all selected topologies before the first test.
 
 SCRIPT = Path(__file__).parent.parent / "cut_rank.py"
 SP: dict[str, Any] = {"tensor": 2, "sequence": True}
@@ -54,7 +54,8 @@ SMALL = ("qwen3_5", "gemma4", "smollm3")
 MORE: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 5},
     "gemma4_text": {"num_global_key_value_heads": 2},
-    # A head may read almost nothing, and its normalisation would then enlarge the rounding.
+    # A head of a delta net may read almost nothing from its state. The normalisation of such a read
+    # would enlarge the rounding.
     "qwen3_5_moe_text": {"rms_norm_eps": 1e-3},
 }
 TOPOLOGIES: dict[str, dict[int, list[dict[str, Any]]]] = {
@@ -79,7 +80,7 @@ CASES = [
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A sample of the topologies, the same sample in each test. With --all-cases all topologies."""
+    """Gives each test the same sample of the topologies, or with --all-cases all topologies."""
     if {"family", "world", "number"} <= set(metafunc.fixturenames):
         every = metafunc.config.option.all_cases
         cases = CASES if every else random.Random(f"{SEED} topologies").sample(CASES, 8)
@@ -88,8 +89,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """(family, world) -> number -> the results of each rank, for the numbers that the selected
-    tests need. Also the models' directories."""
+    """(family, world) -> number of the topology -> the results of each rank, for the topologies
+    that the selected tests need. Also: family -> the directory of its model."""
     found: dict[Any, Any] = {}
     orders: dict[str, Any] = {}
     asked = _asked(
@@ -98,8 +99,8 @@ def results(request, tmp_path_factory):
     for family in dict.fromkeys(family for family, _ in asked):
         topologies = TOPOLOGIES[family]
         directory = found[family] = tmp_path_factory.mktemp(family)
-        # Large biases or many products enlarge the rounding further, and so does the normalisation
-        # of small reads of a state.
+        # Large biases, many products, and the normalisation of small reads of a state enlarge the
+        # rounding, so models with these features have smaller weights.
         small = topologies is BIASED or family == "glm4_moe_lite"
         spread = 0.5 if family.startswith(SMALL) else 1.0 if small else 2.5
         more = MORE.get(family, {})
@@ -123,7 +124,7 @@ def results(request, tmp_path_factory):
 
 
 def _asked(parameters: list[dict[str, Any]]) -> dict[tuple[str, int], set[int]]:
-    """(family, world) -> the numbers that tests with these parameters need."""
+    """(family, world) -> the numbers of the topologies that tests with these parameters need."""
     asked: dict[tuple[str, int], set[int]] = defaultdict(set)
     for of_test in parameters:
         if "world" in of_test:
@@ -136,8 +137,8 @@ def _asked(parameters: list[dict[str, Any]]) -> dict[tuple[str, int], set[int]]:
 
 
 def difference(got: dict[str, Any], wanted: dict[str, Any]) -> float:
-    """The largest relative difference in norm of losses, gradients and norms of two optimizer
-    steps."""
+    """The largest relative difference in norm between `got` and `wanted`, over the losses, the
+    gradients and the gradient norms of two optimizer steps."""
     pairs = [(got[f"loss{step}"], wanted[f"loss{step}"]) for step in range(2)]
     pairs += [
         (torch.tensor(got[f"norm{step}"]), torch.tensor(wanted[f"norm{step}"])) for step in range(2)
@@ -158,15 +159,15 @@ def difference(got: dict[str, Any], wanted: dict[str, Any]) -> float:
 def test_a_topology_computes_what_one_rank_computes(results, family, world, number):
     (alone,) = results[family, 1][0]
     for rank in results[family, world][number]:
-        # The order of sums moved GPT-OSS's gradients by 1.5e-5.
+        # Another order of sums moves GPT-OSS's gradients by 1.5e-5 of their norm.
         assert difference(rank, alone) <= (3e-5 if family == "gpt_oss" else 1e-5)
         for name, value in alone["adapter"].items():
             assert (rank["adapter"][name] - value).norm() <= 1e-4 * value.norm(), name
 
 
 def test_a_checkpoint_goes_from_any_topology_to_any_other(results, family, world, number):
-    """Each topology reads the same file and gathers its bits again. After training, all ranks of a
-    topology have the same weights."""
+    """Each topology reads the same adapter file and gathers the file's bits again. After training,
+    all ranks of a topology have the same adapter."""
     saved = load_file(results[family] / "adapter" / WEIGHTS_FILE)
     first, *others = results[family, world][number]
     for rank in (first, *others):
@@ -197,7 +198,7 @@ def test_whole_weights_are_sent_once(results, family, world, number):
     shapes = {name: shape for rule in weight_rules(arch) for name, shape in rule.sources.items()}
 
     def put_together(ranks):
-        # A convolution's [features, 1, tokens] is sent as a matrix.
+        # The weight of a convolution, [features, 1, tokens], is sent as a matrix.
         whole = {
             name: torch.full(shape, torch.nan).flatten(1 if len(shape) > 1 else 0)
             for name, shape in shapes.items()

@@ -23,8 +23,9 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused(alone):
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_each_rank_reads_its_share_and_gets_the_others(tmp_path, where):
-    """A GPU copies the other rank's share. On the CPU ranks can't share memory, so each rank reads
-    the other's share too. At later reads each rank reads all weights."""
+    """On GPUs a rank copies the other rank's share, and later reads only its own share again. On
+    the CPU ranks can't share memory, so each rank reads the other rank's share too. Later each rank
+    on the CPU reads all weights."""
     if where == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     write_random_model(tmp_path / "model", seed=9, num_hidden_layers=4)
@@ -41,7 +42,7 @@ def test_each_rank_reads_its_share_and_gets_the_others(tmp_path, where):
 
 
 class Group:
-    """Takes the place of a process group with this process as one rank."""
+    """Stands for a process group of `size` ranks in which this process is the rank `rank`."""
 
     def __init__(self, rank, size):
         self.rank = lambda: rank

@@ -1,5 +1,5 @@
-"""The text models of checkpoints with a vision tower: names of weights and adapters, and refused
-models."""
+"""The text models of checkpoints with a vision tower. The tests check the names of weights and
+adapters, and the models that Tandem refuses."""
 
 import json
 from pathlib import Path
@@ -23,11 +23,11 @@ FAMILIES = {
     "qwen3_vl": 2 * 7,
     "qwen3_vl_moe": 2 * 4,
     "mistral3": 2 * 7,
-    "gemma4": 2 * 6 - 1,  # no k_proj, and in the second layer no v_proj
+    "gemma4": 2 * 6 - 1,  # Both layers lack k_proj, and the second layer lacks v_proj.
     "qwen3_5": 4 + 2 * 5 + 3 * 3,
     "qwen3_5_moe": 4 + 2 * 5,
 }
-"""By family, the linear layers that its tiny model adapts by default."""
+"""The number of linear layers that a tiny model adapts by default, by family."""
 LORA = LoraShape(rank=3, alpha=3.0, targets=("q_proj", "v_proj", "o_proj"))
 
 
@@ -53,7 +53,8 @@ def test_the_adapter_has_the_names_of_transformers_modules(alone, tmp_path, mode
     lora = lora_of(model)
     adapter = write_random_adapter(tmp_path, model, lora)
     assert_same_logits(make_policy(model, lora), theirs(model))
-    if read_arch(str(model)).global_heads:  # the tower has layers with the same names
+    # Gemma 4's vision tower has layers with the same names, so PEFT can't load the adapter.
+    if read_arch(str(model)).global_heads:
         with pytest.raises(ValueError, match="Gemma4ClippableLinear"):
             peft.PeftModel.from_pretrained(theirs(model), adapter)
     else:
@@ -128,8 +129,8 @@ def test_other_variants_of_gemma4_are_refused(change, says):
 
 
 def test_gemma4s_published_configs_mean_what_transformers_writes(tmp_path):
-    """One spelling has separate keys for layers without a window, the other has
-    `per_layer_config`."""
+    """The published configs have separate keys for layers without a window. The configs that
+    transformers writes have `per_layer_config`."""
     published = {key: value for key, value in GEMMA.items() if value is not None}
     written = transformers.CONFIG_MAPPING["gemma4_text"](**published).to_dict()
     assert "per_layer_config" in written

@@ -1,8 +1,8 @@
 """Ranks that train a tied model in two pipeline stages: python tied_rank.py DIRECTORY DATA.
 
-The ranks of DATA pipelines train all weights of DIRECTORY/model. Each leaves its copy of the table
-after each step in DIRECTORY/<DATA>.<rank>.pt. They sum gradients in an order that begins behind the
-owner, as NCCL's ring does, and several ranks own parts of each table.
+The ranks of DATA pipelines train all weights of DIRECTORY/model. Each rank writes its copy of the
+tied table after each step to DIRECTORY/<DATA>.<rank>.pt. Several ranks own parts of each table. The
+sum of a part's gradients begins with the rank after the part's owner, as in NCCL's ring.
 """
 
 import os

@@ -29,8 +29,8 @@ def assert_same_logits(policy: Policy, reference: torch.nn.Module) -> None:
 
 
 def assert_merged_beside_the_tower(directory: Path, model: Path, lora: LoraShape) -> None:
-    """A merged model has the names of `model` and the adapter's logits; all its other tensors are
-    unchanged."""
+    """Checks that a merged model has the names of `model`'s tensors and the logits of `model` with
+    the adapter. The tensors without an adapter, such as the vision tower's, must be unchanged."""
     adapter = write_random_adapter(directory / "adapter", model, lora)
     write_merged_model(directory / "merged", model, adapter, lora)
     assert_same_logits(make_policy(model, lora, adapter), theirs(directory / "merged"))
