@@ -1,4 +1,5 @@
 """CUDA starts while a rank does its first work. The first work does not wait for CUDA."""
+
 import subprocess
 import sys
 from pathlib import Path
