@@ -1,9 +1,9 @@
 """The Helm library on the chart: render, install, upgrade, uninstall.
 
 The library has no `template`. A render is an installation into an API server in memory
-(`helm.kubernetes_api`), which ends when Helm records the release; that record contains the objects.
-Errors are the library's, with Helm's own message. Helm accepts a key or an object's name that is
-given twice; here both are errors.
+(`helm.kubernetes_api`). The installation ends when Helm records the release. The record contains
+the rendered objects. Errors are the library's errors, with Helm's own message. Helm accepts a key
+that is given twice, and two objects with the same name. In this module both are errors.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from helm.pods import pod_template
 
 CHART = Path(__file__).parents[2] / "helm" / "tandem"
 OLDEST, NEWEST = "1.30.0", "1.37.0"
-"""The Kubernetes versions of the tests."""
+"""The oldest and the newest Kubernetes version of the tests."""
 NAMESPACE = "ns"
 WORK = Path(tempfile.mkdtemp(prefix="tandem-helm-"))
 atexit.register(shutil.rmtree, WORK, ignore_errors=True)
 
 
 class UniqueKeys(yaml.CSafeLoader):
-    """Refuses mappings that contain a key twice. PyYAML keeps the last one."""
+    """Refuses mappings that contain a key twice. PyYAML itself would keep the key's last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -44,29 +44,30 @@ class UniqueKeys(yaml.CSafeLoader):
 
 @dataclass(frozen=True)
 class Rendered:
-    """The objects, hooks included, and the notes that a chart renders."""
+    """The objects and the notes that a chart renders. Hooks are among the objects."""
 
     objects: list[Object]
     notes: str
 
     def one(self, kind: str, name_suffix: str = "") -> Object:
-        """The only object of this kind whose name ends with `name_suffix`."""
+        """The only object of the kind `kind` whose name ends with `name_suffix`."""
         (obj,) = self.all(kind, name_suffix)
         return obj
 
     def all(self, kind: str, suffix: str = "") -> list[Object]:
-        """The objects of this kind whose names end with `suffix`."""
+        """The objects of the kind `kind` whose names end with `suffix`."""
         of_kind = [o for o in self.objects if o["kind"] == kind]
         return [o for o in of_kind if o["metadata"]["name"].endswith(suffix)]
 
     def pods(self) -> list[Object]:
-        """The pod template of every workload, every pod, and the template of the Jobs' pods."""
+        """The pod templates of all workloads, all pods, and the pod template of the Jobs that the
+        runner makes."""
         jobs = [json.loads(o["data"]["job.json"]) for o in self.all("ConfigMap", "-job")]
         return [made for obj in self.objects + jobs if (made := pod_template(obj)) is not None]
 
 
 def merged(old: Any, patch: Any) -> Any:
-    """`patch` applied to `old`, as in RFC 7386."""
+    """The result of applying the merge patch `patch` to `old` (RFC 7386)."""
     if not isinstance(patch, dict):
         return patch
     old = old if isinstance(old, dict) else {}
@@ -80,12 +81,13 @@ def load(path: Path) -> dict[str, Any]:
 
 @cache
 def defaults() -> dict[str, Any]:
-    """values.yaml."""
+    """The content of the chart's values.yaml."""
     return load(CHART / "values.yaml")
 
 
 def leaves(node: Any, path: str = "") -> dict[str, Any]:
-    """Path → value of everything in a mapping of mappings. Empty mappings are values."""
+    """Dotted path → value, for every value in a mapping of mappings. An empty mapping counts as a
+    value."""
     if not isinstance(node, dict) or not node:
         return {path: node}
     parts = [leaves(value, f"{path}.{key}".lstrip(".")) for key, value in node.items()]
@@ -93,14 +95,16 @@ def leaves(node: Any, path: str = "") -> dict[str, Any]:
 
 
 def at(path: str, value: Any) -> dict[str, Any]:
-    """`a.b` and 1 → {"a": {"b": 1}}."""
+    """The nested mapping with `value` at the dotted path `path`: `a.b` and 1 give
+    {"a": {"b": 1}}."""
     for part in reversed(path.split(".")):
         value = {part: value}
     return value
 
 
 def rendered(release: dict[str, Any]) -> Rendered:
-    """The objects of a release. AssertionError if two have one name."""
+    """The objects and notes of a release. Raises AssertionError if two objects have the same
+    name."""
     hooks = [hook["manifest"] for hook in release.get("hooks") or []]
     texts = [release.get("manifest", ""), *hooks]
     objects = [obj for text in texts for obj in yaml.load_all(text, Loader=UniqueKeys) if obj]
@@ -112,9 +116,9 @@ def rendered(release: dict[str, Any]) -> Rendered:
 def render(
     values: Mapping[str, Any], version: str = NEWEST, existing: tuple[Object, ...] = (), **how: Any
 ) -> Rendered:
-    """The chart with these values on a Kubernetes of this version, as release `a`.
+    """Renders the chart with these values on a Kubernetes of this version, as the release `a`.
 
-    `existing`: objects for the templates' `lookup`; `how`: further arguments of `install`.
+    `existing`: objects that the templates' `lookup` finds; `how`: further arguments of `install`.
     """
     server = _shared_server(version)
     server.recorded = {}
@@ -138,11 +142,12 @@ def _shared_server(version: str) -> ApiServer:
 
 @cache
 def _kubeconfig(port: int, text: str) -> Path:
-    # The library throttles itself after 10 requests with a kubeconfig in a string, after 100 with
-    # one in a file.
+    # With a kubeconfig in a string the library throttles its requests after 10 requests. With a
+    # kubeconfig in a file it does so after 100 requests.
     path = WORK / f"{port}.kubeconfig"
     path.write_text(text)
-    # Helm's Kubernetes client caches discovery here and has no setting for it.
+    # Helm's Kubernetes client caches the API server's list of resources in this directory, and no
+    # setting changes the directory.
     discovery = Path.home() / ".kube/cache/discovery" / f"127.0.0.1_{port}"
     atexit.register(shutil.rmtree, discovery, ignore_errors=True)
     return path
@@ -159,7 +164,7 @@ def install(
     namespace: str = NAMESPACE,
     chart: Path = CHART,
 ) -> dict[str, Any]:
-    """`helm install`; the library's release."""
+    """Does `helm install`. Returns the library's release."""
     action = helm_sdkpy.Install(_configuration(server, namespace))
     options: dict[str, Any] = {"wait": False, "timeout": 60, "server_side_apply": True}
     return asyncio.run(action.run(release, str(chart), dict(values), **options))
@@ -168,7 +173,8 @@ def install(
 def upgrade(
     server: ApiServer, values: Mapping[str, Any], *, reuse_values: bool = False
 ) -> dict[str, Any]:
-    """`helm upgrade` of the release `t`, with `--reuse-values` or `--reset-values`."""
+    """Does `helm upgrade` of the release `t`, with `--reuse-values` or `--reset-values`. Returns
+    the library's release."""
     action = helm_sdkpy.Upgrade(_configuration(server))
     how: dict[str, Any] = {"reuse_values": reuse_values, "reset_values": not reuse_values}
     return asyncio.run(action.run("t", str(CHART), dict(values), wait=False, timeout=60, **how))
@@ -180,7 +186,7 @@ def uninstall(server: ApiServer) -> None:
 
 
 def package(directory: Path) -> Path:
-    """`helm package` into a directory; the path of the archive."""
+    """Does `helm package` into a directory. Returns the path of the archive."""
     action = helm_sdkpy.Package(_configuration(_shared_server(NEWEST)))
     return Path(asyncio.run(action.run(str(CHART), str(directory))))
 
@@ -195,7 +201,8 @@ def lint() -> list[str]:
 
 
 def other_version(directory: Path, version: str, values: dict[str, Any] | None = None) -> Path:
-    """A copy of the chart in a directory, with another version and, if given, other defaults."""
+    """Copies the chart into a directory, with another version and, if `values` is given, with other
+    defaults. Returns the path of the copy."""
     copy = Path(shutil.copytree(CHART, directory / f"{len(list(directory.iterdir()))}" / "tandem"))
     metadata = load(copy / "Chart.yaml") | {"version": version}
     (copy / "Chart.yaml").write_text(yaml.safe_dump(metadata))

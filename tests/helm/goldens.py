@@ -1,9 +1,10 @@
 """The chart's output for named values, as files that a reviewer reads.
 
-`golden/NAME.values.yaml` are values, or those of a file of that name beside the chart, and
-`golden/NAME.yaml` is all that the chart renders with them. After a change of the chart,
-`PYTHONPATH=tests python -m helm.goldens` writes the files anew. They leave out what changes without
-the chart: its version, digests of templates, and what is equal to a file in images/.
+A golden has a name. Its values are in `golden/NAME.values.yaml`, or in the chart's own file of that
+name. `golden/NAME.yaml` is everything that the chart renders with these values. After a change of
+the chart, `PYTHONPATH=tests python -m helm.goldens` writes the files `golden/NAME.yaml` anew. These
+files leave out the chart's version, digests of templates, and content that is equal to a file in
+images/.
 """
 
 import base64
@@ -35,11 +36,12 @@ SECRET: Object = {
     "metadata": {"name": "a-tandem", "namespace": NAMESPACE},
     "data": {key: base64.b64encode(text.encode()).decode() for key, text in SECRETS.items()},
 }
-"""Templates may look it up, and must not write its values."""
+"""A Secret that exists in the cluster. Templates may look the Secret up, and must not write its
+values into objects."""
 
 
 class _Texts(yaml.CSafeDumper):
-    """Writes texts of several lines as blocks, and no anchors."""
+    """Writes YAML without anchors, and texts of several lines as blocks."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -61,7 +63,8 @@ def values(name: str) -> dict[str, Any]:
 
 @cache
 def value(name: str, path: str) -> Any:
-    """A value of a golden; its default where the golden does not set it."""
+    """The value at the dotted path `path` in a golden, or the chart's default if the golden does
+    not set this value."""
     node = charts.merged(charts.defaults(), values(name))
     for part in path.split("."):
         node = node.get(part)
@@ -76,15 +79,16 @@ def rendered(name: str, release: str = "a", version: str = NEWEST) -> Rendered:
 def _rendered(name: str, release: str, version: str) -> Rendered:
     given = values(name)
     if version != NEWEST and given.get("gpuMode") == "shared":
-        # Claims need Kubernetes 1.34.
+        # The default, `via: claim`, needs Kubernetes 1.34.
         given = charts.merged(given, {"shared": {"via": "resource"}})
     return charts.render(given, version, (SECRET,), release=release)
 
 
 @cache
 def rules() -> list[Object]:
-    """The groups of rules in images/ as a release `a` has them: each metric is of its namespace,
-    and those of kube-state-metrics are of its pods."""
+    """The groups of rules in images/ in the form that the release `a` has: each metric is selected
+    by the release's namespace, and metrics of kube-state-metrics also by the names of the release's
+    pods."""
     groups = yaml.safe_load((IMAGES / "prometheus/rules/tandem.yml").read_text())["groups"]
     for rule in (rule for group in groups for rule in group["rules"]):
         names, own = "|".join(metrics(rule["expr"])), f'namespace="{NAMESPACE}"'
@@ -96,7 +100,7 @@ def rules() -> list[Object]:
 
 
 def _differences(groups: list[Object]) -> Iterator[Object]:
-    """What groups of rules change of those in images/."""
+    """The differences between `groups` and the groups of rules in images/."""
     named = [
         {rule.get("alert") or rule["record"]: rule for group in some for rule in group["rules"]}
         for some in (groups, rules())
@@ -110,7 +114,8 @@ def _differences(groups: list[Object]) -> Iterator[Object]:
 
 
 def _shown(obj: Object) -> Object:
-    """An object without what is equal to a file in images/, and with JSON opened."""
+    """An object as a golden shows it: content that is equal to a file in images/ is left out, and
+    JSON in a text is written as YAML."""
     obj = json.loads(json.dumps(obj))
     if obj["kind"] == "PrometheusRule":
         obj["spec"] = {"as images/prometheus/rules, but": list(_differences(obj["spec"]["groups"]))}

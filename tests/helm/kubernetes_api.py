@@ -1,10 +1,11 @@
-"""A Kubernetes API server in memory: for the Helm library, which renders and keeps releases, and
-for the runner's executor, which makes Jobs.
+"""A Kubernetes API server in memory. The Helm library uses it to render and keep releases. The
+runner's executor uses it to make Jobs.
 
-It stores objects as the real one does: a known name is refused, versions are compared, a deleted
-object stays until its finalizers are gone. It checks Jobs against Kubernetes' own schemas and a
-quota, requests against the rules of a Role, and asks a test's `admission`. `fail` makes requests
-fail. There are no pods: `executor.nodes` has a Job controller and a kubelet.
+The server stores objects as the real one does: it refuses a known name, it compares versions, and a
+deleted object stays until its finalizers are gone. It checks Jobs against Kubernetes' own schemas
+and against a quota, and asks a test's `admission` about each new Job. It checks requests against
+the rules of a Role. `fail` makes requests fail. The server runs no pods: a Job controller and a
+kubelet are in `executor.nodes`.
 """
 
 import base64
@@ -29,7 +30,7 @@ import yaml
 Object = dict[str, Any]
 
 KUEUE = "kueue.x-k8s.io"
-"""The one group that is absent by default."""
+"""The API group of Kueue. It is the only group that the server lacks by default."""
 KINDS = {
     "v1": (
         "ConfigMap",
@@ -84,9 +85,9 @@ MUTABLE = {
         "revisionHistoryLimit",
     },
 }
-"""Kind → the fields of its spec that may change; of other kinds all may."""
+"""Kind → the fields of its spec that may change. All fields of the other kinds may change."""
 FOREGROUND = "foregroundDeletion"
-"""The finalizer of an object whose dependents go first."""
+"""The finalizer of an object that is removed only after its dependent objects."""
 
 _PATH = re.compile(
     r"^/(?:api/(?P<core>v1)|apis/(?P<group>[^/]+/[^/]+))/(?:namespaces/(?P<namespace>[^/]+)/)?"
@@ -117,33 +118,37 @@ class Cut(Exception):
 
 @dataclass
 class Fault:
-    """The fault of the next `times` requests with this method and resource."""
+    """A fault of the next `times` requests with the method `method` and the resource `plural`."""
 
     method: str
     plural: str
-    how: int | str  # a status; "cut" and "lost" (done, and then cut): no answer; "slow"
+    # A number is the status of the answer. "cut": the request gets no answer. "lost": the request
+    # is carried out and gets no answer. "slow": the answer takes 6 s.
+    how: int | str
     times: int = 1
     message: str = "injected"
 
 
 class ApiServer:
-    """`with ApiServer("1.37.0") as server:`"""
+    """The server. Use: `with ApiServer("1.37.0") as server:`."""
 
     def __init__(self, version: str = "1.37.0", *, kueue: bool = False) -> None:
         self.version = version
         self.records = True
-        """Whether Helm may store a release. If not, `recorded` is the record that Helm sent, and
-        Helm stops there."""
+        """Whether Helm may store a release. If Helm may not, `recorded` is the record that Helm
+        sent, and Helm ends with an error."""
         self.recorded: Object = {}
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str]] = []
-        """Methods and paths, in their order."""
+        """Method and path of each request, in the order of the requests."""
         self.rules: list[Object] | None = None
-        """The rules of the client's Role; None: it may do everything."""
+        """The rules of the client's Role. With None the client may do everything."""
         self.quota: dict[str, int] = {}
-        """Of the namespace: `count/jobs.batch`, and `pods`, which the Job controller asks for."""
+        """The namespace's quota, with `count/jobs.batch` and `pods`. The Job controller reads
+        `pods`."""
         self.admission: Callable[[Object], str | None] = lambda obj: None
-        """Of new Jobs: why a policy or a webhook refuses one."""
+        """The reason for which a policy or a webhook refuses a new Job, None if it accepts the
+        Job."""
         self.changed = threading.Condition(threading.RLock())
         self._versions = itertools.count(1)
         self._objects: dict[tuple[str, str], Object] = {}
@@ -172,7 +177,7 @@ class ApiServer:
 
     @property
     def kubeconfig(self) -> str:
-        """A kubeconfig."""
+        """The text of a kubeconfig for this server."""
         return json.dumps(
             {
                 "apiVersion": "v1",
@@ -206,7 +211,8 @@ class ApiServer:
             return [obj for obj in stored if kind in (None, obj["kind"])]
 
     def fail(self, method: str, plural: str, how: int | str, times: int = 1, **more: str) -> None:
-        """Makes the next such requests fail."""
+        """Makes the next `times` requests with the method `method` and the resource `plural` fail,
+        as `Fault` says."""
         self.faults.append(Fault(method, plural, how, times, **more))
 
     @contextmanager
@@ -222,7 +228,7 @@ class ApiServer:
     # ---- what controllers do
 
     def add(self, obj: Object) -> Object:
-        """Creates an object, as a controller."""
+        """Creates an object, as a controller does."""
         with self.changed:
             plural, metadata = _plural(obj["kind"]), obj["metadata"]
             if "name" not in metadata:
@@ -239,8 +245,8 @@ class ApiServer:
             return self._store(obj)
 
     def change(self, kind: str, name: str, action: Callable[[Object], None]) -> Object | None:
-        """Changes an object as a controller does; None if the object is gone. A deleted object
-        without finalizers goes."""
+        """Changes an object as a controller does. Returns the object, or None if it is gone. An
+        object that is marked as deleted and has no finalizers after the change is removed."""
         with self.changed:
             obj = self._objects.get((_plural(kind), name))
             if obj is None:
@@ -255,7 +261,7 @@ class ApiServer:
             return obj
 
     def event(self, about: Object, reason: str, message: str) -> None:
-        """Records an Event, as `kubectl describe` shows it."""
+        """Records an Event about the object `about`. `kubectl describe` shows such Events."""
         fields = ("apiVersion", "kind", "metadata")
         api_version, kind, metadata = (about[field] for field in fields)
         self.add(
@@ -322,7 +328,8 @@ class ApiServer:
         return answer
 
     def _inject(self, method: str, plural: str) -> bool:
-        """Whether the answer must get lost although the request was carried out."""
+        """Applies a fault to the request if there is one. Returns whether the answer must get lost
+        after the request was carried out."""
         for fault in self.faults:
             if fault.method in ("*", method) and fault.plural in ("*", plural) and fault.times:
                 fault.times -= 1
@@ -399,7 +406,7 @@ class ApiServer:
         if (obj := self._objects.get((plural, str(name)))) is None:
             raise Refused(404, "NotFound", f'{plural} "{name}" not found')
         if method == "DELETE":
-            # Helm sends its options as protobuf.
+            # Helm sends the options of a deletion as protobuf.
             foreground = b"Foreground" in body or query.get("propagationPolicy") == "Foreground"
             self._delete(obj, foreground=foreground)
         return obj
@@ -414,7 +421,7 @@ class ApiServer:
             plural = _plural(obj["kind"])
             raise Refused(409, "AlreadyExists", f'{plural}.batch "{name}" already exists')
         if obj["kind"] == "Job" and not obj["spec"].get("manualSelector"):
-            # A Job's pods and its selector have its uid.
+            # The labels of a Job's pods and the Job's selector contain the Job's uid.
             obj = self.add(obj)
             labels = {"batch.kubernetes.io/controller-uid": obj["metadata"]["uid"]}
             obj["spec"]["selector"] = {"matchLabels": labels}
@@ -454,7 +461,8 @@ class ApiServer:
             )
 
     def _replace(self, obj: Object, plural: str, name: str, *, status: bool) -> Object:
-        """PUT, or Helm's PATCH, which sends whole objects and creates missing objects."""
+        """Carries out a PUT or a PATCH of Helm. Helm's PATCH sends whole objects and creates
+        missing objects."""
         obj["metadata"].setdefault("name", name)
         old = self._objects.get((plural, name))
         if old is None:
@@ -477,12 +485,12 @@ class ApiServer:
         return self._store(obj)
 
     def _delete(self, obj: Object, *, foreground: bool) -> None:
-        """An object with finalizers, or with a container that must stop, is only marked as
-        deleted."""
+        """Removes an object. An object that has finalizers or is a Pod, whose containers must stop
+        first, is only marked as deleted."""
 
         def mark(obj: Object) -> None:
             finalizers = obj["metadata"].setdefault("finalizers", [])
-            # Only Jobs have dependents here.
+            # On this server only Jobs have dependent objects.
             if obj["kind"] == "Job" and foreground and FOREGROUND not in finalizers:
                 finalizers.append(FOREGROUND)
             obj["metadata"].setdefault("deletionTimestamp", now())
@@ -528,7 +536,8 @@ def now() -> str:
 
 
 def selected(selector: str, labels: dict[str, str]) -> bool:
-    """Whether a label selector of `a=b`, `a!=b`, `a`, `!a` selects an object."""
+    """Whether a label selector selects an object with these labels. The selector is a list of
+    `a=b`, `a!=b`, `a` and `!a`."""
     for term in filter(None, selector.split(",")):
         key, unequal, value = term.partition("!=")
         if unequal and key:
@@ -565,8 +574,8 @@ def _plural(kind: str) -> str:
 
 
 def _release_secret(body: bytes) -> Object:
-    """The Secret in which Helm records a release. Helm sends it as protobuf; the tests need its
-    text fields only."""
+    """The Secret in which Helm records a release. Helm sends the Secret as protobuf. The tests need
+    only the Secret's text fields, so only these are parsed."""
     (data,) = re.findall(rb"H4sI[A-Za-z0-9+/=]+", body)
     name = re.search(rb"sh\.helm\.release\.v1\.[a-z0-9.-]+\.v[0-9]+", body)
     assert name, "an object in protobuf is not the record of a release"
@@ -600,7 +609,7 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Log nothing: a render makes dozens of requests."""
+        """Logs nothing, because a render makes dozens of requests."""
 
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

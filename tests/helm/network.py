@@ -1,8 +1,8 @@
-"""Which pods reach which ports, computed from the NetworkPolicies in a cluster.
+"""Computes from the NetworkPolicies in a cluster whether a pod reaches a port of another pod.
 
 Policies add up. A pod that no policy selects for a direction is open in that direction. Both ends
-must allow a connection. An address block contains pods too here, although network plugins differ on
-that: it is the more open reading.
+must allow a connection. Network plugins differ on whether an address block contains pods. In this
+module it does, because then more connections are open.
 """
 
 import ipaddress
@@ -15,24 +15,25 @@ from helm.pods import Object, selects
 
 @dataclass(frozen=True)
 class Peer:
-    """A pod, or an address outside the cluster (`namespace` is empty)."""
+    """A pod, or an address outside the cluster. An address outside has an empty `namespace`."""
 
     namespace: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     ports: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    """Name → number and protocol."""
+    """Name of a port → its number and protocol."""
     address: str = "10.0.0.1"
 
 
 def peer_of(pod: Object) -> Peer:
-    """The pod of a template."""
+    """The peer for a pod that a template of the chart makes."""
     declared = [port for c in pod["spec"]["containers"] for port in c.get("ports", [])]
     ports = {p["name"]: (p["containerPort"], p.get("protocol", "TCP")) for p in declared}
     return Peer(NAMESPACE, pod["metadata"]["labels"], ports)
 
 
 class Network:
-    """Namespaces (name → labels) and the policies of NAMESPACE."""
+    """The namespaces of a cluster (name → labels), and the NetworkPolicies of the namespace
+    NAMESPACE."""
 
     def __init__(self, policies: list[Object], namespaces: Mapping[str, Mapping[str, str]]) -> None:
         self.policies = [policy["spec"] for policy in policies]

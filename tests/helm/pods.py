@@ -15,7 +15,8 @@ FACTORS |= {f"{s}i": 1024.0**i for i, s in enumerate("KMGTPE", 1)}
 
 
 def pod_template(obj: Object) -> Object | None:
-    """The `metadata` and `spec` of the pod that an object is or makes; None for other objects."""
+    """The `metadata` and `spec` of the pod that an object is or makes. None if the object is no pod
+    and makes none."""
     if obj["kind"] == "Pod":
         return {"metadata": obj["metadata"], "spec": obj["spec"]}
     workloads = ("Deployment", "StatefulSet", "DaemonSet", "Job")
@@ -40,19 +41,20 @@ def component(pod: Object) -> str:
 
 
 def pod_of(pods: list[Object], role: str) -> Object:
-    """The one pod, but a Job's, that has a role's container."""
+    """The only pod that has the container of `role`. Pods of Jobs do not count."""
     pods = [pod for pod in pods if component(pod) != "job"]
     (found,) = (p for p in pods if any(c["name"] == role for c in p["spec"]["containers"]))
     return found
 
 
 def container_of(pods: list[Object], role: str) -> Object:
-    """A role's container."""
+    """The container of the role `role`."""
     return next(c for c in pod_of(pods, role)["spec"]["containers"] if c["name"] == role)
 
 
 def environment(container: Object) -> dict[str, str]:
-    """A container's variables. One may be the pod's name."""
+    """Name → value of a container's environment variables. A variable whose value Kubernetes takes
+    from the pod's name has the value `metadata.name`."""
     return {v["name"]: v.get("value", "metadata.name") for v in container.get("env", [])}
 
 
@@ -63,8 +65,8 @@ def volume(pod: Object, container: Object, path: str) -> Object:
 
 
 def selects(selector: Object, labels: Mapping[str, str]) -> bool:
-    """Whether a LabelSelector selects an object with these labels. Of the operators the chart has
-    only `In`."""
+    """Whether a LabelSelector selects an object with these labels. The chart's selectors use the
+    operator `In` only."""
     expressions = selector.get("matchExpressions", [])
     assert set(selector) <= {"matchLabels", "matchExpressions"}
     assert all(expression["operator"] == "In" for expression in expressions)

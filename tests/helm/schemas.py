@@ -1,10 +1,10 @@
-"""Whether a Kubernetes of a given version accepts an object: `validate(obj, version)`.
+"""Checks whether a Kubernetes of a given version accepts an object: `validate(obj, version)`.
 
-Built-in kinds are checked against Kubernetes' own JSON schemas (the strict ones of the
-`kubernetes-validate` package, which refuse unknown fields), custom kinds against their definitions
-in `crds/`, without their CEL rules. A kind without a schema is a problem too. What no schema says
-and an API server refuses is checked further: names, labels, keys given twice, mounts of volumes
-that the pod lacks, requests above limits.
+Built-in kinds are checked against Kubernetes' own JSON schemas. The schemas are the strict ones of
+the `kubernetes-validate` package, which refuse unknown fields. Custom kinds are checked against
+their definitions in `crds/`, without the definitions' CEL rules. A kind without a schema is a
+problem too. An API server also refuses objects that all schemas accept, so more is checked: names,
+labels, keys given twice, mounts of volumes that the pod lacks, and requests above limits.
 """
 
 import json
@@ -29,15 +29,16 @@ CRD_GROUPS = {"monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1"}
 LABEL = re.compile(r"^(([A-Za-z0-9][-A-Za-z0-9_.]{0,61})?[A-Za-z0-9])?$")
 DNS_NAME = re.compile(r"^[a-z]([-a-z0-9.]*[a-z0-9])?$")
 POD_NAME_SUFFIX = 11
-"""A StatefulSet's pods have a label of at most 63 characters: its name, `-` and 10 characters."""
+"""The pods of a StatefulSet have a label of at most 63 characters. It consists of the StatefulSet's
+name, `-` and 10 characters."""
 KEYS = {"ports": "name", "volumeMounts": "mountPath"} | dict.fromkeys(
     ("containers", "initContainers", "volumes", "env", "imagePullSecrets"), "name"
 )
-"""Lists that an API server treats as maps → the key of an item."""
+"""Name of a list that an API server treats as a map → the field that is the key of an item."""
 
 
 def validate(obj: Object, version: str) -> list[str]:
-    """The object's problems with this version of Kubernetes (`1.30`, `1.37.0`)."""
+    """The object's problems with a version of Kubernetes, such as `1.30` or `1.37.0`."""
     found = [*_of_schema(obj, version), *_naming(obj)]
     if pod := pod_template(obj):
         found += _of_pod(pod)
@@ -62,7 +63,8 @@ def _of_crd(kind: str) -> Draft202012Validator:
 
 
 def _strict(schema: Any) -> Any:
-    """The schema, changed to refuse unknown fields wherever it lists fields."""
+    """A copy of the schema that refuses unknown fields in each object whose fields the schema
+    lists."""
     if isinstance(schema, list):
         return [_strict(part) for part in schema]
     if not isinstance(schema, dict):
@@ -88,7 +90,8 @@ def _naming(obj: Object) -> Iterator[str]:
 
 
 def walk(node: Any) -> Iterator[tuple[str, Any]]:
-    """Key and value of everything in an object."""
+    """Key and value of each entry at any depth of an object. The key of an item of a list is its
+    index."""
     if isinstance(node, dict | list):
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
             yield str(key), value

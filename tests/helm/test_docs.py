@@ -22,11 +22,12 @@ OTHERS_SAY = re.compile(
     r'secret "tandem" not found|references non-existent secret key|NotReady|Terminating|'
     r"(Liveness|Startup) probe failed"
 )
-"""Read in the sources of Kubernetes, kubectl and Helm."""
+"""Texts of the document that the programs Kubernetes, kubectl and Helm show. They were read in
+these programs' sources."""
 
 
 def documented() -> list:
-    """Every key of values.yaml with its comment, as helm/source/values.py reads them."""
+    """Every key of values.yaml with its comment, read by helm/source/values.py."""
     spec = importlib.util.spec_from_file_location("tandem_helm_values", SOURCE / "values.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -41,7 +42,8 @@ def test_readme_and_schema_are_made_from_the_values():
 
 
 def exists(name: str) -> bool:
-    """Whether a name is a value, or a key in a value that is an empty mapping by default."""
+    """Whether a dotted name is a value of the chart, or a key in a value that is an empty mapping
+    by default."""
     node = charts.defaults()
     for part in name.split("."):
         if not isinstance(node, dict) or part not in node:
@@ -51,8 +53,8 @@ def exists(name: str) -> bool:
 
 
 def missing(text: str, before: str) -> list[str]:
-    """The dotted names in a text that look like values but are none; `before`: a pattern of the
-    text before a name."""
+    """The dotted names in a text that look like values of the chart but are none. `before`: a
+    pattern of the text before a name."""
     words = set(re.findall(rf"(?:{before})([a-z][A-Za-z]*(?:\.[A-Za-z]+)+)(?![-/\w])", text))
     known = [word for word in words if word.partition(".")[0] in charts.defaults()]
     return [word for word in known if not exists(word)]

@@ -21,25 +21,26 @@ BOTH_DEVICES = pytest.mark.parametrize(
     ("name", "files"), [("defaults", (MAIN,)), ("cpu", (MAIN, CPU))]
 )
 FIELDS = {f"TANDEM_{name.upper()}": field for name, field in Settings.model_fields.items()}
-"""Variable → the setting's field."""
+"""Environment variable → the field of its setting."""
 ONLY_COMPOSE = {"TANDEM_TRAINER_DEVICES", "TANDEM_INFERENCE_DEVICES"}
-"""Kubernetes chooses the devices."""
+"""Variables that only Compose sets, because Kubernetes itself chooses the devices."""
 ONLY_CHART = {"NVIDIA_VISIBLE_DEVICES", "NCCL_DEBUG"} | {f"v{n}" for n in (174, 235, 287)}
-"""The controller's image sets the first too, but clusters may override an image's variables; the
-others are a user's."""
+"""Variables that only the chart sets. The controller's image sets NVIDIA_VISIBLE_DEVICES too, but a
+cluster may override an image's variables. The other variables are those of users in the goldens."""
 OF_A_POD = {
-    # Under compose `tandem up` gives each inference server its name.
+    # Under Compose, `tandem up` gives each inference server its name.
     "TANDEM_REPLICA",
-    # Under compose docker-compose.hosts.yml sets them.
+    # Under Compose, docker-compose.hosts.yml sets these.
     *("TANDEM_EXECUTOR", "TANDEM_TRAINER_HOSTS", "TANDEM_START_SECONDS", "TANDEM_ORPHAN_SECONDS"),
-    # There is nothing that it could keep.
+    # Under Compose there are no pods of jobs that this setting could keep.
     "TANDEM_LINGER_SECONDS",
-    # Of the runner alone. Under compose it is in the trainer's image, which has the role, and one
-    # thread per core that the container has.
+    # The chart sets these for the pod of a runner without ranks. Under Compose the runner is in the
+    # trainer's image. This image has the role, and one thread per core of the container.
     *("TANDEM_JOB_TEMPLATE", "TANDEM_PARALLEL_JOBS", "TANDEM_ROLE", "OMP_NUM_THREADS"),
 }
-# The images set the first, Services and policies name ports, secrets are files, the images have
-# none of Slurm's programs, the others have no effect or are of hosts without Kubernetes.
+# The images set the directories and the hosts. Services and NetworkPolicies name the ports. Secrets
+# are files. The images have none of Slurm's programs. The other settings have no effect in a pod,
+# or are settings of hosts without Kubernetes.
 WITHOUT_VALUE = ONLY_COMPOSE | {
     f"TANDEM_{name}"
     for name in (
@@ -48,7 +49,7 @@ WITHOUT_VALUE = ONLY_COMPOSE | {
         *("SLURM_ARGS", "DOCKER", "HOST_INDEX", "HOST_ADDRESS"),
     )
 }
-"""Settings that only extraEnv can set."""
+"""Settings without a value of their own in the chart. Only `extraEnv` can set them."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,8 @@ def compose() -> None:
 
 
 def variables(name: str) -> dict[str, dict[str, str]]:
-    """Role → variables of its program in a golden. Its preflight has the same, but no GPU."""
+    """Role → variables of the role's program in a golden. The role's preflight check has the same
+    variables, but no GPU."""
     pods, found = rendered(name).pods(), {}
     for role in (role for role in ROLES if role != "trainer" or name != "no-trainer"):
         found[role] = environment(container_of(pods, role))
@@ -68,19 +70,20 @@ def variables(name: str) -> dict[str, dict[str, str]]:
 
 
 def inits(name: str, role: str) -> list[dict[str, Any]]:
-    """The init containers of a role's pod that the chart makes."""
+    """The init containers of a role's pod, without those that users have added."""
     own = pod_of(rendered(name).pods(), role)["spec"]["initContainers"]
     return [container for container in own if "args" in container]
 
 
 def services(*files: str) -> dict[str, Any]:
-    """Compose's services with their default variables."""
+    """The services in these Compose files, with the variables' defaults."""
     mode = {"TANDEM_GPU_MODE": "shared"} if SHARED in files else {}
     return everything(*files, TANDEM_TAG="", **mode)["services"]
 
 
 def chart_variables() -> dict[str, set[str]]:
-    """Role → the variables that the chart can set: every value is in a golden."""
+    """Role → the variables that the chart can set. They are the variables in all goldens, because
+    every value of the chart is set in a golden."""
     found = [variables(name) for name in NAMES]
     return {role: {key for one in found for key in one.get(role, ())} for role in ROLES}
 
@@ -98,7 +101,7 @@ def test_compose_and_chart_set_the_same_variables():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_setting_reaches_its_roles_and_no_other(name):
-    """The controller also gets the topology: it refuses what the trainer can't compute."""
+    """The controller also gets the topology, because it refuses what the trainer can't compute."""
     found, given = variables(name), leaves(goldens.values(name))
     comments = {v.name: v.comment for v in documented() if v.path[-2:-1] == ("settings",)}
     assert len(comments) > 15
@@ -144,13 +147,14 @@ def test_both_have_the_same_defaults(name, files):
 
 
 def mounted(service: dict[str, Any]) -> dict[str, str]:
-    """Mount path → volume or host path."""
+    """Mount path → the volume or the host path that a service mounts there."""
     return {mount["target"]: mount["source"] for mount in service.get("volumes", [])}
 
 
 @BOTH_DEVICES
 def test_only_its_own_container_can_write_the_code_that_a_container_loads(name, files):
-    """Compiled kernels: torch, Triton, vLLM and Tandem load them, some as pickles."""
+    """Containers load compiled kernels as code. torch, Triton, vLLM and Tandem load them, some of
+    them as pickles."""
     image, pods = (ROOT / "Dockerfile").read_text(), rendered(name).pods()
     set_there = r"(?:CACHE_DIR|CACHE_ROOT|CONFIG_ROOT|WORKSPACE_BASE|TMPDIR)=(\S+)"
     assert all(path.startswith("/private-cache") for path in re.findall(set_there, image))

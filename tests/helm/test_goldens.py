@@ -1,4 +1,5 @@
-"""The chart renders what its goldens say, Kubernetes accepts it, and every value is in one."""
+"""The chart renders the content of its goldens. Kubernetes accepts all rendered objects. Every
+value of the chart is changed in a golden."""
 
 import helm_sdkpy
 import pytest
@@ -8,7 +9,7 @@ from helm.charts import NEWEST, OLDEST, leaves
 from helm.goldens import COMMAND, NAMES
 
 UNUSED = {"global"}
-"""Values that change nothing: a parent chart may set it."""
+"""Values that change nothing. The chart accepts `global` because a parent chart may set it."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -33,7 +34,7 @@ VALUES = leaves(charts.defaults())
 
 
 def changing(path: str) -> list[str]:
-    """The goldens that have another value than the default, or something in an empty default."""
+    """The names of the goldens in which the value at `path` differs from the default."""
     return [name for name in NAMES if goldens.value(name, path) != VALUES[path]]
 
 

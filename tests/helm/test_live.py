@@ -1,8 +1,9 @@
 """The rendered pods start and work on a real Docker engine, as a user that no image knows.
 
-Docker Compose starts their containers with the user, rights, limits, variables, volumes, Secrets,
-order and probes of their specs. There are no controllers, scheduling, NetworkPolicies and GPUs.
-Each test continues from the state that the one before it left.
+Docker Compose starts the pods' containers with the user, rights, limits, variables, volumes,
+Secrets, order and probes of the pods' specs. The tests have no Kubernetes controllers, no
+scheduling, no NetworkPolicies and no GPUs. Each test continues from the state that the test before
+it left.
 """
 
 import json
@@ -30,13 +31,13 @@ from helm.pods import (
 )
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
-# With this release name the chart's Service is `tandem-controller`. Kubernetes' variable for it
-# would be the setting TANDEM_CONTROLLER_PORT.
+# With this release name the chart's Service is `tandem-controller`. The variable that Kubernetes
+# can set for this Service would have the name of the setting TANDEM_CONTROLLER_PORT.
 RELEASE, NAMESPACE = "tandem", "ml"
 UID = 12345
 KEYS = {name: secrets.token_hex(32) for name in ("api_key", "admin_token")}
-# Sets the owners and modes that Kubernetes sets: of claims, of scratch volumes, of the files of
-# Secrets.
+# Sets the owners and modes of claims, of scratch volumes and of the files of Secrets, as Kubernetes
+# does.
 PREPARE = (
     "chmod 2775 /claims/*; chmod 2777 /scratch/*; chgrp -R 0 /secrets; find /secrets -type f -exec"
     " chmod 440 {} +"
@@ -44,7 +45,8 @@ PREPARE = (
 
 
 def command_of(container: Object, kind: str) -> list[str]:
-    """What a probe runs in its container."""
+    """The command that a probe runs in its container, or a command that sends the probe's HTTP
+    request."""
     probe = container[f"{kind}Probe"]
     if "exec" in probe:
         return probe["exec"]["command"]
@@ -54,8 +56,8 @@ def command_of(container: Object, kind: str) -> list[str]:
 
 
 class Pods:
-    """The services of Compose that the pods' containers are: <component>, and <component>-<name>
-    those before it."""
+    """The pods' containers as services of Compose. The last container of a pod is the service
+    <component>. Each earlier container is a service <component>-<name>."""
 
     def __init__(self, rendered: Rendered, directory: Path) -> None:
         self.directory = directory
@@ -117,7 +119,7 @@ class Pods:
             "image": container["image"],
             "command": container.get("args"),
             "environment": environment(container),
-            # test_policies has compared the rest of what it may do.
+            # `test_policies` compares the container's other rights.
             "user": f"{user['runAsUser']}:{user['runAsGroup']}",
             "group_add": [str(user["fsGroup"])],
             "read_only": True,
@@ -153,7 +155,7 @@ class Pods:
                 (self.claims if claim else self.scratch).add(
                     source := claim or f"{pod}-{mount['name']}"
                 )
-                # Kubernetes copies nothing from the image into a new volume.
+                # Docker would copy files from the image into a new volume. Kubernetes does not.
                 found.append(
                     {
                         "type": "volume",
@@ -191,7 +193,7 @@ def rendered() -> Rendered:
 
 @pytest.fixture(scope="module")
 def stack(rendered: Rendered, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compose]:
-    """The pod of each role, ready at its first start."""
+    """The pods of all roles. Each pod becomes ready at its first start."""
     require_engine()
     build_images()
     (directory := tmp_path_factory.mktemp("pods") / "secrets").mkdir()

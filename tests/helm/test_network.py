@@ -1,4 +1,5 @@
-"""Only expected connections are open, between two releases in one namespace and strangers."""
+"""Only expected connections are open between the pods of two releases in one namespace and other
+pods."""
 
 from functools import cache
 from urllib.parse import urlsplit
@@ -42,8 +43,8 @@ FULLNAMES = {"existing": "v123", "every-value": "a-1122"}
 
 
 class World:
-    """The pods and policies of two releases: a golden, and `b` with the default values.
-    `STRANGERS` are pods of neither."""
+    """The pods and policies of two releases: the golden `name`, and the release `b` with the values
+    of the golden `defaults`. `STRANGERS` are pods of neither release."""
 
     def __init__(self, name: str) -> None:
         releases = goldens.rendered(name), goldens.rendered("defaults", release="b")
@@ -60,14 +61,14 @@ world = cache(World)
 
 
 def expected(name: str, own: set[str]) -> dict[tuple[str, int], set[str]]:
-    """All allowed connections: (destination, port) → sources."""
+    """All allowed connections: (destination, port) → names of the sources."""
     scrapers = SCRAPERS.get(name, {"prometheus"}) | (SMOKE & own)
     public = scrapers | {"client"} | CLIENTS.get(name, set())
     if "engine" in own:
         found = {("engine", port): scrapers for port in (TRAINER_METRICS, INFERENCE_METRICS)}
         return found | {("controller", 8080): public, ("engine", 8000): public | {"controller"}}
     ranks = {"job"} & own or {"trainer"} & own
-    # NCCL chooses its ports.
+    # NCCL chooses its ports, so all ports are open between ranks and vLLM.
     found = {(one, port): {"inference"} for one in ranks for port in PORTS}
     found |= {("inference", port): ranks for port in PORTS} | {("controller", 8080): public}
     found["inference", INFERENCE_METRICS] = scrapers | ranks

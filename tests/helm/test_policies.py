@@ -1,5 +1,5 @@
-"""What holds for every golden, whatever the chart's output looks like: rights of pods, secrets,
-selectors, GPUs, volumes, probes, routes, and monitors."""
+"""Rules that hold for every golden, whatever the chart's output looks like. They are about rights
+of pods, secrets, selectors, GPUs, volumes, probes, routes, and monitors."""
 
 import json
 from pathlib import PurePosixPath
@@ -32,12 +32,13 @@ HOST_FIELDS = {"hostNetwork", "hostPID", "hostIPC", "hostAliases", "sysctls", "h
 
 
 def own(name: str) -> list[Object]:
-    """The pods of a golden."""
+    """The pods that the chart renders for the golden `name`."""
     return rendered(name).pods()
 
 
 def chart_containers(pod: Object) -> list[Object]:
-    """The containers that the chart makes. A user's are as the user says."""
+    """The containers of a pod, without those that users add. The rules do not hold for containers
+    of users."""
     return [c for c in containers(pod) if c["image"] not in ("busybox", "x")]
 
 
@@ -98,7 +99,7 @@ def test_every_container_has_requests_and_a_limit_of_memory(name):
             where = component(pod), container["name"]
             assert quantity(requests["memory"]) > 0, where
             if name != "no-trainer":
-                # There a limit and a request of tests are empty.
+                # In the golden `no-trainer`, users have emptied a limit and a request of tests.
                 assert requests["cpu"], where
                 assert component(pod) == "warmup" or limits["memory"], where
 
@@ -155,7 +156,8 @@ def test_secrets_are_files_and_only_inference_gets_the_admin_token(name):
 
 @GOLDENS
 def test_a_selector_selects_the_pods_of_one_component_of_its_release(name):
-    """Whatever labels users give: those of `everything` claim to be other pods."""
+    """This holds whatever labels users give. The labels in the golden `everything` are those of
+    other pods."""
     releases = [rendered(name), rendered(name, "b")]
     pods = [pod["metadata"]["labels"] for one in releases for pod in one.pods()]
     assert all({NAME, INSTANCE, COMPONENT} <= labels.keys() for labels in pods)
@@ -179,12 +181,13 @@ def test_a_selector_selects_the_pods_of_one_component_of_its_release(name):
 
 @GOLDENS
 def test_no_volume_is_mounted_inside_another_and_images_can_write_their_own_files(name):
-    """The runtime would make the directory as root, to whom NFS may give no rights."""
+    """For a volume inside another volume, the container runtime would make the directory as root.
+    On NFS root may have no rights."""
     for pod in own(name):
         for container in chart_containers(pod):
             mounts = {PurePosixPath(mount["mountPath"]) for mount in container["volumeMounts"]}
             assert not [path for path in mounts if set(path.parents) & mounts], container["name"]
-            # TMPDIR and the caches of the images with torch.
+            # /private-cache has TMPDIR and the caches of the images with torch.
             torch = "-controller" not in container["image"] and name not in ("existing", "open")
             if torch and component(pod) not in ("proxy", "warmup"):
                 assert PurePosixPath("/private-cache") in mounts, container["name"]
@@ -192,8 +195,9 @@ def test_no_volume_is_mounted_inside_another_and_images_can_write_their_own_file
 
 @GOLDENS
 def test_pods_share_a_node_if_a_volume_is_for_one_and_one_of_them_chooses_it(name):
-    """Pods follow the pod of one component: among components that have a pod, the hardest to place.
-    Test pods attract nobody."""
+    """All pods of a release must be on the node of one pod, the pod of the leading component. The
+    leading component is the one that is hardest to place among the components that have a pod. No
+    pod follows a test pod."""
     together = "ReadWriteOnce" in (
         value(name, "data.accessMode"),
         value(name, "cache.type") == "claim" and value(name, "cache.accessMode"),
@@ -221,7 +225,7 @@ def test_pods_share_a_node_if_a_volume_is_for_one_and_one_of_them_chooses_it(nam
 
 
 def prefixes(route: Object) -> list[tuple[str, str]]:
-    """(path prefix, Service) of everything that an Ingress or an HTTPRoute lets in."""
+    """(path prefix, Service) for each rule by which an Ingress or an HTTPRoute lets requests in."""
     if route["kind"] == "Ingress":
         paths = [path for rule in route["spec"]["rules"] for path in rule["http"]["paths"]]
         assert {path["pathType"] for path in paths} == {"Prefix"}
@@ -260,7 +264,8 @@ def test_each_monitor_finds_the_one_port_of_its_job(name):
     for monitor in monitors:
         (endpoint,) = monitor["spec"].get("podMetricsEndpoints") or monitor["spec"]["endpoints"]
         labels = {r["targetLabel"]: r["replacement"] for r in endpoint["relabelings"][:2]}
-        # Those without an address are each vLLM of the container; here a pod has one.
+        # Prometheus' jobs without an address scrape each vLLM of the container. In the chart a pod
+        # has one vLLM.
         static = SCRAPED[labels["job"]].get("static_configs", [{"targets": [":8000"]}])
         port = int(static[0]["targets"][0].rpartition(":")[2])
         selected = [(monitor["spec"]["selector"], endpoint["port"])]

@@ -1,4 +1,5 @@
-"""Values that the chart refuses, with a message that names them (`refusals.yaml`)."""
+"""The chart refuses wrong values with a message that names them. `refusals.yaml` has the values and
+the messages."""
 
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from helm.charts import at, merged
 BASE = {"baseModel": "Qwen/Qwen3-8B"}
 REFUSALS = charts.load(Path(__file__).parent / "refusals.yaml")
 FREE_KEYS = ("resources.requests", "resources.limits", "monitoring.dashboards.labels")
-"""Mappings that accept any key."""
+"""Ends of the paths of mappings that accept any key."""
 
 
 @pytest.mark.parametrize("case", REFUSALS, ids=[case["says"] for case in REFUSALS])
@@ -28,7 +29,8 @@ def test_a_kubernetes_that_is_too_old_is_refused():
 
 
 def test_a_misspelt_key_in_any_mapping_is_refused_by_name():
-    """One render with a misspelt key in every mapping: Helm's message names them all."""
+    """A render has a misspelt key in every mapping of values. Helm's message names all these
+    keys."""
     values, messages = BASE, []
     for section in {path.rpartition(".")[0] for path in charts.leaves(charts.defaults())}:
         if not section.endswith(FREE_KEYS):

@@ -1,4 +1,5 @@
-"""Upgrades: values of an older chart, roles scaled to 0, Kueue's rules, immutable fields."""
+"""Upgrades of a release. The tests are about the values of an older chart, about roles that are
+scaled to 0, about Kueue's rules, and about immutable fields."""
 
 import gzip
 import json
@@ -19,7 +20,7 @@ LEAVES = list(leaves(defaults()))
 
 
 def without(removed: list[str]) -> dict[str, Any]:
-    """The defaults without these keys."""
+    """The chart's default values without the keys at the paths `removed`."""
     result = deepcopy(defaults())
     for *sections, key in (path.split(".") for path in removed):
         node = result
@@ -30,7 +31,7 @@ def without(removed: list[str]) -> dict[str, Any]:
 
 
 def objects(release: charts.Rendered) -> list[dict[str, Any]]:
-    """The objects as of this chart's version."""
+    """The objects of a release with this chart's version in place of 0.0.9."""
     text = json.dumps(sorted(release.objects, key=str)).replace("tandem-0.0.9", "tandem-0.1.0")
     return json.loads(text)
 
@@ -41,7 +42,8 @@ def objects(release: charts.Rendered) -> list[dict[str, Any]]:
     ids=["nothing", "sections", "each second", "each other second"],
 )
 def test_values_of_an_older_chart_render_as_a_fresh_install(older, tmp_path):
-    """With --reuse-values Helm renders the new templates with the older chart's defaults."""
+    """With --reuse-values Helm renders the new templates with the older chart's defaults, which
+    lack newer values."""
     chart = charts.other_version(tmp_path, "0.0.9", older)
     assert objects(charts.render(CHOSEN, chart=chart)) == objects(charts.render(CHOSEN))
 
@@ -91,7 +93,7 @@ def test_a_role_that_is_scaled_to_0_stays_at_0(role, name):
 
     with ApiServer() as server:
         charts.install(server, merged(BASE, SHARED if name == "engine" else {}))
-        spec()["replicas"] = 2  # kubectl scale
+        spec()["replicas"] = 2  # As `kubectl scale` does.
         if name == "inference":
             assert replicas() == 2
         else:
@@ -104,7 +106,8 @@ def test_a_role_that_is_scaled_to_0_stays_at_0(role, name):
         assert replicas(**{role: {"replicas": 0}}) == replicas() == 0
 
 
-# The rules of Kueue 0.19's webhook for StatefulSets: a change and what the message names.
+# Changes that the webhook of Kueue 0.19 for StatefulSets refuses: a pattern for the names in the
+# chart's message → the change of values.
 KUEUE_REFUSES = {
     "requests, .*trainer": at("trainer.gpus", 2),
     "requests, .*inference": at("inference.resources.requests.cpu", "5"),
@@ -134,7 +137,7 @@ def test_upgrades_change_no_immutable_field_and_an_uninstall_keeps_the_data():
         release = charts.install(server, BASE)
         # Helm stores a release in a Secret, which holds at most 1 MiB.
         assert len(gzip.compress(json.dumps(release).encode())) < 600_000
-        # A ResourceClaimTemplate is immutable, so another claim has another name.
+        # A ResourceClaimTemplate is immutable, so a claim with other values has another name.
         for values in (SHARED, merged(SHARED, {"shared": {"deviceClassName": "mig"}}), CHOSEN, {}):
             notes = charts.upgrade(server, merged(BASE, values))["info"]["notes"]
             assert ("no kueue.x-k8s.io" in notes) == ("kueue" in values)
