@@ -1,8 +1,8 @@
-"""A GPU that is a directory: each file `<who>.<pid>` holds the MiB that a process uses for as long
-as it lives. The file also contains the start time of the process, because a busy machine soon gives
-the same pid to another process.
+"""A fake GPU that is a directory. Each file `<who>.<pid>` contains the MiB that a process uses as
+long as it lives. The file also contains the start time of the process, because a busy machine soon
+gives the same pid to another process.
 
-A process that asks for more than there is gets an out-of-memory error.
+A process that asks for more memory than is free gets an out-of-memory error.
 """
 
 import os
@@ -13,20 +13,21 @@ from fake_nvml import FakeNvml
 from tandem.system import processes
 
 TOTAL, AWAKE, ASLEEP, RANK = 80_000, 68_000, 900, 30_000
-"""MiB of the device, of a vLLM awake and asleep, and of a rank: a rank and a vLLM that is awake
-don't fit."""
+"""MiB of the device, of a vLLM that is awake, of a vLLM that sleeps, and of a rank. The device has
+no room for a rank beside a vLLM that is awake."""
 UUID = "GPU-aaaa1111"
 
 
 def install(directory: Path) -> tuple[Path, FakeNvml]:
-    """The GPU's directory, and the driver that adds up what processes use there."""
+    """Creates a fake GPU. Returns its directory, and a fake driver that reports the sum of the
+    memory that processes use."""
     gpu = directory / "gpu"
     gpu.mkdir()
     return gpu, FakeNvml(directory, fake_nvml.gpu(UUID, memory_of=str(gpu)))
 
 
 def living(gpu: Path) -> dict[int, int]:
-    """Pid -> MiB in use, of living processes."""
+    """Pid -> MiB in use, for each living process."""
     found = {}
     for path in gpu.glob("*.[0-9]*"):
         pid, (mib, started) = int(path.suffix[1:]), map(int, path.read_text().split())
@@ -41,8 +42,8 @@ def others(gpu: Path) -> int:
 
 
 def use(gpu: Path, who: str, mib: int) -> None:
-    """Sets the memory that this process uses in all. If it doesn't fit, the journal records it and
-    MemoryError is raised."""
+    """Sets the memory that this process uses in all. If the memory doesn't fit, writes this to the
+    journal and raises MemoryError."""
     if (in_use := others(gpu)) + mib > TOTAL:
         tell(gpu, f"{who}: out of memory")
         raise MemoryError(f"CUDA Error: out of memory: {who} wants {mib} MiB, {in_use} are in use")

@@ -1,9 +1,9 @@
 """A rank that keeps the protocol of ranks (heartbeats, error files, checkpoint) and misbehaves as
 the job's labels say.
 
-`do`: what to do (see `obey`); `rank`: which rank does it (default: all); `until`: only in attempts
-up to this one; `used`: bytes that heartbeats report; `meet`: the ranks connect through torch
-instead of waiting for each other's files.
+Labels: `do`: the misbehaviour (see `obey`). `rank`: the rank that misbehaves; by default all ranks
+do. `until`: the last attempt in which ranks misbehave. `used`: the bytes of GPU memory that
+heartbeats report. `meet`: the ranks also connect through torch.
 """
 
 import json
@@ -19,7 +19,8 @@ from tandem.trainer.launch import RankSettings
 
 
 def preload(device: str):
-    if os.environ.get("TANDEM_LAUNCH") == "fork":  # the ranks' parent imports it for every job
+    # The fork server, which is the ranks' parent, imports this once for all jobs.
+    if os.environ.get("TANDEM_LAUNCH") == "fork":
         import torch.distributed  # noqa: F401
 
 
@@ -72,8 +73,8 @@ def main(attempt: Attempt, settings: RankSettings) -> int:
 
 
 def meet(name):
-    """Connect the ranks through the launcher's store, under a new name for each job, because the
-    store may stay."""
+    """Connects the ranks through the launcher's store. Each attempt uses a new name in the store,
+    because the store may stay for the next job."""
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
@@ -85,7 +86,7 @@ def meet(name):
 
 def obey(order, work, rank, beat):
     match order:
-        case "fail":  # with a Tandem error that is not retriable
+        case "fail":  # The rank fails with a Tandem error that is not retriable.
             error = {
                 "type": "checkpoint_damaged",
                 "message": "adapter_model.safetensors is truncated",
@@ -98,15 +99,15 @@ def obey(order, work, rank, beat):
             os.kill(os.getpid(), signal.SIGSEGV)
         case "raise":
             raise ValueError("the fake rank raises")
-        case "leave":  # without any clean-up, with a status that looks like success
+        case "leave":  # The rank exits without any clean-up, with the status of success.
             os._exit(0)
         case "hang":
             time.sleep(3600)
-        case "wait":  # and make progress until somebody ends the rank
+        case "wait":  # The rank makes progress until another process ends it.
             for step in range(1, 1 << 30):
                 beat("wait", step)
                 time.sleep(0.1)
-        case "wait_for_go":  # of the test
+        case "wait_for_go":  # The rank makes progress until the test writes the file `go`.
             for step in range(1, 1 << 30):
                 beat("wait", step)
                 if (work.parents[6] / "go").exists():
@@ -120,12 +121,13 @@ def obey(order, work, rank, beat):
                 time.sleep(1)
                 print(f"dies at {time.time()}", flush=True)
             obey("die" if rank == 1 else "stubborn", work, rank, beat)
-        case "fill":  # the volume, with a part of the checkpoint
+        case "fill":  # The rank fills the volume with a part of the checkpoint.
             (work / "checkpoint").mkdir()
             with (work / "checkpoint" / "part").open("wb", buffering=0) as file:
                 while file.write(b"\0" * 4096):
                     pass
-        case "leak" | "leak_and_wait":  # a process in a session of its own that ignores SIGTERM
+        # The rank leaves a process in a session of its own, which ignores SIGTERM.
+        case "leak" | "leak_and_wait":
             program = (
                 "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
                 " time.sleep(3600)"

@@ -1,4 +1,4 @@
-"""A real runner process on a spool of its own, with ranks that misbehave on demand
+"""A real runner process on a spool of its own. Its ranks misbehave as a test orders
 (`fake_rank`)."""
 
 import os
@@ -18,7 +18,8 @@ HERE = Path(__file__).parent
 
 
 class Stack:
-    """`launch`: a launcher's name. `close` ends everything that it started."""
+    """A spool and its runner. `launch`: the name of the runner's launcher. `close` ends all
+    processes that the stack has started."""
 
     def __init__(self, root: Path, launch: str, ranks: int = 1, entry: str = "fake_rank") -> None:
         self.spool = Spool.create(root)
@@ -39,7 +40,7 @@ class Stack:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start a runner, as a container does."""
+        """Starts a runner with the command that a container uses."""
         with self.log.open("ab") as log:
             command = [sys.executable, "-m", "tandem.trainer.runner", self._entry]
             runner = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
@@ -65,14 +66,14 @@ class Stack:
         attempts: int = 2,
         **labels: object,
     ) -> str:
-        """Submit a job with these orders for its ranks; returns its id."""
+        """Submits a job whose labels are orders for its ranks. Returns the job's id."""
         limits = {"deadline_seconds": deadline, "stall_seconds": stall, "max_attempts": attempts}
         orders = {key: str(value) for key, value in labels.items()}
         return spool_tools.submit(self.spool, run=run, labels=orders, **limits).spec.id
 
     def wait(self, job_id: str, timeout: float = 240) -> tuple[str, Job]:
-        """Waits for the job's end. Returns its terminal state and its record; fails after `timeout`
-        seconds."""
+        """Waits for the job's end. Returns the job's terminal state and record. Fails if the job
+        has not ended after `timeout` seconds."""
         self.until(
             lambda: self.spool.jobs.get(job_id)[0] in TERMINAL, f"job {job_id} to end", timeout
         )
@@ -81,14 +82,15 @@ class Stack:
         return state, job
 
     def ended(self, name: str, **order: object) -> tuple[str, str, Job]:
-        """Run one job of a new run to its end. Returns its id, state and record."""
+        """Creates a run, submits a job to it and waits for the job's end. Returns the job's id,
+        state and record."""
         self.run(name)
         job_id = self.submit(name, **order)
         return (job_id, *self.wait(job_id))
 
     def until[T](self, condition: Callable[[], T], awaited: str, timeout: float = 120) -> T:
-        """The first true answer of `condition`. Fails at once if the runner has refused to run,
-        because the condition would never become true."""
+        """Waits for the first true answer of `condition` and returns it. Fails at once if the
+        runner has ended with an error, because the condition would never become true."""
         end = time.monotonic() + timeout
         refused = False
         while not (answer := condition()):
@@ -109,7 +111,7 @@ class Stack:
         self.until(lambda: text in self.logged(), repr(text))
 
     def logged(self) -> str:
-        """What runners have logged since `forget`."""
+        """The text that runners have logged since the last call of `forget`."""
         return self.log.read_text()[self._log_start :]
 
     def forget(self) -> None:
@@ -126,7 +128,7 @@ class Stack:
         return [event.type for event in self.spool.events.read(job_id)]
 
     def event(self, job_id: str, kind: str) -> dict:
-        """Data of the job's first event of this type."""
+        """The data of the job's first event of the type `kind`."""
         return next(event.data for event in self.spool.events.read(job_id) if event.type == kind)
 
     def job_log(self, job_id: str) -> str:
@@ -140,8 +142,8 @@ class Stack:
         return {process.pid for process in self.children()}
 
     def marked(self) -> list[processes.Process]:
-        """Every living process that a runner of this spool started, even if it has another parent
-        now."""
+        """Every living process that a runner of this spool has started, even if the process has
+        another parent now."""
         status = self.spool.root.stat()
         return processes.marked("TANDEM_RUNNER_OF", f"{status.st_dev}:{status.st_ino}")
 

@@ -1,5 +1,6 @@
-"""A runner that shares a fake GPU with a fake vLLM, and a real publisher: all real processes. The
-runner knows neither vLLM's address nor the admin token."""
+"""A real runner shares a fake GPU with a fake vLLM that has a real publisher. Runner, vLLM and
+publisher are processes of their own. The runner knows neither vLLM's address nor the admin
+token."""
 
 import json
 import signal
@@ -57,11 +58,11 @@ class SharedStack(Stack):
             program = subprocess.Popen(
                 [sys.executable, "-m", module], env=self.environment, stdout=log, stderr=log
             )
-        self._processes.insert(0, program)  # the last one is the runner
+        self._processes.insert(0, program)  # The last process of the list is the runner.
         return program
 
     def vllm(self, *, wait: bool = True) -> None:
-        """Start a vLLM; `wait`: until it is healthy."""
+        """Starts a vLLM. With `wait`, waits until the vLLM is healthy."""
         self._vllm = self.program("vllm", "shared_vllm")
         if wait:
             self.until(self.healthy, f"vLLM\n{self.text('vllm')}")
@@ -71,7 +72,7 @@ class SharedStack(Stack):
         self._vllm.wait()
 
     def vllm_does(self, **orders: float) -> None:
-        """Sets the behaviour of vLLM from now on; see `shared_vllm`."""
+        """Sets the behaviour of vLLM from now on. `shared_vllm` explains the orders."""
         (self.gpu / "orders").write_text(json.dumps(orders))
 
     def publisher(self) -> None:
@@ -103,7 +104,7 @@ class SharedStack(Stack):
         return (self.spool.root / f"{name}.log").read_text()
 
     def journal(self) -> list[str]:
-        """The actions of vLLM and ranks since `forget`, in order."""
+        """The actions of vLLM and ranks since the last call of `forget`, in their order."""
         path = self.gpu / "journal"
         return path.read_text().splitlines()[self._journal_start :] if path.exists() else []
 

@@ -1,9 +1,9 @@
-"""A fake vLLM as a program: it sleeps like the real vLLM, uses a fake GPU's memory, and is slow or
-refuses on demand.
+"""A fake vLLM as a program. It sleeps like the real vLLM and uses memory of a fake GPU. It is slow
+or refuses orders if a test wants this.
 
-The GPU's file `orders` (JSON): `sleep_seconds` and `wake_seconds`: the duration of a sleep and a
-wake. `refuse_wakes`: the number of wakes that fail first. `keep`: it answers that it sleeps, but
-keeps its memory.
+The fake GPU's file `orders` (JSON) has a test's wishes. `sleep_seconds` and `wake_seconds`: the
+seconds that vLLM needs to fall asleep and to wake. `refuse_wakes`: the number of wakes that fail
+first. `keep`: vLLM answers that it sleeps, but keeps its memory.
 """
 
 import json

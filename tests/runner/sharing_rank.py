@@ -1,4 +1,4 @@
-"""`fake_rank` with memory on a fake GPU."""
+"""A `fake_rank` that uses memory of a fake GPU."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,8 @@ def main(attempt: Attempt, settings: RankSettings) -> int:
 
 
 def resident():
-    """`main` for a resident rank. After each job it keeps FAKE_RANK_KEEPS MiB."""
+    """A `main` for a resident rank. After each job the rank keeps FAKE_RANK_KEEPS MiB of the
+    GPU."""
 
     def run(attempt: Attempt, settings: RankSettings) -> int:
         status = main(attempt, settings)

@@ -1,6 +1,6 @@
-"""The runner's decisions about attempts, on an executor whose processes follow a script, with a
-simulated clock. Every order of events leads to one end, and two attempts are never unfenced at
-once."""
+"""The runner's decisions about attempts. The executor's processes follow a script, and the clock is
+simulated. Every order of events leads to one end. The fence is the point from which an attempt can
+commit and write nothing more. Two attempts are never unfenced at the same time."""
 
 import time
 from collections import Counter
@@ -27,15 +27,15 @@ from tandem.trainer.stop import Stop
 
 DEADLINE, STALL, ATTEMPTS = 1000.0, 200.0, 3
 HANG = 150.0
-"""How much time passes at once while ranks do nothing."""
+"""The seconds that pass in one action `hang`, in which ranks do nothing."""
 
 
 class RunnerKilledError(BaseException):
-    """`kill -9` of the runner."""
+    """Stands for `kill -9` of the runner."""
 
 
 class Clock:
-    """Takes the place of the module `time`: sleeping takes none."""
+    """Stands for the module `time`. Its `sleep` returns at once and moves the simulated time on."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -58,8 +58,8 @@ def clock() -> Iterator[Clock]:
 
 
 class Processes:
-    """An `Execution`. The attempt's ranks may go on after its end, on a host that can't be
-    reached."""
+    """An `Execution` that follows the executor's script. The attempt's ranks may go on after the
+    attempt's end, like ranks on a host that can't be reached."""
 
     def __init__(self, executor: "Scripted", order: Order) -> None:
         self._executor, self._order = executor, order
@@ -118,8 +118,8 @@ class Processes:
         return Running(0.0 if since is None else self._executor.clock.now - since)
 
     def stage(self) -> None:
-        """Writes an adapter into `staged`, as ranks do. The directory of a fenced attempt is not
-        made again."""
+        """Writes an adapter into the directory `staged`, as ranks do. For a fenced attempt this
+        fails, because the attempt's directory is gone and is not made again."""
         try:
             self.files.staged.mkdir()
         except FileNotFoundError:
@@ -131,7 +131,8 @@ class Processes:
             (self.files.staged / "adapter_model.safetensors").write_text(content)
 
     def commit(self, *, late: bool) -> None:
-        """Commits the staged checkpoint. `late`: the rank checked the job before it was frozen."""
+        """Commits the staged checkpoint. `late`: the rank has checked the job's state before it was
+        frozen, so it does not check it again."""
         spool, spec = self.files.spool, self._job.spec
         try:
             spool.checkpoints.commit(
@@ -147,7 +148,8 @@ class Processes:
         self.committed = True
 
     def thaw(self) -> None:
-        """The ranks go on even if the job has ended."""
+        """Frozen ranks continue, even if the job has ended. They stage and commit a checkpoint and
+        write an event."""
         fenced = self._executor.is_fenced(self)
         self.stage()
         self.commit(late=True)
@@ -164,14 +166,14 @@ class Processes:
     def kill(self) -> None: ...
 
     def give_back(self) -> list[tuple[EventType, dict[str, object]]]:
-        # The race of a commit and the fence.
+        # These actions may come between the attempt's end and its fence.
         if (action := self._executor.next()) in ("commit", "late", "cancel", "kill the runner"):
             self._do(action)
         return [("released", {"processes": 0, "bytes": 0})]
 
 
 class Scripted:
-    """An `Executor`."""
+    """An `Executor` whose attempts take their actions from one script."""
 
     devices = "cpu"
 
@@ -182,9 +184,9 @@ class Scripted:
         self.clock, self.ranks_end, self._adopting = clock, ranks_end, adopting
         self.stays = adopting
         self.attempts: list[Processes] = []
-        self.phases: list[str] = []  # of leases
+        self.phases: list[str] = []  # The phases that the job's lease has had.
         self.leases: list[Lease] = []
-        self.found: list[int] = []  # attempts that other runners started
+        self.found: list[int] = []  # The numbers of attempts that an earlier runner had started.
         self.runner_stop = Stop()
 
     def next(self) -> str:
@@ -235,7 +237,8 @@ class Scripted:
 
 
 class Racing(Checkpoints):
-    """Frozen ranks continue right after each check for the job's checkpoint."""
+    """Checkpoints whose method `made_by`, by which the runner looks for the job's checkpoint, is
+    followed at once by commits of frozen ranks."""
 
     executor: Scripted
 
@@ -298,7 +301,7 @@ def ends_once(executor: Scripted, spool: Spool) -> tuple[str, Job, list[Event]]:
     if made:
         content = spool.checkpoints.path("r", 1) / "adapter_model.safetensors"
         assert content.read_text() == str(ended.attempt)
-    for attempt in executor.attempts:  # at any later time
+    for attempt in executor.attempts:  # Frozen ranks may continue at any later time.
         attempt.thaw()
     assert spool.events.read("j") == events
     assert (spool.checkpoints.steps("r") == [0, 1]) == made
@@ -365,7 +368,8 @@ def test_any_order_of_events_leads_to_one_end(
 
 
 def test_an_adopted_attempt_has_one_end_and_its_bounds_go_on(clock: Clock) -> None:
-    """A new runner goes on with the attempt, from the time at which its ranks started."""
+    """A new runner continues an attempt that an earlier runner has started. The bounds of the
+    attempt's time count from the start of its ranks."""
     killed = ["run", "beat", "stage", "kill the runner", "run", "beat", "kill the runner"]
     state, ended, events = run([*killed, "commit", "exit 0"], clock, adopting=True)
     assert (state, ended.attempt) == ("succeeded", 1)
@@ -390,7 +394,8 @@ def test_a_runner_that_stops_leaves_what_goes_on_to_the_next(clock: Clock) -> No
 
 
 def test_a_job_that_is_deleted_again_and_again_has_an_end(clock: Clock) -> None:
-    deleted = ["run", "job_deleted", "run"]  # the last while the devices are given back
+    # The last action comes while the executor gives the devices back.
+    deleted = ["run", "job_deleted", "run"]
     state, ended, _ = run([*deleted * 2, "preempted", "run", *deleted * 9], clock)
     assert (state, ended.attempt, ended.stopped) == ("failed", ATTEMPTS + 3, 3)
 
@@ -420,13 +425,13 @@ def test_a_job_that_waits_says_for_what_and_can_be_cancelled(clock: Clock) -> No
 
 
 def test_the_reasons_of_a_wait_are_events_and_a_new_runner_goes_on_with_it(clock: Clock) -> None:
-    """An unchanged reason is reported once, also across runners. A reason that changes all the time
-    is reported at longer and longer pauses."""
+    """An unchanged reason is reported once, even if a new runner continues the wait. A reason that
+    changes all the time is reported at longer and longer intervals."""
     script = [*["wait"] * 400, "kill the runner", *["wait"] * 400, "stage", "commit", "exit 0"]
     state, _, events = run(script, clock, adopting=True)
     told = [event.data["reason"] for event in events if event.type == "waiting"]
     assert (state, told) == ("succeeded", ["quota"])
-    changing = [f"wait for {number % 7}" for number in range(8_000)]  # 800 s
+    changing = [f"wait for {number % 7}" for number in range(8_000)]  # This takes 800 s.
     state, _, events = run([*changing, "stage", "commit", "exit 0"], clock)
     told = [event.data["reason"] for event in events if event.type == "waiting"]
     assert state == "succeeded"
@@ -452,7 +457,8 @@ HUNG = ["run", *["hang"] * 3]
     ("script", "error", "attempts"),
     [
         (["refused"], "refused", 1),
-        (["preempted", "run"] * 3 + ["exit 1", "run"] * 3, "rank_crashed", 6),  # it doesn't count
+        # A preemption does not count as an attempt.
+        (["preempted", "run"] * 3 + ["exit 1", "run"] * 3, "rank_crashed", 6),
         ([*HUNG, "wait", *HUNG, "wait", *HUNG], "rank_hung", 3),
         (["run", *["beat", "hang"] * 30], "deadline", 3),
         (["exit 0", "run"] * 3, "no_checkpoint", 3),

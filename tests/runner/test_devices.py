@@ -1,5 +1,6 @@
-"""The start of ranks: devices must be free, and the runner measures them again after a job. The
-sizes must fit the devices, and each rank gets its share of the cores."""
+"""The start of ranks. The devices must be free before a job, and the runner measures their memory
+again after the job. The topology's sizes must fit the devices, and each rank gets its share of the
+CPU's cores."""
 
 import json
 
@@ -33,7 +34,8 @@ def test_a_job_waits_for_free_devices_and_tells_what_is_left_after_it(nvml, tmp_
         (released,) = [
             event for event in stack.spool.events.read(job_id) if event.type == "released"
         ]
-        assert released.data["before"] == {"GPU-bbbb2222": 70 * MIB}  # as the ranks saw it
+        # The ranks have reported these bytes.
+        assert released.data["before"] == {"GPU-bbbb2222": 70 * MIB}
         assert released.data["devices"] == {"GPU-bbbb2222": 5 * MIB}
         assert released.data["bytes"] == 5 * MIB
     finally:
@@ -61,7 +63,7 @@ NCCL = {"weights": "merged", "transport": "nccl"}
     ("settings", "given", "interface"),
     [
         ({}, None, "lo"),
-        (NCCL, None, None),  # ranks choose it, depending on the place of vLLM
+        (NCCL, None, None),  # The ranks choose the interface, depending on the place of vLLM.
         ({}, "eth7", "eth7"),
     ],
 )
@@ -88,7 +90,8 @@ def test_ranks_count_gpus_as_the_runner_does(monkeypatch, names, visible):
 @pytest.mark.parametrize(
     ("ranks", "given", "expected"),
     [
-        (3, {}, {"OMP_NUM_THREADS": "5", "GOMP_SPINCOUNT": "1000"}),  # 16 cores are divided
+        # Three ranks share 16 cores.
+        (3, {}, {"OMP_NUM_THREADS": "5", "GOMP_SPINCOUNT": "1000"}),
         (32, {}, {"OMP_NUM_THREADS": "1"}),
         (1, {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": None}),
         (1, {"GOMP_SPINCOUNT": "7"}, {}),
@@ -141,7 +144,8 @@ def settings(tmp_path, monkeypatch):
     ("gib", "expected"), [((100, 100), Sizes(data=2)), ((100, 16), Sizes(tensor=2, sequence=True))]
 )
 def test_ranks_have_the_sizes_that_fit_the_smallest_gpu(settings, nvml, gib, expected):
-    """8 B parameters are 15.3 GiB; 16 GiB leave too little for training."""
+    """The 8 B parameters take 15.3 GiB, so a GPU of 16 GiB has too little memory left for
+    training."""
     nvml.set(*(sized(n, size) for n, size in enumerate(gib)))
     chosen = with_topology(settings)
     assert Sizes.of(chosen) == expected == RankSettings.of(chosen).sizes

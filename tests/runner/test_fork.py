@@ -1,5 +1,5 @@
-"""A runner that forks its ranks, with every kind of failure of a job. Each job ends in a state with
-a reason."""
+"""A runner that forks its ranks. The jobs fail in every way, and each job ends in a state with a
+reason."""
 
 import os
 import shutil
@@ -21,8 +21,8 @@ ENTRY = "rank_that_changes"
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory):
-    """The runner's entry is a copy of `fake_rank` that no other test uses, because the tests of
-    this file change its code."""
+    """A stack whose runner runs a copy of `fake_rank`. No other file's tests use this copy, because
+    the tests of this file change its code."""
     directory = tmp_path_factory.mktemp("fork")
     stack = Stack(directory / "spool", "fork", entry=ENTRY)
     shutil.copy(HERE / "fake_rank.py", directory / f"{ENTRY}.py")
@@ -40,13 +40,13 @@ def test_success(stack):
     assert stack.kinds(job_id) == ["claimed", "released", "succeeded"]
     released = stack.event(job_id, "released")
     assert (released["processes"], released["bytes"]) == (0, 0)
-    # the ranks are gone before the job counts as done
+    # The ranks have ended, and the runner has removed the job's data.
     assert not stack.spool.paths.data_dir(job_id).exists()
     # Only the fork server is left.
     assert len(stack.children()) == 1
     lines = stack.job_log(job_id).splitlines()
     assert "[rank 0] rank 0 of 1 says hello" in lines
-    # The runner's own output has the job's lines too.
+    # The runner's own output also contains the lines of the job's log.
     shown = [line for line in stack.logged().splitlines() if line.startswith(f"job {job_id} ")]
     assert [line.removeprefix(f"job {job_id} ") for line in shown] == lines
 
@@ -70,7 +70,8 @@ ONCE = {"attempts": 1}
         ),
         ("leave", ONCE, "failed", 1, "no_checkpoint", "exited with 0"),
         ("no_checkpoint", ONCE, "failed", 1, "no_checkpoint", "exited with 0"),
-        ("crash_after", {}, "succeeded", 1, None, ""),  # the checkpoint was committed before
+        # The rank crashes after it has committed the checkpoint.
+        ("crash_after", {}, "succeeded", 1, None, ""),
         ("hang", ONCE | {"stall": 5}, "failed", 1, "rank_hung", "rank 0 (phase 'begin 0'"),
         ("wait", ONCE | {"deadline": 6, "stall": 60}, "failed", 1, "deadline", "phase 'wait"),
     ],
@@ -94,8 +95,8 @@ def test_every_end_of_a_rank_is_a_state_with_a_reason(
 
 @pytest.mark.slow
 def test_a_fork_server_may_take_longer_to_start_than_stall_seconds(tmp_path):
-    """Each attempt would end the fork server during its imports, and the next attempt would begin
-    the imports again."""
+    """The start of the fork server does not count as a stall. If it did, each attempt would end the
+    fork server during its imports, and the next attempt would begin the imports again."""
     stack = Stack(tmp_path / "spool", "fork", entry="rank_that_imports_slowly")
     code = (HERE / "fake_rank.py").read_text()
     slow = "\n\ndef preload(device: str):\n    time.sleep(12)\n"
@@ -117,8 +118,8 @@ def test_cancel(stack):
     assert stack.spool.queue.cancel(job_id) == "running"
     state, job = stack.wait(job_id)
     assert (state, job.result.error.type) == ("cancelled", "cancelled")
-    # The next job has no checkpoint to start from. Its error names the job that should have made
-    # the checkpoint.
+    # The run's next job has no checkpoint to start from. Its error names the job that should have
+    # made this checkpoint.
     state, job = stack.wait(follower)
     assert (state, job.result.error.type, job.attempt) == ("failed", "base_missing", 1)
     assert job_id in job.result.error.message
@@ -179,7 +180,8 @@ def main(attempt, settings): time.sleep(float(attempt.job))
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path, early):
-    """The change comes before the next launch (`early`) or after it."""
+    """The fork server's report that a killed launch has ended comes before the next launch
+    (`early`) or after it."""
     (tmp_path / "waiting_rank.py").write_text(WAITING_RANK)
     root = Spool.create(tmp_path / "spool").root
     server = ForkServer(
@@ -201,7 +203,7 @@ def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path,
         )
         os.kill(server.pid, signal.SIGSTOP)
         assert killed.kill_all(10) == []
-        assert killed.poll() is None  # the fork server can't report it yet
+        assert killed.poll() is None  # The stopped fork server can't report the launch's end yet.
         following = None if early else launch(0.5)
         os.kill(server.pid, signal.SIGCONT)
         if following is None:
@@ -214,10 +216,11 @@ def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path,
 
 
 def test_a_job_that_waits_for_its_next_attempt_keeps_no_other_run_waiting(stack):
-    """The job waits 1 s after its first attempt, and 2 s after its second."""
+    """The job `unlucky` waits 1 s after its first attempt, and 2 s after its second attempt. The
+    other run's job starts during these pauses."""
     for run in ("unlucky", "lucky"):
         stack.run(run)
-    stack.runner.send_signal(signal.SIGSTOP)  # until all of them are queued
+    stack.runner.send_signal(signal.SIGSTOP)  # The runner stops until all three jobs are queued.
     unlucky = stack.submit("unlucky", do="die", until=2, attempts=3)
     follower, lucky = stack.submit("unlucky"), stack.submit("lucky")
     stack.runner.send_signal(signal.SIGCONT)

@@ -1,4 +1,5 @@
-"""A job's lines on the runner's stdout, with readers of any speed."""
+"""The runner writes the lines of a job's log to its stdout. The reader of stdout may be slow or
+gone."""
 
 import errno
 import json
@@ -86,7 +87,7 @@ def test_the_end_of_a_log_that_outran_the_runner_is_kept(tmp_path, monkeypatch):
 
 
 def test_a_log_that_can_not_be_read_any_more_does_not_end_the_runner(tmp_path, monkeypatch):
-    """The volume is gone."""
+    """A rank's log can't be read while the volume is gone. Later its lines are written."""
     paths = SimpleNamespace(log_file=lambda _: tmp_path / "j.log", work_dir=lambda *_: tmp_path)
     (tmp_path / "rank.0.log").write_text("hello\n")
     log = JobLog(Attempt(SimpleNamespace(paths=paths), "j", 1), 1)

@@ -1,4 +1,4 @@
-"""Several jobs at once under a real runner, on an executor whose attempts the test controls."""
+"""A real runner runs several jobs at the same time. The test controls the executor's attempts."""
 
 import threading
 import time
@@ -60,8 +60,8 @@ class Cluster:
     stays = True
 
     def __init__(self, begin: Callable[[Told], None] = lambda _: None) -> None:
-        self.attempts: dict[str, Told] = {}  # <job>/<attempt> -> its processes
-        self.living: list[Told] = []  # those whose job is not over
+        self.attempts: dict[str, Told] = {}  # <job>/<attempt> -> the attempt's `Execution`.
+        self.living: list[Told] = []  # Attempts of jobs that have not ended.
         self.most = 0
         self._begin = begin
 
@@ -90,7 +90,8 @@ class Cluster:
 
 @contextmanager
 def runner(spool: Spool, cluster: Cluster, jobs: int = 2) -> Iterator[Runner]:
-    """A runner in a thread. At the end of the block it is asked to stop, and ends."""
+    """A runner in a thread. At the end of the block the runner gets the request to stop, and must
+    end."""
     known = Settings(
         root=spool.root,
         device="cpu",
@@ -207,8 +208,8 @@ def test_all_attempts_are_left_and_adopted_by_a_runner_that_has_room_for_one(spo
 
 
 def test_an_attempt_whose_thread_ends_by_an_error_ends_the_runner(spool: Spool) -> None:
-    """The next runner settles or adopts the attempts that this runner leaves, as after every other
-    end of a runner."""
+    """The runner ends, and leaves its attempts. The next runner settles or adopts these attempts,
+    as after every other end of a runner."""
     submit(spool, "a0", run="a")
     submit(spool, "b0", run="b")
     cluster = Cluster()

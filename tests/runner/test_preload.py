@@ -1,5 +1,5 @@
-"""The imports of the fork server make no call to CUDA: a process that made one can't fork a child
-that uses a GPU."""
+"""The imports of the fork server make no call to CUDA. A process that has called CUDA can't fork a
+child that uses a GPU."""
 
 import os
 import shutil
@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-# Before any other call torch asks the runtime how many devices there are, once, and keeps the
-# answer.
+# A CUDA runtime with one function, which writes a line. Before any other call to CUDA, torch asks
+# the runtime for the number of devices. torch asks once and keeps the answer.
 RUNTIME = """
 #include <stdio.h>
 int cudaGetDeviceCount(int *count) { fputs("CUDA is called\\n", stderr); *count = 0; return 100; }
 """
-# NVML finds a GPU, as it does for the fork server.
+# A program that does the fork server's imports and then calls CUDA. It patches torch so that NVML
+# seems to find a GPU, as it does for the fork server.
 PRELOAD = """
 import sys, torch
 torch.cuda.is_available = lambda: True

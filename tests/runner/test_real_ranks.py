@@ -17,10 +17,12 @@ RANKS = 2
 
 
 def checkpoints(tmp_path, launch: str) -> list[dict[str, str]]:
-    """sha256 of every file of the checkpoints that an SFT job and an RL job after it make."""
+    """Runs an SFT job and then an RL job of the same run. Returns for each of the two checkpoints
+    the sha256 of every file."""
     watching = ExitStack()
     stack = Stack(tmp_path / launch, launch, RANKS, entry="tandem.trainer.rank.entry")
-    # One path for all launchers, because the adapter's configuration names the base model's path.
+    # All launchers use the same path of the base model, because the adapter's configuration
+    # contains this path.
     model = tmp_path / "model"
     if not model.exists():
         make_model(model)
@@ -54,8 +56,8 @@ def checkpoints(tmp_path, launch: str) -> list[dict[str, str]]:
                 assert rank.phases["checkpoint"]["allocated"] > 100 * 2**20
         assert listeners
         assert set(listeners) <= LOOPBACK, f"whoever reaches that port reaches ranks: {listeners}"
-        # Only the processes that the launcher keeps between jobs are left: none, the fork server,
-        # or torchrun and its ranks.
+        # Only the processes that the launcher keeps between jobs are left. `torchrun` keeps none,
+        # `fork` keeps the fork server, and `resident` keeps torchrun and its ranks.
         assert len(stack.children()) == {"torchrun": 0, "fork": 1, "resident": 1 + RANKS}[launch]
         watching.close()
         assert stack.stop() == 0

@@ -1,5 +1,5 @@
-"""Ranks that stay between jobs: one set of processes for job after job, and a new one after any end
-but success."""
+"""Ranks that stay between jobs. The same processes run job after job. After a job that did not
+succeed, the next job gets new processes."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from listening import LOOPBACK, listening
 from runner.runner_stack import Stack
 from waiting import alive
 
-# Each of its tests waits for an agent and two ranks that import torch.
+# Each test of this file waits for an agent and two ranks that import torch.
 pytestmark = pytest.mark.slow
 
 
@@ -24,7 +24,7 @@ def stack(tmp_path_factory):
 
 
 def ranks(stack):
-    """Pids of torchrun's agent and of the ranks, once they run."""
+    """Waits until torchrun's agent and the two ranks run. Returns their pids."""
     stack.until(lambda: len(stack.children()) == 3, "agent and ranks")
     return stack.pids()
 
@@ -35,20 +35,21 @@ def test_the_same_processes_run_job_after_job(stack):
         job_id, state, job = stack.ended(name, meet=True)
         assert (state, job.result.step, job.attempt) == ("succeeded", 1, 1)
         assert stack.kinds(job_id) == ["claimed", "released", "succeeded"]
-        log = stack.job_log(job_id)  # each job has its own file
+        log = stack.job_log(job_id)  # Each job has a log file of its own.
         assert (
             log.count("[rank 0] rank 0 of 2 says hello")
             == log.count("[rank 1] rank 1 of 2 says hello")
             == 1
         )
         assert ranks(stack) == before
-    for pid in before:  # otherwise each job's threads would leave heaps of their own
+    # With more arenas the threads of each job would leave heaps of their own.
+    for pid in before:
         assert b"MALLOC_ARENA_MAX=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def test_agent_and_ranks_listen_on_loopback_only(stack):
-    """The agent unpickles values of its store, so anybody who reached the store's port could run
-    code here."""
+    """The agent unpickles values from its store, so anybody who could reach the store's port could
+    run code on this machine."""
     stack.ended("listening", meet=True)
     found = {address for pid in ranks(stack) for address in listening(pid)}
     assert found
@@ -58,7 +59,8 @@ def test_agent_and_ranks_listen_on_loopback_only(stack):
 @pytest.mark.parametrize(
     ("order", "told"),
     [
-        # The error names the failed rank, not rank 0, which was ended by SIGTERM.
+        # The error names rank 1, which has failed. It does not name rank 0, which SIGTERM has
+        # ended.
         ({"do": "raise", "rank": 1}, "rank 1 ended with exit code 1"),
         # A rank exits with 0 in the middle of a job.
         ({"do": "leave"}, ""),

@@ -1,5 +1,5 @@
-"""Runners that are killed, stopped, doubled, or lose their volume: the next one finds everything in
-order."""
+"""Runners are killed or stopped, lose their volume, or start while another runner runs. The next
+runner continues the jobs."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def shared(tmp_path_factory):
 
 @pytest.fixture
 def stack(shared):
-    """A stack with a running runner; each test leaves it running."""
+    """A stack with a running runner. Each test leaves a runner running."""
     shared.forget()
     if not shared._processes or shared.runner.poll() is not None:
         shared.start()
@@ -77,13 +77,13 @@ def test_sigterm_puts_the_job_back_without_using_up_an_attempt(stack):
 
 @pytest.mark.parametrize("launch", ["fork", pytest.param("resident", marks=pytest.mark.slow)])
 def test_sigterm_to_all_processes_uses_up_no_attempt_either(make, launch):
-    """The unit is stopped as by systemd's KillMode=control-group or by a batch system: the ranks
-    are gone before the runner checks them."""
+    """systemd with KillMode=control-group and batch systems stop all processes of the runner's unit
+    at the same time. The ranks are gone before the runner checks them."""
     stack = make(launch)
     job_id = stack.submit(stack.run(), do="wait", until=1, attempts=1)
     stack.until_beating(job_id)
     for process in (stack.runner.pid, *(child.pid for child in stack.children())):
-        with suppress(ProcessLookupError):  # its parent has ended it
+        with suppress(ProcessLookupError):  # The process's parent may have ended it already.
             os.kill(process, signal.SIGTERM)
     assert stack.runner.wait(loop.STOP_SECONDS) == 0
     state, job = stack.spool.jobs.get(job_id)
@@ -113,7 +113,7 @@ def test_kill_9_of_the_runner_takes_the_ranks_with_it(make, launch):
 
 
 def test_a_process_that_outlives_a_killed_runner_is_ended_by_the_next_before_it_claims(stack):
-    # The child does not watch its parent, and ignores SIGTERM.
+    # The rank's child does not watch its parent, and ignores SIGTERM.
     job_id = stack.submit(stack.run("orphan"), do="leak_and_wait", until=1)
     stack.until_beating(job_id)
     stack.until(lambda: len(stack.children()) == 4, "server, leader, rank and its child")
@@ -164,7 +164,7 @@ def test_a_volume_that_goes_and_comes_back_is_waited_for(make):
     stack.until_logged("runner is up")
     root, log, away = stack.spool.root, stack.log, stack.spool.root.parent / "away"
     root.rename(away)
-    root.mkdir()  # as an unmounted mount point looks
+    root.mkdir()  # The mount point of a volume that is not mounted is an empty directory.
     stack.log = away / log.name
     stack.until_logged("the volume is gone")
     time.sleep(2)
@@ -183,7 +183,7 @@ def test_a_volume_that_refuses_every_write_delays_the_end_of_a_job_and_loses_not
     stack.runner.send_signal(signal.SIGSTOP)
     with read_only(stack.spool.paths.job_dir(job_id)):
         for process in stack.children():
-            if process.parent != stack.runner.pid:  # leader and rank
+            if process.parent != stack.runner.pid:  # The leader or the rank.
                 processes.send(process, signal.SIGKILL)
         stack.runner.send_signal(signal.SIGCONT)
         stack.until_logged("can't write the event released")
@@ -221,7 +221,7 @@ def test_a_runner_that_starts_on_a_full_volume_waits(tmp_path):
 def test_a_checkpoint_that_fills_the_volume_is_removed_so_that_the_jobs_end_can_be_written(
     tmp_path, killed
 ):
-    """`killed`: the runner dies too, and the next one finds the volume full."""
+    """`killed`: the job's runner died, and the next runner finds the volume full."""
     root = tmp_path / "volume"
     with mounted(root, "-t", "tmpfs", "-o", "size=2m", "tmpfs"):
         stack = Stack(root, "fork")

@@ -1,5 +1,5 @@
-"""A session under the real runner: ranks stay while calls come, and then leave. If ranks or runner
-are killed in between, a client's calls get the same answers."""
+"""A session under the real runner. Its ranks stay while calls come, and then leave. If the ranks or
+the runner are killed between or during calls, a client's calls get the same answers."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def stack(tmp_path: Path):
 
 
 def answered(stack: Stack, client: Client, seq: int) -> float:
-    """Seconds until the request has its result."""
+    """Waits until the request has its result. Returns the seconds that this took."""
     begin = time.monotonic()
     stack.until(
         lambda: stack.spool.requests.result(client.run, seq), f"the result of request {seq}", 200
@@ -37,7 +37,8 @@ def answered(stack: Stack, client: Client, seq: int) -> float:
 
 
 def calls(client: Client):
-    """One request after the other, as `sessions.program`."""
+    """Appends one request after the other, each when the caller asks for the next one. They are
+    requests like those of `sessions.program`."""
     yield client.compute(random_data(1))
     yield client.compute(random_data(2, sampled=True), "ppo")
     yield client.step()
@@ -59,7 +60,7 @@ def test_ranks_stay_while_calls_come_and_leave_when_none_does(stack: Stack, tmp_
     client = Client(stack.spool, sessions.open_session(stack.spool, model))
     seconds = [answered(stack, client, seq) for seq in calls(client)]
     print(f"the first call {seconds[0]:.2f} s, others {sorted(seconds[1:])}")
-    [job_id] = ids(stack, client)  # one job computed them all
+    [job_id] = ids(stack, client)  # One job has computed all calls.
     state, job = stack.wait(job_id, 60)
     assert (state, job.attempt) == ("succeeded", 1), stack.job_log(job_id)
     kinds = stack.kinds(job_id)
@@ -69,7 +70,7 @@ def test_ranks_stay_while_calls_come_and_leave_when_none_does(stack: Stack, tmp_
     assert stack.spool.checkpoints.steps(client.run) == [0, 1, 2, 3]
     assert job.result is not None
     assert job.result.step == 3
-    assert len(stack.children()) == 1  # the fork server
+    assert len(stack.children()) == 1  # Only the fork server is left.
     # The next call starts ranks again.
     again = client.compute(random_data(1))
     assert answered(stack, client, again) < 120
@@ -85,7 +86,7 @@ def test_kills_between_calls_leave_no_trace(stack: Stack, tmp_path: Path):
         of_one.append(seq)
     of_two = []
     for number, seq in enumerate(calls(two)):
-        if number % 3 == 1:  # while the request waits, or is computed
+        if number % 3 == 1:  # The ranks are killed while the request waits or is computed.
             time.sleep(0.05 * number)
             ranks = [process for process in stack.children() if process.parent != stack.runner.pid]
             for process in ranks:

@@ -1,5 +1,5 @@
-"""Trainer and vLLM on one GPU: they never use it at once, and vLLM is awake again after any failure
-of either."""
+"""Trainer and vLLM on one GPU. They never use the GPU at the same time, and vLLM is awake again
+after any failure of the trainer or of vLLM."""
 
 import signal
 import time
@@ -25,7 +25,8 @@ def shared(tmp_path_factory):
 
 @pytest.fixture
 def stack(shared):
-    """A runner and a vLLM, both running; `stack.name` is free for a run."""
+    """A stack with a runner, a vLLM and a publisher that run. `stack.name` is the name of a new
+    run."""
     shared.forget()
     shared.vllm_does()
     if not shared._processes:
@@ -44,20 +45,22 @@ def stack(shared):
 
 
 def awake_and_unheld(stack):
-    """Checks the facts that hold after any job."""
+    """Checks the facts that hold after any job: vLLM is awake, there is no hold, and only vLLM uses
+    the GPU's memory."""
     assert not stack.asleep()
     assert stack.spool.hold.get() is None
     assert fake_gpu.others(stack.gpu) == fake_gpu.AWAKE
 
 
 def live_hold(stack):
-    """On a busy machine the runner may sometimes renew the hold late."""
+    """Waits for a live hold and returns it. On a busy machine the runner may renew the hold late,
+    so the hold may be stale for a moment."""
     return stack.until(stack.spool.hold.live, "a live hold")
 
 
 def floor(mib=0):
-    """Bytes in use by UUID while vLLM sleeps and other processes use `mib`; 3 MiB are the
-    driver's."""
+    """UUID -> bytes in use while vLLM sleeps and other processes use `mib` MiB. The driver uses
+    3 MiB of them."""
     return {fake_gpu.UUID: (fake_gpu.ASLEEP + 3 + mib) * MIB}
 
 
@@ -65,7 +68,8 @@ def test_a_whole_cycle_in_its_order_and_in_bytes(stack):
     for number in (1, 2):
         job_id = stack.submit(stack.name)
         state, _ = stack.wait(job_id)
-        # vLLM is awake at once, so a client that samples right after the end gets an answer.
+        # vLLM is awake when the job ends, so a client that samples right after the job's end gets
+        # an answer.
         awake_and_unheld(stack)
         assert state == "succeeded"
         assert stack.kinds(job_id) == ["claimed", "slept", "released", "woken", "succeeded"]
@@ -92,7 +96,8 @@ def test_vllm_wakes_beside_ranks_that_stay_if_they_keep_little(tmp_path, keeps, 
             assert (state, stack.asleep(), stack.spool.hold.get()) == ("succeeded", False, None)
             assert fake_gpu.others(stack.gpu) == fake_gpu.AWAKE + (keeps if stay else 0)
             assert stack.journal() == ["vllm is up", *CYCLE * number]
-            # At the second job the ranks are there already when vLLM falls asleep.
+            # Before the second job, the ranks of the first job still use memory when vLLM falls
+            # asleep.
             assert stack.event(job_id, "slept")["devices"] == floor(
                 keeps if stay and number == 2 else 0
             )
@@ -116,8 +121,8 @@ def test_while_a_job_trains_the_hold_says_so_and_nobody_wakes_vllm(stack):
     hold = live_hold(stack)
     assert (hold.job, hold.attempt, hold.phase, hold.floor) == (job_id, 1, "training", floor())
     stack.until(lambda: live_hold(stack).beat > hold.beat, "a beat in the hold")
-    # The runner hangs for longer than its lease. The hold is stale then, but the memory of the
-    # ranks is not free.
+    # The runner hangs for longer than its lease. Then the hold is stale, but the ranks still use
+    # their memory.
     stack.runner.send_signal(signal.SIGSTOP)
     stack.until(lambda: stack.spool.hold.live() is None, "the hold to be stale")
     stack.until(lambda: "is lost, and" in stack.text("publisher"), "the publisher to notice")
@@ -161,7 +166,7 @@ def test_jobs_wait_for_vllm_and_the_log_says_so_once(stack):
     stack.kill_vllm()
     job_id = stack.submit(stack.name)
     stack.until_logged("jobs wait: vLLM is not ready")
-    time.sleep(3)  # longer than a pause between two looks
+    time.sleep(3)  # The runner looks at vLLM more often than every 3 s.
     assert stack.logged().count("jobs wait") == 1
     assert stack.spool.jobs.get(job_id)[0] == "queued"
     stack.vllm()
@@ -194,7 +199,8 @@ def test_vllm_wakes_while_the_volume_refuses_the_event_of_the_release(stack):
     stack.until_beating(job_id)
     stack.runner.send_signal(signal.SIGSTOP)
     with read_only(stack.spool.paths.job_dir(job_id)):
-        processes.send(stack.children()[-1], signal.SIGKILL)  # parents first: this is the rank
+        # In the list of children parents come first, so the last one is the rank.
+        processes.send(stack.children()[-1], signal.SIGKILL)
         stack.runner.send_signal(signal.SIGCONT)
         stack.until_logged("can't write the event released")
         stack.until(lambda: not stack.asleep(), "vLLM to be awake", 20)
@@ -218,8 +224,9 @@ def test_no_rank_starts_once_the_publisher_took_a_hold_that_a_full_volume_did_no
 
 @pytest.mark.parametrize("awake", [False, True])
 def test_a_publisher_that_finds_a_stale_hold_settles_it(stack, awake):
-    """Runner and publisher were killed. `awake`: they were killed after vLLM had woken and before
-    the hold was removed, so vLLM itself uses the memory."""
+    """Runner and publisher are killed and leave the hold. `awake`: vLLM is awake at that time, as
+    if they had been killed between vLLM's wake and the removal of the hold. Then vLLM itself uses
+    the memory."""
     job_id = stack.submit(stack.name, do="wait", attempts=1)
     stack.until_journal("rank runs")
     stack.until(
@@ -285,7 +292,7 @@ def test_kill_9_of_vllm_and_the_next_one_waits_for_the_trainer(stack, moment, or
     stack.until_journal(moment)
     waits = stack.text("vllm").count("waiting until the trainer gives")
     stack.kill_vllm()
-    stack.vllm(wait=False)  # at once, as supervisord does
+    stack.vllm(wait=False)  # supervisord too would start the next vLLM at once.
     if order:
         stack.until(
             lambda: stack.text("vllm").count("waiting until the trainer gives") > waits,
@@ -298,8 +305,8 @@ def test_kill_9_of_vllm_and_the_next_one_waits_for_the_trainer(stack, moment, or
     stack.until(stack.healthy, "vLLM")
     awake_and_unheld(stack)
     if moment == "vllm falls asleep":
-        # The memory of the dead vLLM was free sooner, and the job went on. The events contain
-        # `woken` if the next vLLM was up when the publisher looked.
+        # The memory of the dead vLLM was free before the end of its sleep's time, and the job went
+        # on. The events contain `woken` only if the next vLLM was up when the publisher looked.
         kinds = [kind for kind in stack.kinds(job_id) if kind != "woken"]
         assert kinds == ["claimed", "slept", "released", "succeeded"]
 
@@ -327,7 +334,8 @@ def test_a_vllm_that_says_it_sleeps_and_keeps_its_memory_fails_the_job(stack):
 
 def test_sigterm_ends_a_runner_that_waits_for_the_publisher(stack):
     assert stack.wait(stack.submit(stack.name))[0] == "succeeded"
-    stack.signal_publisher(signal.SIGSTOP)  # as it loads something for long
+    # The stopped publisher stands for a publisher that loads an adapter for a long time.
+    stack.signal_publisher(signal.SIGSTOP)
     job_id = stack.submit(stack.name)
     stack.until(stack.spool.hold.get, "a hold")
     time.sleep(2)

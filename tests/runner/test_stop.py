@@ -1,4 +1,4 @@
-"""The operations that the runner tries again, and for how long."""
+"""The operations that the runner tries again, and the time for which it tries them."""
 
 import errno
 import math
@@ -12,7 +12,8 @@ from tandem.trainer.stop import Stop
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Pauses take no time. This clock adds up their lengths."""
+    """A clock in a list. Pauses of `Stop` take no time, but the clock adds up their lengths in
+    seconds."""
     now = [0.0]
     monkeypatch.setattr(stop.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(Stop, "pause", lambda self, seconds: now.__setitem__(0, now[0] + seconds))

@@ -1,5 +1,5 @@
-"""Two ranks, under the real torchrun and forked: whichever process is killed, all ranks end and the
-job names the reason."""
+"""Two ranks, started by the real torchrun or by the fork server. If any process is killed, all
+ranks end, and the job names the reason."""
 
 import os
 import re
@@ -26,8 +26,8 @@ SLOW_ENDS = {
 
 @pytest.fixture(scope="module")
 def stacks(tmp_path_factory):
-    """(launch, name) -> a stack and a job. Jobs in SLOW_ENDS take long to end. They end while other
-    tests run."""
+    """(launch, name) -> a stack and the id of its job. All jobs start at once, because the jobs of
+    SLOW_ENDS take long to end. They end while other tests run."""
     stacks = {}
     try:
         for launch in LAUNCHES:
@@ -42,11 +42,11 @@ def stacks(tmp_path_factory):
 
 
 def standby(stack: Stack) -> list[int]:
-    """Pids of what the launcher keeps between jobs: the fork server (the oldest of that name), or
-    nothing."""
+    """The pid of the process that the launcher keeps between jobs. `fork` keeps the fork server,
+    the oldest process of this name. `torchrun` keeps none."""
     pids = []
     for child in stack.children():
-        with suppress(OSError):  # it is gone by now
+        with suppress(OSError):  # The child may have ended since the list was made.
             if "forkserver" in Path(f"/proc/{child.pid}/cmdline").read_text():
                 pids.append(child.pid)
     return pids[:1]
@@ -59,7 +59,7 @@ def idle(stack: Stack) -> bool:
 
 
 def allocated(stack: Stack, job_id: str) -> dict[str, int]:
-    """Rank -> bytes, as the event `released` has them."""
+    """Rank -> bytes allocated in the phase `build`, according to the event `released`."""
     memory = stack.event(job_id, "released")["memory"]
     return {rank: of_rank["phases"]["build"]["allocated"] for rank, of_rank in memory.items()}
 
@@ -83,7 +83,7 @@ def test_a_killed_agent_takes_its_ranks_with_it(stacks):
     stack.wait(first)
     job_id = stack.submit("good", do="wait", until=1)
     stack.until_beating(job_id, ranks=2)
-    agent, *ranks = stack.children()  # parents first
+    agent, *ranks = stack.children()  # In this list parents come first.
     assert len(ranks) == 2
     processes.send(agent, signal.SIGKILL)
     state, job = stack.wait(job_id)
@@ -93,8 +93,8 @@ def test_a_killed_agent_takes_its_ranks_with_it(stacks):
 
 
 def test_a_rank_whose_agent_died_during_its_imports_ends():
-    """The orphan's parent is the process that adopts orphans, the runner, whose pid proves
-    nothing."""
+    """The rank ends because its parent is not the agent. The parent of an orphan is the runner,
+    which adopts orphans, so the existence of a parent proves nothing."""
     command = [sys.executable, "-m", "tandem.trainer.launch.bootstrap", "no launch"]
     rank = subprocess.run(
         command, env=os.environ | {"TANDEM_AGENT_PID": "1"}, check=False, capture_output=True
@@ -109,7 +109,7 @@ def test_a_rank_that_stays_after_its_peer_died_is_killed_and_not_blamed(stacks, 
     state, job = stack.wait(job_id)
     assert (state, job.result.error.type) == ("failed", "rank_crashed")
     assert "rank 1 ended with signal SIGKILL" in job.result.error.message
-    assert allocated(stack, job_id)["1"] == 1001  # the record of a rank that died
+    assert allocated(stack, job_id)["1"] == 1001  # The event has the record of the dead rank too.
     (died,) = re.findall(r"dies at (\S+)", stack.job_log(job_id))
     assert job.result.finished - float(died) < SHUTDOWN_SECONDS[launch] + 25
     assert idle(stack)
@@ -129,7 +129,8 @@ def test_ranks_that_ignore_sigterm_are_killed_in_their_sessions(stacks, launch):
 @pytest.mark.parametrize(
     ("failures", "own"),
     [
-        # rank: (exit status, seconds); elastic records ranks that it ended after the first failure.
+        # Rank -> (exit status, time in seconds). torch's elastic agent also records the ranks that
+        # it has ended after the first failure.
         ({1: (1, 50), 0: (-15, 50)}, {1: 1}),
         ({0: (-15, 50)}, {0: -15}),
         ({0: (-9, 80), 2: (1, 51), 1: (-11, 50)}, {1: -11, 2: 1}),
