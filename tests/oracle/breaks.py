@@ -1,7 +1,7 @@
-"""Small mistakes that the oracle must see. Each has the function that it replaces, and the cases
-that can show it.
+"""Small mistakes in Tandem that the oracle must find. For each mistake this module has the function
+that it replaces, and the cases in which it can show.
 
-`cut_rank.BREAKS` has the mistakes of ranks that train a part of an adapter.
+`cut_rank.BREAKS` has the mistakes of ranks that each train a part of an adapter.
 """
 
 import math
@@ -42,7 +42,7 @@ from tandem.training.sharded_adam import ShardedAdam
 class Break:
     patch: tuple[Any, str, Any]
     shows: Callable[[Case], object]
-    """Whether a case can show it."""
+    """Whether the mistake can show in a case."""
 
 
 def nothing(*_: object) -> None:
@@ -62,7 +62,7 @@ def not_of_the_router(self, routing, _of_probs):
 
 
 def late(self, part, *arguments):
-    """Adam uses the bias correction of the next step."""
+    """In each step Adam uses the bias correction of the step after it."""
     self.steps += 1
     UPDATE(self, part, *arguments)
     self.steps -= 1
@@ -90,7 +90,7 @@ def entropy_without_gradient(ctx, grad_logprobs, grad_entropy):
 
 
 def not_summed(self):
-    """Each rank keeps its own gradient instead of the sum."""
+    """Each rank keeps its own gradient instead of the sum over the ranks."""
 
 
 def summed_twice(self):
@@ -170,7 +170,7 @@ def over_heads(read, z, norm, eps):
 
 
 def of_delta_nets(kind: str = "linear_attention") -> Callable[[Case], bool]:
-    """Cases with layers of this kind."""
+    """Selects the cases of Qwen3.5 whose model has layers of the kind `kind`."""
     return lambda case: case.family.startswith("qwen3_5") and kind in case.config["layer_types"]
 
 
@@ -183,7 +183,7 @@ def small(*families: str) -> Callable[[Case], bool]:
 
 
 def of_each_head(self, parts):
-    """The norm is computed like the norms of Qwen3's heads."""
+    """The wide norm is computed over each single head, like the norms of Qwen3's heads."""
     heads = [part.unflatten(-1, (-1, self._shape.size)) for part in parts[:2]]
     inverses = [(head.square().mean(-1, keepdim=True) + self._shape.eps).rsqrt() for head in heads]
     return [one.expand_as(of).flatten(1) for one, of in zip(inverses, heads, strict=True)]
@@ -194,7 +194,7 @@ def of_this_rank(_self, parts):
 
 
 def as_constants(self, gradient, rows, _tree):
-    """The norms' divisors do not depend on queries and keys."""
+    """The gradient ignores that the norms' divisors depend on queries and keys."""
     grads, inverses = self._parts(gradient), self._inverses(self._parts(rows))
     for index, weight in enumerate(self._weights):
         grads[index] = grads[index] * weight.float() * inverses[index]
@@ -202,7 +202,7 @@ def as_constants(self, gradient, rows, _tree):
 
 
 def scaled_again(positions, frequencies, dtype, factor=1.0):
-    """Every RoPE has YaRN's factor."""
+    """The RoPE of every layer has YaRN's factor, also the RoPE of layers with a window."""
     return ROTATION(positions, frequencies, dtype, 0.1 * math.log(4.0) + 1)
 
 
@@ -269,7 +269,7 @@ def of_latents(shows: Callable[[Case], object] = lambda _: True) -> Callable[[Ca
 
 
 def rope_first(parts, mla, cos, sin, length):
-    """RoPE turns the first features of queries, not the last."""
+    """RoPE turns the first features of queries instead of the last features."""
     queries, *others = parts
     rolled = queries.roll(mla.rope_size, -1)
     made, keys, values = MAKE_HEADS((rolled, *others), mla, cos, sin, length)
@@ -282,8 +282,8 @@ def values_first(parts, mla, *rest):
 
 
 def values_widened(parts, mla, *rest):
-    """Values are read with the width of keys, so they also contain the following numbers in
-    memory."""
+    """Values are read one feature off, so the values of a head contain a feature of another
+    head."""
     q, k, v = MAKE_HEADS(parts, mla, *rest)
     return q, k, v.flatten(1).roll(1, -1).view(v.shape)
 
@@ -295,7 +295,7 @@ def halves(heads, cos, sin):
 
 
 def normed_together(self, latents, normalised):
-    """The norm covers the whole output of kv_a."""
+    """The norm of the latent covers the whole output of kv_a, also the shared features."""
     q_in, kv_in, shared = INPUTS(self, latents, normalised)
     *_, latent, _ = self._split_latents(latents)
     alone, whole = (
@@ -357,7 +357,7 @@ BREAKS = {
     "adapters' gradients are not clipped": Break(
         (AdapterOptimizer, "step", never_clipped), lambda c: c.lora
     ),
-    # Only cases that train all weights show it.
+    # The next mistakes show only in cases that train all weights.
     "norms have no gradient": Break((norm, "add_norm_gradient", nothing), full()),
     "heads' norms: RoPE is not undone": Break(
         (kernels, "head_norm_gradients", unrotated), full("qwen3")
@@ -393,7 +393,7 @@ BREAKS = {
         (ShardedAdam, "_sum_over_stages", nothing),
         lambda c: c.lora is None and cut(c, "pipeline") and c.config["tie_word_embeddings"],
     ),
-    # Qwen3.5.
+    # Mistakes in Qwen3.5.
     "delta net: children start without a state": Break(
         (delta_rule, "_in_chunks", orphaned), of_delta_nets()
     ),
@@ -438,7 +438,7 @@ BREAKS = {
         (GatedMlp, "_gates", lambda self, normalised: GATES(self, normalised.roll(1, 0))),
         of_gated_experts,
     ),
-    # The small ones.
+    # Mistakes in `SMALL_FAMILIES`.
     "wide norm: over each head": Break(
         (head_rows.WideNorm, "_inverses", of_each_head), small("olmo3")
     ),
@@ -465,7 +465,7 @@ BREAKS = {
         (head_rows.GrowingQueries, "backward", lambda _self, gradient, *_: gradient),
         small("ministral3", "mistral3"),
     ),
-    # Gemma 4.
+    # Mistakes in Gemma 4.
     "gemma4: values give keys no gradient": Break(
         (head_rows.NormalisedValues, "backward", keys_alone),
         lambda c: of_gemma4(c) and c.config["attention_k_eq_v"] and c.lora is None,
@@ -491,7 +491,7 @@ BREAKS = {
     ),
     "gemma4: layers have no number": Break(
         (DecoderLayer, "_scaled", lambda _self, x: x),
-        # The following norm hides the factor of the last layer.
+        # The norm after the last layer hides the number of this layer.
         lambda c: of_gemma4(c) and c.config["num_hidden_layers"] > 1,
     ),
     "gemma4: its number is not in the gradient": Break(
@@ -513,7 +513,7 @@ BREAKS = {
         (ExpertsBesideMlp, "_router_rows_backward", lambda _self, _gradient, _x, plus: plus),
         of_gemma4_experts,
     ),
-    # Latent attention.
+    # Mistakes in latent attention.
     "latents: RoPE turns the first features": Break(
         (latent_attention, "make_heads", rope_first), of_latents()
     ),
@@ -578,7 +578,8 @@ BREAKS = {
 
 
 def _shows(name: str) -> Callable[[Case], object]:
-    """The cases that show a break of `cut_rank.BREAKS`. All of them train adapters."""
+    """Selects the cases in which the mistake `name` of `cut_rank.BREAKS` can show. All these cases
+    train adapters."""
     first = name.partition(":")[0]
     if name.startswith("bias"):
         return lambda c: c.family == "gpt_oss" and cut(c, "tensor")

@@ -1,5 +1,5 @@
-"""The oracle's cases: models, topologies, trained parameters, and packed rows, all drawn from a
-seed."""
+"""The oracle's cases. A case has a model, a topology, trained parameters, and packed rows. All are
+drawn from a seed."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -13,25 +13,27 @@ from tiny import GEMMA4_MOE, SHAPE, VISIONS
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 MIXTURES = ("qwen3_moe", "glm4_moe", "gpt_oss")
-# vLLM on the CPU has no GPT-OSS.
+# GPT-OSS is missing because vLLM on the CPU can't serve it.
 SERVED_FAMILIES = (
     *(*DENSE, "qwen3_moe", "glm4_moe"),
     *("olmo3", "smollm3", "ministral3", "qwen3_vl", "mistral3", "gemma4_text"),
 )
 SERVED = 1000
-"""From this seed on vLLM can serve the cases: families in turn, with heads of 32."""
+"""From this seed on, vLLM can serve the cases. They are of `SERVED_FAMILIES` in turn, with heads of
+32 features."""
 DELTA_NETS = 2000
 """From this seed on the cases are of Qwen3.5."""
 DELTA_MIXTURES = 3000
-"""From this seed on the cases are of Qwen3.5's mixtures."""
+"""From this seed on the cases are of Qwen3.5's mixtures of experts."""
 SMALL = 4000
-"""From this seed on the cases are of these families in turn."""
+"""From this seed on the cases are of `SMALL_FAMILIES` in turn."""
 SMALL_FAMILIES = ("olmo3", "smollm3", "ministral3", "qwen3_vl", "qwen3_vl_moe", "mistral3")
 LATENTS = 5000
-"""From this seed on the cases are of latent attention."""
+"""From this seed on the cases are of `LATENT_FAMILIES`, which have latent attention, in turn."""
 LATENT_FAMILIES = ("glm4_moe_lite", "deepseek_v3")
 GEMMA4S = 6000
-"""From this seed on the cases are of Gemma 4, every third one of its mixtures."""
+"""From this seed on the cases are of Gemma 4. Every third case is of Gemma 4's mixture of
+experts."""
 SEED_OSS = 7000
 """From this seed on the cases are of Seed-OSS."""
 VOCABULARY = SHAPE["vocab_size"]
@@ -39,7 +41,8 @@ VOCABULARY = SHAPE["vocab_size"]
 
 @dataclass
 class Node:
-    """Tokens that follow the tokens of the nodes above. Each child continues differently."""
+    """A node of a tree of tokens. Its tokens follow the tokens of the nodes above it. Each child is
+    another continuation."""
 
     tokens: list[int]
     children: list["Node"] = field(default_factory=list)
@@ -47,7 +50,9 @@ class Node:
 
 @dataclass
 class Item:
-    """A token with a loss: its weight, its whole sequence, and its position there."""
+    """A token with a loss. `slot`: the token's slot. `source`: the slot of the token before it.
+    `weight`: the token's weight in the loss. `sequence`: the number of a sequence with this token.
+    `position`: the token's position in this sequence."""
 
     slot: int
     source: int
@@ -59,7 +64,7 @@ class Item:
 
 @dataclass
 class Row:
-    """A packed row and its sequences."""
+    """A packed row and the sequences that are packed in it."""
 
     tensors: RowTensors
     items: list[Item]
@@ -74,9 +79,9 @@ class Row:
 class Case:
     seed: int
     family: str
-    config: dict[str, Any]  # beside `tiny.SHAPE`
-    sizes: dict[str, Any]  # of `Sizes`
-    lora: LoraShape | None  # None: all weights
+    config: dict[str, Any]  # Values that are added to `tiny.SHAPE`.
+    sizes: dict[str, Any]  # Arguments of `Sizes`.
+    lora: LoraShape | None  # With None all weights are trained.
     keep: int
     temperature: float
 
@@ -97,9 +102,10 @@ class Case:
         )
 
     def rows(self) -> list[Row]:
-        """Two rows for each data-parallel rank, equally long like the rows of a job."""
+        """Two rows for each data-parallel rank. All rows are equally long, like the rows of a
+        job."""
         rng = random.Random(f"rows {self.seed}")
-        # Ranks deal a row in blocks of 128 slots.
+        # Context-parallel ranks share a row in blocks of 128 slots.
         least = 300 if self.sizes["context"] > 1 else 40
         rows = [_row(rng, least) for _ in range(2 * self.sizes["data"])]
         longest = max(len(row.tensors.tokens) for row in rows)
@@ -143,7 +149,7 @@ def draw(seed: int) -> Case:
     if family in ("glm4_moe", "gpt_oss", *VISIONS) or (gemma4 and mixture) or rng.random() < 0.5:
         attention = family in ("gpt_oss", "qwen3_vl_moe")
         targets = LORA_TARGETS[:4] if attention else LORA_TARGETS
-        if gemma4:  # `k_proj` also computes the values
+        if gemma4:  # `k_proj` has no adapter, because it also computes the values.
             targets = tuple(one for one in targets if one != "k_proj")
             targets = ("q_proj", "v_proj", "o_proj") if mixture else targets
         if delta_nets:
@@ -152,7 +158,7 @@ def draw(seed: int) -> Case:
             queries = LORA_TARGETS[:1] if _one_projection(seed) else LATENT_TARGETS[:2]
             targets = queries + LATENT_TARGETS[2:] + LORA_TARGETS[3:]
         chosen = [target for target in targets if rng.random() < 0.6] or [targets[0]]
-        if chosen == ["v_proj"] and gemma4:  # not all layers have it
+        if chosen == ["v_proj"] and gemma4:  # Not all layers of Gemma 4 have `v_proj`.
             chosen = ["q_proj", "v_proj"]
         rank = rng.randint(1, 6)
         lora = LoraShape(
@@ -167,11 +173,13 @@ def draw(seed: int) -> Case:
         if gemma4:
             config["global_head_dim"] = 64
         if family == "qwen2":
-            config.pop("use_sliding_window", None)  # vLLM refuses windows in some layers only
-            # vLLM does not read head_dim
+            # vLLM refuses models that have a window in some layers only.
+            config.pop("use_sliding_window", None)
+            # vLLM does not read `head_dim` of Qwen2.
             config["hidden_size"] = 32 * config["num_attention_heads"]
         if family == "glm4_moe":
-            config["tie_word_embeddings"] = False  # vLLM would leave the output layer empty
+            # With tied embeddings vLLM would leave the output layer empty.
+            config["tie_word_embeddings"] = False
     return Case(
         seed,
         family,
@@ -184,7 +192,7 @@ def draw(seed: int) -> Case:
 
 
 def _one_projection(seed: int) -> bool:
-    """Whether queries have no latent."""
+    """Whether queries come from one projection, without a latent."""
     return seed // 2 % 3 == 2
 
 
@@ -218,8 +226,8 @@ def _latent_config(rng: random.Random, seed: int, family: str) -> dict[str, Any]
 
 
 def _staged(seed: int, sizes: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Adds pipeline stages to some topologies, from the data ranks or from additional ranks, up to
-    8 ranks."""
+    """Adds pipeline stages to some topologies. The stages take data-parallel ranks, or additional
+    ranks up to 8 ranks in all."""
     rng, experts = (
         random.Random(f"pipeline {seed}"),
         sizes.get("expert", 1) * sizes.get("expert_tensor", 1),
@@ -290,13 +298,15 @@ def _config(rng: random.Random, family: str) -> dict[str, Any]:
                 "first_k_dense_replace": rng.randint(0, min(1, config["num_hidden_layers"] - 1)),
             }
     if family.startswith("qwen3_5"):
-        # transformers asks a layer with attention how long the sequence is.
+        # A model needs at least one layer with attention: transformers asks this layer how long the
+        # sequence is.
         kinds = ["linear_attention", "full_attention"]
         kinds += [rng.choice(kinds) for _ in range(rng.randint(0, 2))]
         rng.shuffle(kinds)
         config |= {
             "num_hidden_layers": len(kinds),
-            # A head may read almost nothing, and its normalisation would then enlarge the rounding.
+            # A head of a delta net may read almost nothing from its state. The normalisation of
+            # such a read would enlarge the rounding.
             "rms_norm_eps": rng.choice((1e-4, 1e-3)),
             "layer_types": kinds,
             "linear_num_key_heads": 4,
@@ -341,7 +351,8 @@ def _row(rng: random.Random, least: int) -> Row:
     sequences: list[list[int]] = []
 
     def add(node: Node, path: list[int], parent: int | None) -> None:
-        """`path`: the tokens above. `parent`: the slot of the last of these tokens."""
+        """Adds a node and its children to the row. `path`: the tokens of the nodes above. `parent`:
+        the slot of the last of these tokens."""
         first, sequence = len(tokens), len(sequences)
         for number, token in enumerate(node.tokens):
             source = parent if number == 0 else first + number - 1

@@ -1,10 +1,10 @@
 """The ranks of the oracle: python oracle_rank.py DIRECTORY '{"<world>": [[seed, break or null],
 ...]}'.
 
-Each case's model and adapter are in DIRECTORY/<seed>. Rank 0 writes the ranks' results to
-DIRECTORY/<seed>.<break>.pt: the loss and the gradients of the first of three optimizer steps, and
-the trained tensors after the steps.
-"""
+A break is a mistake of `breaks.py`. The model and adapter of a case are in DIRECTORY/<seed>. Rank 0
+writes the ranks' results to DIRECTORY/<seed>.<break>.pt. The results are the loss, the gradients
+and the gradient norm of the first of three optimizer steps, and the trained tensors after the
+steps."""
 
 import json
 import os
@@ -40,7 +40,8 @@ STEPS = 3
 
 
 def accumulate(case: Case, policy: Policy) -> torch.Tensor:
-    """Add the gradients of this rank's rows. Returns the rank's part of the loss."""
+    """Adds the gradients of this rank's rows to the parameters' gradients. Returns the rank's part
+    of the loss."""
     place, sizes, loss = (
         policy.topology.place,
         policy.topology.sizes,
@@ -150,8 +151,8 @@ def run(
 
 
 def main(directory: Path, by_world: dict[str, list[tuple[int, str | None]]]) -> None:
-    """A set of ranks computes only a few cases, because Gloo's threads of each case stay until the
-    process ends."""
+    """Starts a new set of ranks for every few cases, because Gloo's threads of each case stay until
+    the process ends."""
     starts = [
         (world, list(orders))
         for world, several in by_world.items()

@@ -1,5 +1,5 @@
-"""The results of transformers, PEFT and torch's AdamW for a case: each sequence alone, on one rank,
-without packing."""
+"""The results of transformers, PEFT and torch's AdamW for a case. They compute each sequence alone,
+on one rank and without packing."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from wide import computed_in
 @dataclass(frozen=True)
 class Reference:
     loss: float
-    scale: float  # the sum of the loss's terms without their signs
+    scale: float  # The sum of the absolute values of the loss's terms.
     norm: float
     gradients: dict[str, torch.Tensor]
     before: dict[str, torch.Tensor]
@@ -30,8 +30,8 @@ class Reference:
 
 
 class Model:
-    """`parameters`: the trained parameters, by PEFT key, or by transformers' own names if all
-    weights are trained."""
+    """transformers' model of a case. `parameters`: the trained parameters, by PEFT's keys, or by
+    transformers' own names if all weights are trained."""
 
     def __init__(self, case: Case, directory: Path, dtype: torch.dtype) -> None:
         self._case = case
@@ -41,7 +41,8 @@ class Model:
         )
         for name, module in self.base.named_modules():
             if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
-                # transformers uses its default here; vLLM, and so Tandem, uses the model's value.
+                # For these norms transformers uses its default epsilon. vLLM, and so Tandem, uses
+                # the model's epsilon.
                 module.variance_epsilon = self.base.config.rms_norm_eps
         self.parameters = dict(self.base.named_parameters())
         if case.lora is None:
@@ -49,7 +50,7 @@ class Model:
             return
         self.base.requires_grad_(False)
         lora, adapter = case.lora, load_file(directory / "adapter" / WEIGHTS_FILE)
-        if any(".experts." in key for key in adapter):  # PEFT can't adapt experts
+        if any(".experts." in key for key in adapter):  # PEFT can't adapt experts.
             self.parameters = {
                 key: value.to(dtype).clone().requires_grad_() for key, value in adapter.items()
             }
@@ -61,8 +62,8 @@ class Model:
                 self.base, directory / "adapter", is_trainable=True
             ).to(dtype)
             named = {name.replace(".default", ""): p for name, p in theirs.named_parameters()}
-            # The adapters of zeros are left out that PEFT makes in a vision tower whose layers have
-            # the same names.
+            # If the layers of a vision tower have the same names, PEFT makes adapters of zeros
+            # there. These are left out.
             self.parameters = {name: named[name] for name in adapter}
             self.logits = lambda tokens: theirs(tokens[None]).logits[0]
 
@@ -85,7 +86,8 @@ class Model:
         return together.sum(), float(together.detach().abs().sum())
 
     def named(self, values: dict[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
-        """By the names of the model's files, or PEFT's keys."""
+        """The values of the trained parameters, by the names of the model's files or, for adapters,
+        by PEFT's keys."""
         if self._case.lora is None:
             return {
                 name: value
@@ -98,7 +100,7 @@ class Model:
 def compute(case: Case, directory: Path, dtype: torch.dtype = torch.float32) -> Reference:
     model = Model(case, directory, dtype)
     trained = model.parameters
-    # All adapters have weight decay. If all weights are trained, vectors have none.
+    # All tensors of an adapter have weight decay. If all weights are trained, vectors have none.
     decays = [p for p in trained.values() if p.ndim > 1]
     rest = [p for p in trained.values() if p.ndim == 1]
     adam = torch.optim.AdamW(

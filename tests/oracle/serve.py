@@ -1,5 +1,5 @@
-"""vLLM's log-probs for the oracle: python serve.py ORDERS, a file of `Order`s; the answers go to
-ORDERS.pt.
+"""Computes vLLM's log-probs for the oracle: python serve.py ORDERS. ORDERS is a file of `Order`s.
+The log-probs go to the file ORDERS with the suffix .pt.
 
 vLLM runs in this process, one model after the other, in fp32.
 """
@@ -16,11 +16,11 @@ import torch
 from tandem.inference.server.family_arguments import family_arguments
 
 Order = dict[str, Any]
-"""`model` and `adapter` (or null): directories; `sequences`: token ids."""
+"""`model`: a directory. `adapter`: a directory or null. `sequences`: lists of token ids."""
 
 
 def logprobs(order: Order) -> list[torch.Tensor]:
-    """Of each sequence: log p of every token but the first, in nats at temperature 1."""
+    """For each sequence, the log-probs of all tokens but the first, in nats at temperature 1."""
     from vllm import LLM, SamplingParams
     from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
     from vllm.lora.request import LoRARequest
@@ -32,10 +32,11 @@ def logprobs(order: Order) -> list[torch.Tensor]:
             "enable_lora": True,
             "max_lora_rank": 8,
             "max_loras": 1,
-            # The targets by Tandem's names. vLLM's adapter layers for experts need a GPU.
+            # The adapter's targets, by Tandem's names. They leave experts out, because vLLM's
+            # adapter layers for experts need a GPU.
             "lora_target_modules": adapted["target_modules"],
         }
-    # As `tandem serve-inference` starts it.
+    # `tandem serve-inference` too starts vLLM with the arguments of the model's family.
     given = family_arguments(order["model"], "float32", on_cpu=False)
     options = dict(pairwise(given))
     llm = LLM(
@@ -58,7 +59,8 @@ def logprobs(order: Order) -> list[torch.Tensor]:
     for answer in llm.generate(given, sampling, use_tqdm=False, lora_request=adapter):
         pairs = zip(answer.prompt_token_ids[1:], answer.prompt_logprobs[1:], strict=True)
         found.append(torch.tensor([of_token[token].logprob for token, of_token in pairs]))
-    # A dense model's process groups lack the one that a mixture of experts needs.
+    # The process groups of a dense model lack the group that a mixture of experts needs, so each
+    # model gets new groups.
     destroy_model_parallel()
     destroy_distributed_environment()
     return found
@@ -70,4 +72,5 @@ if __name__ == "__main__":
     torch.save(
         [logprobs(order) for order in json.loads(orders.read_text())], orders.with_suffix(".pt")
     )
-    os._exit(0)  # threads of vLLM's modules for transformers crash now and then at Python's end
+    # At Python's regular end, threads of vLLM's modules for transformers crash now and then.
+    os._exit(0)

@@ -1,9 +1,10 @@
-"""The oracle: generated models, topologies and rows against transformers, PEFT and torch's AdamW in
-fp32.
+"""The oracle compares Tandem on generated models, topologies and rows with transformers, PEFT and
+torch's AdamW in fp32.
 
-Loss, every gradient (1e-5, relative in norm) and three optimizer steps (1e-3 of what moved). A
-float64 reference decides where fp32 itself is that far off. `breaks.py` has the mistakes that it
-must see. One case: `--all-cases -k <seed>:`.
+It compares the loss, every gradient, and the weights after three optimizer steps. Gradients may
+differ by 1e-5, relative in norm. Weights may differ by 1e-3 of the distance by which they moved. If
+fp32 itself has larger errors, a float64 reference decides. `breaks.py` has the mistakes that the
+oracle must find. `--all-cases -k <seed>:` runs a single case.
 """
 
 import json
@@ -47,7 +48,7 @@ GRADIENTS, WEIGHTS = 1e-5, 1e-3
 
 @cache
 def case_of(name: str) -> int:
-    """The first seed that shows a break, of at most four ranks."""
+    """The first seed of a case of at most four ranks in which the break `name` can show."""
     shows = BREAKS[name].shows
     begins = {
         "delta net": DELTA_NETS,
@@ -90,7 +91,7 @@ class Oracle:
             self.directory / f"{seed}.{broken}.pt", weights_only=False
         )
         for name in [name for name in found["gradients"] if name.endswith("layer_scalar")]:
-            # Gemma's numbers are not parameters in transformers.
+            # `layer_scalar`, a number of each layer of Gemma 4, is no parameter in transformers.
             assert not found["gradients"].pop(name).any()
         return found
 
@@ -102,7 +103,7 @@ class Oracle:
         return self._made[seed]
 
     def problems(self, seed: int, broken: str | None = None) -> list[str]:
-        """The differences from the reference, in words."""
+        """The differences between Tandem's results and the reference, in words."""
         ours, theirs = self.ours(seed, broken), self.theirs(seed)
         found = []
         if abs(ours["loss"] - theirs.loss) > GRADIENTS * theirs.scale:
@@ -124,9 +125,10 @@ class Oracle:
                 if (one - true).norm() > 3 * max((other - true).norm(), GRADIENTS * true.norm()):
                     found.append(f"gradient of {name}: {(one - true).norm() / true.norm():.1e}")
         if (strayed := self._strayed(ours, theirs, theirs)) > WEIGHTS:
-            # Two fp32 computations of an ill-conditioned mixture, each with gradients 2.5e-5 off
-            # float64, differ by twice the error of one. With the same code in float64 the
-            # difference vanishes (3e-5). So float64 decides, as for gradients.
+            # For an ill-conditioned mixture of experts, gradients in fp32 differ from float64 by
+            # 2.5e-5. Two such computations differ by twice the error of one computation. With the
+            # same code in float64 the difference vanishes (3e-5). So float64 decides here too, as
+            # for gradients.
             exact = self.theirs(seed, torch.float64)
             apart, limit = self._strayed(ours, exact, theirs), self._strayed(theirs, exact, theirs)
             if apart > max(WEIGHTS, 3 * limit):
@@ -140,7 +142,7 @@ class Oracle:
         theirs: reference.Reference,
     ) -> float:
         """The distance between two trained models, relative to the distance by which training moves
-        them."""
+        a model."""
         after = one["after"] if isinstance(one, dict) else one.after
         moved, apart = (
             torch.cat([(of[name] - to[name]).double().flatten() for name in theirs.after]).norm()
@@ -155,7 +157,7 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    """Runs all selected cases and mistakes, with one start of ranks for each number of ranks."""
+    """Runs all selected cases and mistakes in one call of `oracle_rank.py`."""
     orders: dict[tuple[int, str | None], None] = {}
     for item in request.session.items:
         if item.path == request.path and hasattr(item, "callspec"):

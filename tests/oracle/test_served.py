@@ -1,8 +1,8 @@
 """vLLM serves the adapters and models that the oracle's ranks have trained. Its log-probs agree
 with transformers and PEFT within 1e-4 nats.
 
-Adapters are served as adapters; adapters on experts, which vLLM does not serve on the CPU, are
-served as models that `tandem export` merges.
+vLLM serves adapters as adapters. It can't serve adapters on experts on the CPU, so these are merged
+into models as by `tandem export`.
 """
 
 import json
@@ -35,7 +35,7 @@ def sequences(case: Case) -> list[list[int]]:
 
 
 def trained(case: Case, directory: Path, made: dict[str, Any]) -> serve.Order:
-    """The files that vLLM loads for a case's result."""
+    """The order that makes vLLM load the result of a case. Writes the result's files."""
     order: serve.Order = {
         "model": str(directory / "model"),
         "adapter": None,
@@ -57,7 +57,8 @@ def trained(case: Case, directory: Path, made: dict[str, Any]) -> serve.Order:
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, tuple[Oracle, list[torch.Tensor]]]:
-    """Seed -> the oracle that has trained it, and vLLM's log-probs of `sequences`."""
+    """Seed -> the oracle that has trained the seed's case, and vLLM's log-probs of the case's
+    `sequences`."""
     items = [
         item
         for item in request.session.items

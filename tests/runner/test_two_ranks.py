@@ -93,8 +93,8 @@ def test_a_killed_agent_takes_its_ranks_with_it(stacks):
 
 
 def test_a_rank_whose_agent_died_during_its_imports_ends():
-    """The rank ends because its parent is not the agent. The parent of an orphan is the runner,
-    which adopts orphans, so the existence of a parent proves nothing."""
+    """The rank ends because the pid of its parent is not the agent's pid. The parent of an orphan
+    is the runner, which adopts orphans."""
     command = [sys.executable, "-m", "tandem.trainer.launch.bootstrap", "no launch"]
     rank = subprocess.run(
         command, env=os.environ | {"TANDEM_AGENT_PID": "1"}, check=False, capture_output=True
