@@ -1,5 +1,5 @@
-"""A tiny policy in training, to be interrupted by offloading; on the CPU, or on a GPU if a test
-says so."""
+"""A tiny policy in training that tests interrupt by offloading. The policy is on the CPU, or on a
+GPU if the test has activated a GPU."""
 
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from tandem.training.optimizer import AdapterOptimizer
 
 
 class Training:
-    """Policy and optimizer, and one optimizer step after another on made-up tokens."""
+    """A policy and its optimizer, which run optimizer steps on random tokens."""
 
     def __init__(self, model: Path, adapter: Path) -> None:
-        """`adapter`: the adapter's directory. If it does not exist, a random adapter is written
-        first."""
+        """`adapter`: the directory of the adapter. If the directory does not exist, a random
+        adapter is written to it first."""
         self.model = model
         if not adapter.exists():
             write_random_adapter(adapter, model)
@@ -27,7 +27,8 @@ class Training:
         )
 
     def step(self, number: int, length: int = 24) -> float:
-        """Runs optimizer step `number`, always on the same tokens. Returns its loss."""
+        """Runs the optimizer step `number` and returns its loss. The number determines the step's
+        tokens."""
         generator = torch.Generator().manual_seed(number)
         row = linear_row(
             torch.randint(0, self.policy.arch.vocab_size, (length,), generator=generator).numpy()
@@ -54,13 +55,13 @@ class Training:
         ]
 
     def base(self) -> list[Tensor]:
-        """The frozen parameters."""
+        """The frozen parameters of the policy, not copied."""
         return [
             parameter for parameter in self.policy.gpt.parameters() if not parameter.requires_grad
         ]
 
     def device_tensors(self, part: str) -> list[Tensor]:
-        """The number of bytes that `offload` of this part must free."""
+        """The tensors whose device memory `offload` of `part` must free."""
         parameters = [*self.policy.lora_parameters().values(), *self.base(), self.policy._inv_freq]
         optimizer = [*self._moments(), *(memory for memory, _ in self.optimizer._gradients)]
         return {"parameters": parameters, "optimizer": optimizer, "both": parameters + optimizer}[
@@ -68,7 +69,7 @@ class Training:
         ]
 
     def offload(self, part: str) -> int:
-        """`part`: parameters, optimizer, or both. Returns the freed bytes."""
+        """Offloads `part`: `parameters`, `optimizer` or `both`. Returns the freed bytes."""
         freed = self.policy.offload() if part in ("parameters", "both") else 0
         return freed + (self.optimizer.offload() if part in ("optimizer", "both") else 0)
 
@@ -81,12 +82,12 @@ class Training:
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Bit for bit."""
+    """Whether the tensors of both lists are equal bit for bit."""
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def total(tensors: list[Tensor]) -> int:
-    """Bytes of their storages."""
+    """The bytes of the tensors' storages. A shared storage counts once."""
     return sum(
         {
             tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors

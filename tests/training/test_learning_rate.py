@@ -1,5 +1,5 @@
-"""The learning rate over a chain of jobs: transformers' own curves after warm-up, wherever the
-chain is cut."""
+"""The learning rate over a chain of jobs. After the warm-up it follows transformers' own curves,
+wherever the chain is divided into jobs."""
 
 import pytest
 import torch
@@ -22,7 +22,8 @@ def test_the_curve_is_transformers_after_warm_up(shape, theirs) -> None:
         learning_rate=3e-3, schedule=Schedule(shape=shape, warmup=WARMUP, total=TOTAL)
     )
     for step in range(TOTAL):
-        # transformers' first step has the rate 0, and so teaches nothing.
+        # During the warm-up Tandem's rates differ: the first step in transformers has the rate 0,
+        # so it teaches nothing.
         expected = 3e-3 * (step + 1) / (WARMUP + 1) if step < WARMUP else scheduler.get_last_lr()[0]
         assert settings.rate(step) == pytest.approx(expected, rel=1e-12)
         optimizer.step()

@@ -1,4 +1,5 @@
-"""Every loss equals an independent float64 implementation of its paper, value and gradient."""
+"""Value and gradient of every loss equal those of an independent float64 implementation of the
+loss's paper."""
 
 import dataclasses
 
@@ -19,18 +20,19 @@ CONSTANT = 17.0
 
 
 class Case:
-    """Random items in groups of trajectories of sequences."""
+    """Random items. Items belong to sequences, sequences to trajectories, and trajectories to
+    groups."""
 
     def __init__(self, seed: int, spread: float) -> None:
         rng = np.random.default_rng(seed)
 
         def owners(n: int, most: int) -> np.ndarray:
-            """For n owners with 1 to `most` members each, the members' owners."""
+            """The owner of each member, for n owners with 1 to `most` members each."""
             return np.arange(n).repeat(rng.integers(1, most + 1, n))
 
-        group = owners(rng.integers(1, 4), 3)  # of each trajectory
-        trajectory = owners(len(group), 2)  # of each sequence
-        self.sequence = owners(len(trajectory), 6)  # of each item
+        group = owners(rng.integers(1, 4), 3)  # The group of each trajectory.
+        trajectory = owners(len(group), 2)  # The trajectory of each sequence.
+        self.sequence = owners(len(trajectory), 6)  # The sequence of each item.
         of_item = {
             "trajectory": trajectory[self.sequence],
             "group": group[trajectory[self.sequence]],
@@ -136,8 +138,8 @@ def losses_of_every_kind(draw: st.DrawFn) -> RLLoss:
 def in_float64(
     case: Case, spec: RLLoss, w: np.ndarray
 ) -> tuple[float, np.ndarray, dict[str, np.ndarray]]:
-    """The loss with normalised weights `w`, its gradient by the log-probs, and per-item
-    statistics."""
+    """The loss with normalised weights `w`, its gradient by the log-probs, and statistics of each
+    item, all by `loss_references`."""
     low, high = BOUNDS[spec.policy]
     if spec.clip_low is not None and spec.clip_high is not None:
         low, high = 1 - spec.clip_low, 1 + spec.clip_high
@@ -220,8 +222,8 @@ def test_rl_loss_equals_the_papers(case, spec) -> None:
 @settings(max_examples=50, deadline=None)
 @given(case=cases, beta=st.sampled_from([0.0, 0.05, 3.0]))
 def test_dro_is_its_papers(case, beta) -> None:
-    """Richemond et al., arXiv:2405.19107, eq. 4, with the advantage in place of reward and value,
-    summed."""
+    """The loss `dro` is the sum over tokens of eq. 4 of Richemond et al., arXiv:2405.19107, with
+    the advantage in place of reward and value."""
     items = case.items(np.ones(case.n))
     out = losses.rl_loss(items, RLLoss(policy="dro", dro_beta=beta, normalisation="sum"))
     out.loss.backward()
@@ -238,9 +240,9 @@ def test_dro_is_its_papers(case, beta) -> None:
     everywhere=st.booleans(),
 )
 def test_gspo_token_is_its_papers(case, bounds, everywhere) -> None:
-    """Zheng et al., arXiv:2507.18071, eq. 13 and 14, summed: each token has its own advantage and
-    gradient. Tinker's mask selects the tokens whose log-ratios are averaged into the ratio of the
-    sequence."""
+    """The loss `gspo_token` is the sum over tokens of eq. 13 and 14 of Zheng et al.,
+    arXiv:2507.18071. Each token has its own advantage and gradient. Tinker's mask selects the
+    tokens whose log-ratios are averaged into the ratio of the sequence."""
     spec = RLLoss(policy="gspo_token", clip_low=bounds[0], clip_high=bounds[1], normalisation="sum")
     low, high = BOUNDS["gspo"] if bounds[0] is None else (1 - bounds[0], 1 + bounds[1])
     rng = np.random.default_rng(case.n)
@@ -275,8 +277,8 @@ def test_weights_are_the_means_of_the_papers(case, kind) -> None:
 
 
 def test_each_policys_own_normalisation_is_its_papers() -> None:
-    """CISPO (eq. 4) and DAPO's PPO (eq. 8) average over tokens, GSPO (eq. 5) and SAPO over
-    sequences."""
+    """CISPO (eq. 4 of its paper) and DAPO's PPO (eq. 8 of its paper) average over tokens. GSPO
+    (eq. 5 of its paper) and SAPO average over sequences."""
     policies = ("cispo", "ppo", "gspo", "gspo_token", "sapo")
     found = [RLLoss(policy=policy).mean_over for policy in policies]
     assert found == ["token", "token", "trajectory", "trajectory", "trajectory"]
@@ -294,7 +296,7 @@ def test_sft_is_cross_entropy(case, kind) -> None:
 
 
 def gradient(case: Case, spec: RLLoss, dtype: torch.dtype = torch.float64) -> np.ndarray:
-    """d loss / d log-probs with all weights 1."""
+    """The gradient of the loss by the log-probs, with all weights 1."""
     items = case.items(np.ones(case.n))
     for field in dataclasses.fields(items):
         if (
@@ -309,14 +311,14 @@ def gradient(case: Case, spec: RLLoss, dtype: torch.dtype = torch.float64) -> np
     return found.numpy()
 
 
-# e^20 at most, for any log-ratio
+# For any log-ratio, the gradient is at most e^20 times the advantage.
 @pytest.mark.parametrize("nats", [19.0, 21.0, 60.0, 500.0, 9998.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_gradient_of_a_token_that_is_far_off_does_not_vanish(nats, dtype) -> None:
     most = np.exp(min(nats, 20.0))
     case = Case(3, 0.1)
     case.adv = -np.abs(case.adv)
-    case.old = case.lp - nats  # the policy has moved towards tokens that should become rarer
+    case.old = case.lp - nats  # The policy has moved towards tokens that should become rarer.
     for policy in ("ppo", "gspo"):
         np.testing.assert_allclose(
             gradient(case, RLLoss(policy=policy), dtype), -case.adv * most, rtol=1e-2
@@ -339,8 +341,8 @@ def test_the_gradient_of_a_token_that_is_far_off_does_not_vanish(nats, dtype) ->
 
 
 def test_gspo_bounds_a_sequences_mean_and_not_each_token() -> None:
-    """30 nats up and 30 nats down give a ratio of 1. With 45 nats up in place of 30 the mean is
-    5."""
+    """The log-ratios 30, -30 and 0 nats have the mean 0, so the sequence's ratio is 1. With 45 nats
+    in place of 30 nats the mean is 5 nats."""
     case = Case(0, 0.0)
     case.n, case.sequence, case.sequences = 3, np.zeros(3, int), [np.arange(3)]
     case.lp, case.adv, case.entropy = np.array([-1.0, -35.0, -2.0]), np.full(3, -1.0), np.ones(3)
@@ -368,17 +370,19 @@ def test_clip_fraction_counts_where_clipping_took_the_gradient() -> None:
         sampler_logprobs=zeros,
     )
     out = losses.rl_loss(items, RLLoss(policy="ppo"))
-    # The ratio 2 with a positive, the ratio 0.5 with a negative advantage.
+    # Two tokens are clipped: the ratio 2 with a positive advantage, and the ratio 0.5 with a
+    # negative advantage.
     assert out.sums["clipped"] == 2
     (gradient,) = torch.autograd.grad(out.loss, lp)
     assert (gradient == 0).tolist() == [False, False, False, True, True, False, False, False]
     assert out.maxima["ratio"].item() == pytest.approx(2.0)
-    # All beyond.
+    # With "mask", all four tokens whose ratios are beyond the bounds count.
     assert losses.rl_loss(items, RLLoss(policy="ppo", beyond_bounds="mask")).sums["clipped"] == 4
 
 
 def test_rewards_of_a_pair_are_sums_and_simpos_are_means() -> None:
-    """The chosen answer has two tokens, the rejected one has one."""
+    """DPO's and IPO's reward of an answer is a sum over tokens, SimPO's is a mean. The chosen
+    answer has two tokens, the rejected answer has one token."""
     lp, ones = torch.tensor([-1.0, -2.0, -4.0]), torch.ones(3)
     items = losses.Items(
         lp,
@@ -395,7 +399,7 @@ def test_rewards_of_a_pair_are_sums_and_simpos_are_means() -> None:
         assert (sums["chosen_reward"].item(), sums["rejected_reward"].item()) == pytest.approx(
             (chosen, -0.4)
         )
-    # cases in which no answer has the larger reward
+    # If both answers have the same reward, the accuracy is 0.
     start = dataclasses.replace(items, logprobs=0 * lp)
     assert losses.preference_loss(start, PreferenceLoss()).sums["accuracy"] == 0
     for margin, want in ((None, 0.25 - 0.5), (0.0, 0.25)):
@@ -404,9 +408,9 @@ def test_rewards_of_a_pair_are_sums_and_simpos_are_means() -> None:
 
 
 def test_the_corrected_penalty_has_the_kls_gradient_with_tokens_of_another_policy() -> None:
-    """The expectation over 5 tokens drawn from `old` is computed exactly for each estimator.
-    Without correction the expectation is wrong, unless the policy itself has drawn the tokens: then
-    k1 and k2 have the KL's own gradient."""
+    """The test computes exactly the expectation of each estimator's gradient over 5 tokens, drawn
+    from the policy `old`. With correction it is the KL's gradient, without correction it is not. If
+    the policy itself draws the tokens, k1 and k2 have the KL's gradient without correction too."""
     torch.manual_seed(0)
     logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
     old, ref = torch.randn(2, 5, dtype=torch.float64).log_softmax(-1)

@@ -1,5 +1,5 @@
-"""The losses equal TRL's own: `GRPOTrainer._compute_loss`, called on padded completions, in value
-and gradient."""
+"""Value and gradient of the losses equal those of TRL's `GRPOTrainer._compute_loss`, which the
+tests call on padded completions."""
 
 import functools
 from collections import defaultdict
@@ -14,15 +14,16 @@ import torch
 from tandem.spool.schema import RLLoss
 from tandem.training import losses
 
-pytestmark = pytest.mark.slow  # the import of TRL
+pytestmark = pytest.mark.slow  # The import of TRL is slow.
 
-LONGEST = 9  # tokens of a completion; also Dr. GRPO's constant
+LONGEST = 9  # The most tokens of a completion, and Dr. GRPO's constant.
 SEQUENCES = 6
 
 
 @functools.cache
 def trainer_class() -> Any:
-    """TRL's. TRL would import vLLM, and the functions that are used here don't need it."""
+    """TRL's trainer of GRPO, imported without vLLM. TRL would import vLLM, but the functions that
+    these tests use don't need it."""
     utils: Any = import_module("trl.import_utils")
     utils.is_vllm_available = lambda *_, **__: False
     from trl.trainer.grpo_trainer import GRPOTrainer
@@ -31,8 +32,8 @@ def trainer_class() -> Any:
 
 
 class Batch:
-    """Random completions, one sequence per trajectory: padded [B, T] for TRL, flat [items] for
-    Tandem."""
+    """Random completions. Each trajectory is one sequence. TRL gets them padded, [B, T]. Tandem
+    gets them as flat items."""
 
     def __init__(self, seed: int, spread: float, advantages: np.ndarray | None = None) -> None:
         rng = np.random.default_rng(seed)
@@ -40,7 +41,8 @@ class Batch:
         self.mask = torch.tensor(np.arange(LONGEST) < self.lengths[:, None])
         shape = (SEQUENCES, LONGEST)
         self.lp = torch.tensor(-rng.exponential(1.5, shape), requires_grad=True)
-        drift = spread * rng.normal(size=(SEQUENCES, 1))  # so that whole sequences are off, too
+        # The log-probs of whole sequences drift too, not only those of single tokens.
+        drift = spread * rng.normal(size=(SEQUENCES, 1))
         self.old = self.lp.detach() + torch.tensor(drift + spread * rng.normal(size=shape))
         self.ref = self.lp.detach() + torch.tensor(spread * rng.normal(size=shape))
         self.entropy = torch.tensor(rng.exponential(1.0, shape))
@@ -130,7 +132,7 @@ SEQUENCE = {"importance_sampling_level": "sequence"}
 NARROW = {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    # Tandem's settings, TRL's
+    # Name: (Tandem's settings, TRL's settings).
     "DAPO": ({"policy": "ppo"}, {"loss_type": "dapo"}),
     "BNPO": ({"policy": "ppo"}, {"loss_type": "bnpo"}),
     "GRPO": ({"policy": "ppo", "normalisation": "trajectory"}, {"loss_type": "grpo"}),

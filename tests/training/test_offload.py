@@ -1,4 +1,5 @@
-"""Offloading changes no result: sizes and contents come back exactly, gradients as zeros."""
+"""Offloading changes no result. Sizes and contents of tensors come back exactly, but gradients come
+back as zeros."""
 
 import weakref
 from pathlib import Path
@@ -54,8 +55,8 @@ def test_the_host_buffer_is_used_again_and_grows_only_for_more() -> None:
 
 
 def test_tensors_may_lie_in_several_host_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch rounds pinned memory up to a power of two, so that one buffer could take twice the
-    memory."""
+    """torch rounds the size of pinned memory up to a power of two, so a single buffer could take
+    twice the memory of the tensors."""
     monkeypatch.setattr(offload, "CHUNK", 1024)
     parked = Offload(contents=True)
     for sizes in ((100, 700, 3, 256, 0, 1000), (2000, 5)):
@@ -79,7 +80,9 @@ def test_training_continues_bit_for_bit(tmp_path: Path, part: str, family: str, 
     expected = total(interrupted.device_tensors(part))
     assert interrupted.offload(part) == expected
     assert total(interrupted.device_tensors(part)) == 0
-    if part == "optimizer":  # publishing weights needs only the parameters
+    # The publication of weights needs only the parameters, so these stay if only the optimizer is
+    # offloaded.
+    if part == "optimizer":
         assert torch.equal(interrupted.base()[0], base[0])
     interrupted.restore(part)
     assert same(interrupted.trained(), before)

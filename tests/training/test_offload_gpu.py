@@ -1,5 +1,5 @@
-"""Offloading on a GPU, in bytes: the freed memory, the restored memory, and no other memory that
-stays."""
+"""Bytes of GPU memory that offloading frees and that restoring takes. No other memory stays on the
+GPU."""
 
 import gc
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ SHAPE = {
 }
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
 LENGTH = 512
-SMALL = 1024  # bytes of the optimizer's scalars
+SMALL = 1024  # The most bytes of the optimizer's scalars.
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
@@ -39,7 +39,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def empty() -> Iterator[int]:
-    """Bytes that are allocated before the training is built."""
+    """The bytes that are allocated before a `Training` is built."""
     device.activate("cuda")
     torch.use_deterministic_algorithms(True, warn_only=True)
     parallel.init_parallel()
@@ -53,9 +53,10 @@ def training(model: Path, tmp_path: Path, empty: int) -> Training:
 
 
 def allocated() -> int:
-    gc.collect()  # graphs of earlier steps
+    gc.collect()  # This frees autograd's graphs of earlier steps.
     memory.release_cached()
-    # The bytes requested: of a large block the allocator may give up to 1 MiB more.
+    # The requested bytes are counted, because the allocator may give up to 1 MiB more for a large
+    # block.
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
@@ -84,12 +85,12 @@ def test_nothing_stays_and_the_host_buffers_are_used_again(training, empty) -> N
         training.step(number, LENGTH)
         training.offload("both")
         assert allocated() - empty <= SMALL
-        assert torch.cuda.memory_reserved() <= 8 * 2**20  # segments with a scalar in them
+        assert torch.cuda.memory_reserved() <= 8 * 2**20  # Segments with scalars stay reserved.
         host = torch.cuda.host_memory_stats()["allocated_bytes.current"]
         parts = training.policy._own_memory, training.optimizer._adam_memory
         needed = sum(chunk.nbytes for part in parts for chunk in part._host)
         assert needed > 0
-        # Their sizes are rounded up to a power of two.
+        # torch rounds the sizes of the host's buffers up to a power of two.
         assert needed <= host <= 2 * needed + 2**20
         floor = floor or host
         assert host == floor
@@ -97,7 +98,7 @@ def test_nothing_stays_and_the_host_buffers_are_used_again(training, empty) -> N
 
 
 def test_offloading_after_a_save_gives_back_what_it_gave_before(training, empty, tmp_path) -> None:
-    """Nothing of a checkpoint stays on the device."""
+    """Writing a checkpoint leaves no tensors on the device."""
     training.step(0, LENGTH)
     training.optimizer.zero_grad()
     before = allocated()

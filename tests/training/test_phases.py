@@ -1,5 +1,5 @@
-"""Each phase has its own memory peak, the attempt has the largest, and nothing is measured before
-the device starts."""
+"""Each phase has its own peak of memory, and the attempt has the largest peak. Nothing is measured
+before the device starts."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tandem.training.phases import MemoryWatch, Phases
 
 
 class Allocator:
-    """Takes the place of torch's allocator on a device that has started."""
+    """Stands for torch's allocator on a device that has started."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.peak = 0
@@ -48,7 +48,7 @@ def test_each_phase_has_its_own_peak_and_the_attempt_the_largest(allocator: Allo
     allocator.allocate(-70)
     build = {"allocated": 30, "reserved": 31, "device_used": 60, "host_pinned": 7, "peak": 100}
     assert watch.end_phase("build") == build
-    allocator.allocate(200)  # between two phases: in the attempt's peak only
+    allocator.allocate(200)  # Between two phases: this counts in the attempt's peak only.
     allocator.allocate(-200)
     watch.begin_phase()
     allocator.allocate(20)
@@ -105,10 +105,12 @@ def test_a_phase_that_ends_before_the_device_has_started_has_no_memory(
 
 
 def test_a_rank_that_stays_counts_from_0_in_each_job(allocator: Allocator, monkeypatch) -> None:
-    """The exporter adds up the ranks' counters over jobs."""
+    """Each job's counters begin at 0, because the exporter adds up the ranks' counters over
+    jobs."""
     counts = {"ooms": 0, "alloc_retries": 2}
     monkeypatch.setattr(memory, "stats", lambda: allocator.stats() | counts)
-    for failures in (1, 3):  # the second job begins with the 1 of the first
+    # The allocator still counts the first job's failure when the second job begins.
+    for failures in (1, 3):
         watch = MemoryWatch()
         counts["ooms"] += failures
         assert {name: watch.beat()["memory"][name] for name in counts} == {

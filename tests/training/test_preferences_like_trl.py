@@ -1,5 +1,6 @@
-"""Losses of pairs equal TRL's own in value and gradient: `DPOTrainer._compute_loss` (DPO, IPO) and
-`CPOTrainer.cpo_loss` (SimPO, and label smoothing), called on padded completions."""
+"""Value and gradient of the losses of pairs equal those of TRL. The tests call
+`DPOTrainer._compute_loss` (DPO, IPO) and `CPOTrainer.cpo_loss` (SimPO, and label smoothing) on
+padded completions."""
 
 from collections import defaultdict
 from importlib import import_module
@@ -13,14 +14,14 @@ import torch
 from tandem.spool.schema import PreferenceLoss
 from tandem.training.losses import Items, item_weights, preference_loss
 
-pytestmark = pytest.mark.slow  # the import of TRL
+pytestmark = pytest.mark.slow  # The import of TRL is slow.
 
 LONGEST, PAIRS = 9, 5
 
 
 class Batch:
-    """Random answers: padded [2 PAIRS, T] for TRL, first the chosen ones; flat and shuffled by
-    pairs for Tandem."""
+    """Random answers. TRL gets them padded, [2 PAIRS, T], with the chosen answers first. Tandem
+    gets them as flat items, with the pairs in random order."""
 
     def __init__(self, seed: int, scale: float) -> None:
         rng = np.random.default_rng(seed)
@@ -31,7 +32,7 @@ class Batch:
         self.order = rng.permutation(PAIRS)
 
     def trl_dpo(self, kind: str, beta: float) -> torch.Tensor:
-        """`_compute_loss` with models that return these log-probs."""
+        """The loss by `DPOTrainer._compute_loss`, with models that return the batch's log-probs."""
         utils: Any = import_module("trl.import_utils")
         utils.is_vllm_available = lambda *_, **__: False
         from trl.trainer.dpo_trainer import DPOTrainer
@@ -93,7 +94,7 @@ class Batch:
         return CPOTrainer.cpo_loss(this, *of_answer.chunk(2))[0].mean()
 
     def tandem(self, loss: PreferenceLoss) -> tuple[float, torch.Tensor]:
-        """The loss, and its gradient by the padded log-probs."""
+        """The loss by Tandem, and its gradient by the padded log-probs."""
         answers = np.array([answer for pair in self.order for answer in (pair, pair + PAIRS)])
         where = [np.arange(self.lengths[answer]) for answer in answers]
         rows, columns = np.repeat(answers, self.lengths[answers]), np.concatenate(where)

@@ -1,5 +1,5 @@
-"""Every row is visited once per epoch, ranks have equally many micro steps, and denominators count
-all ranks."""
+"""The schedule of rows. Each epoch visits every row once, all ranks have equally many micro steps,
+and denominators count the items of all ranks."""
 
 import numpy as np
 import pytest
@@ -68,7 +68,7 @@ def test_rows_are_dealt_once_and_evenly(
         }
         assert sorted(schedule.visited_rows(rank)) == sorted(needed)
     own = [row for rank in range(ranks) for row in schedule.rank_rows(epochs, rank)]
-    assert sorted(own) == list(range(len(batch)))  # each row counts once
+    assert sorted(own) == list(range(len(batch)))  # Each row counts on one rank only.
 
 
 def test_the_order_depends_on_seed_step_and_epoch(batch: PackedBatch) -> None:
@@ -115,8 +115,8 @@ def test_sft_counts_each_example_by_its_weight(tmp_path) -> None:
 
 
 def test_advantages_are_divided_by_their_weighted_mean_size(batch: PackedBatch) -> None:
-    """The scale is the mean of |A| over tokens, or over trajectories if the loss is per trajectory.
-    SFT has no scale."""
+    """The divisor is the mean of |A| over tokens, or over trajectories if the loss is a mean over
+    trajectories. The losses of SFT have no such divisor."""
     trajectory = np.concatenate([batch.row(row).item_trajectory for row in range(len(batch))])
     advantage = np.concatenate([batch.row(row).item_weight for row in range(len(batch))]).astype(
         np.float64
