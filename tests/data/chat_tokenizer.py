@@ -1,5 +1,5 @@
-"""A byte-level BPE tokenizer, trained here, with the special tokens of a chat template; TRL's
-templates; a message."""
+"""A byte-level BPE tokenizer with the special tokens of a chat template. It is trained in this
+module. Also the directory of TRL's chat templates, and a function that makes a message."""
 
 import re
 from functools import cache
@@ -52,9 +52,9 @@ def _base() -> str:
 
 
 def chat_tokenizer(template: str, *, greedy: bool = False) -> Any:
-    """A tokenizer with this chat template. Texts of the template that look like special tokens
-    become special tokens. `greedy`: special tokens include the white space beside them, as in
-    Phi-3."""
+    """A tokenizer with the chat template `template`. Texts in the template that look like special
+    tokens become special tokens of the tokenizer. `greedy`: special tokens include the white space
+    beside them, as in Phi-3's tokenizer."""
     tokenizer = Tokenizer.from_str(_base())
     special = sorted({"<|im_end|>", "<|begin_of_text|>", *_SPECIAL.findall(template)})
     tokenizer.add_special_tokens(

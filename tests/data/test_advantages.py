@@ -1,4 +1,4 @@
-"""Advantages against sums written out in exact fractions."""
+"""Advantages equal those of a second implementation, which computes sums in exact fractions."""
 
 from fractions import Fraction
 from math import sqrt
@@ -45,8 +45,8 @@ def independent(rewards: list[float], batch: list[float], baseline: str, scale: 
     st.sampled_from(["mean", "leave_one_out"]),
     st.sampled_from(["group", "batch", "none"]),
 )
-@example([0.0, 1e-38], [], "mean", "group")  # equal
-@example([0.1] * 3, [], "mean", "group")  # (0.1 + 0.1 + 0.1) / 3 != 0.1
+@example([0.0, 1e-38], [], "mean", "group")  # These rewards count as equal.
+@example([0.1] * 3, [], "mean", "group")  # In floats, (0.1 + 0.1 + 0.1) / 3 != 0.1.
 def test_formulas(rewards: list[float], others: list[float], baseline: str, scale: str) -> None:
     of_case = AdvantageSettings.model_validate({"baseline": baseline, "scale": scale})
     batch = rewards + others
@@ -102,8 +102,9 @@ def test_turns_compare_their_returns_with_the_others_at_the_same_turn() -> None:
     settings = AdvantageSettings(scale="none")
     first = {"turns": [turn(1, reward=1.0), turn(2, reward=0.5), turn(1, reward=2.0)], "reward": 1}
     second = {"turns": [turn(1), turn(1, reward=-0.5)], "reward": 0.0}
-    # Returns: 4.5, 3.5, 3 and -0.5, -0.5. The third turn is alone, so it gets the advantage of the
-    # first turn.
+    # The returns of the first trajectory's turns are 4.5, 3.5, 3. Those of the second trajectory's
+    # turns are -0.5, -0.5. Only the first trajectory has a third turn, so this turn gets the
+    # advantage of the trajectory's first turn.
     assert of_turns(settings, first, second) == [[[2.5], [2.0, 2.0], [2.5]], [[-2.5], [-2.0]]]
     batch = AdvantageSettings(scale="batch")
     assert of_turns(batch, first, second)[0][:2] == [[1.25], [1.0, 1.0]]

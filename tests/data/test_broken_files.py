@@ -1,4 +1,5 @@
-"""Broken data files: each is refused with place, field and what to do."""
+"""Broken data files are refused with a message that names the place and the field and says what to
+do."""
 
 import json
 from pathlib import Path
@@ -19,7 +20,8 @@ def call(**function: Any) -> dict[str, Any]:
     return {"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": function}]}]}
 
 
-# File name, content (bytes, text, or records as lines), the refused place, and the error's text.
+# Name of the file, its content (bytes, a text, or records that become lines), a part of the place
+# that the error names, and a pattern of the error's text.
 CASES: list[tuple[str, Any, str, str]] = [
     ("empty.jsonl", "", "FILE", "no record"),
     ("blank.jsonl", "\n \n", "FILE", "no record"),

@@ -28,7 +28,7 @@ def text(rng: random.Random) -> str:
 
 
 def conversation(rng: random.Random) -> Record:
-    """A conversation in OpenAI's format. All calls of a turn are answered by texts."""
+    """A random conversation in OpenAI's format. Each call of a tool gets a text as its answer."""
     messages: list[Record] = [{"role": "system", "content": text(rng)}] * rng.randrange(2)
     tools = rng.random() < 0.5
     for _ in range(rng.randrange(1, 4)):
@@ -59,8 +59,8 @@ def as_messages(record: Record) -> Record:
 
 
 def as_sdk(record: Record) -> Record:
-    """The conversation as OpenAI's SDK dumps it, with the calls' arguments as text, and keys with
-    null."""
+    """The conversation as OpenAI's SDK dumps it. The arguments of calls are JSON text, and some
+    keys have the value null."""
     nulls = {"refusal": None, "annotations": [], "audio": None, "function_call": None}
     messages = []
     for message in record["messages"]:
@@ -77,12 +77,12 @@ def as_sdk(record: Record) -> Record:
 
 
 def as_text(record: Record) -> Record:
-    """The record with its columns as JSON text, as in CSV."""
+    """The record with each of its columns as JSON text, as in CSV."""
     return {name: json.dumps(value) for name, value in record.items()}
 
 
 def as_sharegpt(record: Record) -> Record:
-    """LLaMA-Factory's."""
+    """The conversation in LLaMA-Factory's sharegpt format."""
     said = []
     for message in record["messages"]:
         functions = functions_of(message)
@@ -97,7 +97,8 @@ def as_sharegpt(record: Record) -> Record:
 
 
 def as_hermes(record: Record) -> Record:
-    """The sharegpt format, with calls in the texts and other names of columns."""
+    """The conversation in the sharegpt format with other names of roles. Calls are in the texts of
+    messages, as in Hermes' data."""
     names = {"system": "SYSTEM", "user": "User", "assistant": "GPT", "tool": "tool"}
     said = []
     for message in record["messages"]:
@@ -242,13 +243,14 @@ def test_every_format_of_pairs_gives_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_the_same_table_in_files_of_every_kind(tmp_path: Path) -> None:
-    """The file gives equal tokens, or a refusal that names nulls which Arrow may have added."""
+    """The same records give the same tokens in files of every kind, except CSV, which is refused.
+    Nulls that Arrow may have added are dropped, and their places are in `nulls`."""
     from datasets import Dataset
 
     rng = random.Random(SEED)
     tokenizer = chat_tokenizer((TEMPLATES / "qwen3.jinja").read_text())
     wanted = [as_sdk(conversation(rng)) for _ in range(60)]
-    for record in wanted:  # columns of one type, as tables have them
+    for record in wanted:  # A column of a table has one type, so `tools` becomes a text.
         record["tools"] = json.dumps(record["tools"]) if "tools" in record else None
     expected = tokens([SFTExample.model_validate(one) for one in wanted], tokenizer)
     lines = [json.dumps(one) for one in wanted]
@@ -267,7 +269,8 @@ def test_the_same_table_in_files_of_every_kind(tmp_path: Path) -> None:
         csv.writer(file).writerows([["messages"], *([line] for line in lines)])
     with pytest.raises(InvalidInput, match="is a table; save it as JSON lines or Parquet"):
         Examples(tmp_path / "a.csv")
-    # A null in a call that is an Arrow struct. Keys of other rows bring such nulls, too.
+    # The first record has a null in the arguments of a call, which are an Arrow struct. The keys of
+    # other rows give a struct such nulls too.
     ask, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     records = [
         {

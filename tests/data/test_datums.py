@@ -1,4 +1,5 @@
-"""A session's data: losses by Tinker's names, and their packed rows."""
+"""The data of a session's passes. The tests check the losses that have Tinker's names, and the
+packed rows."""
 
 import hashlib
 from dataclasses import replace
@@ -30,8 +31,8 @@ def datum(length: int = 5, *, prompt: list[int] | None = None, sampled: bool = T
     )
 
 
-# The losses as Tinker's documentation defines them, token by token: lp and q are log-probs, a is a
-# weight or an advantage.
+# The losses of a token as Tinker's documentation defines them. lp and q are the token's log-probs
+# by the policy and by the sampler, a is its weight or advantage.
 FORMULAS = {
     "cross_entropy": ({}, lambda lp, q, a: -a * lp),
     "importance_sampling": ({}, lambda lp, q, a: -torch.exp(lp - q) * a),
@@ -116,7 +117,7 @@ def test_every_position_is_an_item_with_its_own_target(tmp_path: Path):
     with PackedBatch.open(tmp_path, sha256) as batch:
         assert (len(batch), batch.sequence_length) == (1, 128) == (request.num_rows, 128)
         row = batch.row(0)
-    # A prompt that two sequences share is stored once.
+    # The prompt of 6 tokens that two sequences share is stored once.
     assert request.num_tokens == row.num_tokens == sum(n + 1 for n in request.lengths) - 6
     for d, one in enumerate(data):
         of = row.item_trajectory == d

@@ -1,4 +1,5 @@
-"""Texts become the same tokens as with transformers' tokenizer, with either package."""
+"""Texts become the same tokens as with transformers' tokenizer, whether the encoder uses fastokens
+or transformers."""
 
 import random
 from types import SimpleNamespace
@@ -49,7 +50,7 @@ PIECES = [
 
 
 def made(kind: str) -> Any:
-    """A tokenizer like those of published models."""
+    """A tokenizer with the structure that the published models of this kind have."""
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer: Any = trainers.BpeTrainer(
         vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
@@ -89,7 +90,8 @@ def test_tokens_are_those_of_transformers(kind: str) -> None:
     tokenizer, draw = made(kind), random.Random(1)
     texts = ["".join(draw.choices(PIECES, k=draw.randrange(40))) for _ in range(3000)]
     encoder = Encoder(tokenizer)
-    # otherwise the test would compare nothing
+    # The encoder uses fastokens for all kinds but `wordpiece`. If it did not, the test would
+    # compare transformers with itself.
     assert (encoder._fast is None) == (kind == "wordpiece")
     for text, tokens in zip(texts, encoder.encode_all(texts), strict=True):
         assert tokens.dtype == np.int32

@@ -1,5 +1,5 @@
-"""Records as tools and clients write them: each record is read as the intended messages, or refused
-with its format's name and the remedy."""
+"""Records as tools and clients write them. Each record is read as the intended messages, or is
+refused with an error that names the record's format and the remedy."""
 
 import json
 from pathlib import Path
@@ -72,7 +72,7 @@ TWO_CALLS = {
 }
 THINKING = CHAT | {"chat_template_kwargs": {"enable_thinking": False}}
 
-# The program that writes it, the record, and the record that it means.
+# The program that writes the record, the record, and a record of Tandem with the same meaning.
 READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("OpenAI's SDK: nulls", {"messages": [ASK | SDK, ANSWER | SDK]}, CHAT),
     ("OpenAI's SDK: empty texts", {"messages": [ASK, ANSWER | {"refusal": "", "name": ""}]}, CHAT),
@@ -358,7 +358,7 @@ def parsed(path: Path, record: Any) -> SFTExample | PreferencePair:
 
 
 def meant(item: SFTExample | PreferencePair) -> Any:
-    """The messages that templates get."""
+    """The messages that the chat template gets for an item, with the item's other fields."""
 
     def messages(given: list[Message]) -> list[dict[str, Any]]:
         return [message.for_template() | {"trained": message.trained} for message in given]
@@ -383,7 +383,8 @@ def test_read(writer: str, record: Any, expected: dict[str, Any], tmp_path: Path
 
 
 HALF = '{"messages": [{"role": "user", "content": "a \\ud83d"}, {"role": "assistant"}]}'
-# The program that writes it, the record, the refused place, and the text of the refusal.
+# The program that writes the record, the record, a part of the place that the error names, and a
+# pattern of the error's text.
 REFUSED: list[tuple[str, Any, str, str]] = [
     ("half a letter", HALF, "line 1: messages.0.content", "half of a pair.*correct it or leave it"),
     ("half a letter in a column's name", '{"\\ud83d": 1, "text": "a"}', "line 1", "half of a pair"),
@@ -516,7 +517,7 @@ def test_refused(writer: str, record: Any, where: str, problem: str, tmp_path: P
         parsed(tmp_path / "data.jsonl", record)
     assert str(refused.value.field).startswith("data.jsonl line 1")
     assert where in str(refused.value.field)
-    # The record may be any record of a file, not only the first.
+    # The record is refused too if it is not the first record of a file.
     (tmp_path / "data.jsonl").write_text(
         json.dumps(CHAT) + "\n" + (record if isinstance(record, str) else json.dumps(record)) + "\n"
     )

@@ -1,4 +1,5 @@
-"""Records of each format become examples and pairs. Files of each kind allow random access."""
+"""Records of each format become examples or pairs. Files of each kind allow access to any record by
+its number."""
 
 import json
 import random
@@ -21,7 +22,7 @@ CALL = {"name": "f", "arguments": {"x": 1}}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 PAIR = {"prompt": [ASK], "chosen": [ANSWER], "rejected": [WORSE]}
 
-# Format, record, and the example or pair that it becomes.
+# The format's name, a record, and the example or pair that the record becomes.
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("messages", {"messages": [ASK, ANSWER], "id": 7}, {"messages": [ASK, ANSWER]}),
     (
@@ -298,7 +299,8 @@ def test_files_of_each_kind(tmp_path: Path) -> None:
 
 
 def test_what_arrow_adds_is_left_out(tmp_path: Path) -> None:
-    """Arrow gives each message the keys of all of them, and each call's arguments too."""
+    """Arrow gives each message the keys of all messages, and the arguments of each call the keys of
+    all calls. The added keys are left out."""
     functions = [{"name": "f", "arguments": arguments} for arguments in ({"x": 1}, {"y": "2"})]
     calls = [
         {"role": "assistant", "tool_calls": [{"type": "function", "function": one}]}
@@ -319,7 +321,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_lines_take_little_memory(tmp_path: Path) -> None:
-    """The reader keeps 16 bytes per record."""
+    """The reader of a file of lines keeps 16 bytes per record in memory."""
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "some text that is not held in memory"}\n' * 200_000)
     tracemalloc.start()

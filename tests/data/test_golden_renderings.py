@@ -1,5 +1,5 @@
-"""The chat templates in TRL's package: our tokens equal transformers' tokens, our masks equal the
-masks of `{% generation %}`."""
+"""Renderings with the chat templates in TRL's package. Tandem's tokens equal transformers' tokens,
+and Tandem's masks of trained tokens equal the masks of `{% generation %}`."""
 
 import json
 import random
@@ -69,14 +69,14 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
 
 
 def given(conversation: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages as a template gets them."""
+    """The messages of a conversation in the form that a template gets."""
     example = SFTExample.model_validate(conversation)
     assert example.messages is not None
     return [message.for_template() for message in example.messages]
 
 
 def turns_of(sequences: list[LinearSequence]) -> list[tuple[list[int], list[int]]]:
-    """(tokens before it, trained tokens) of each trained run."""
+    """For each run of trained tokens: (all tokens before the run, the run's tokens)."""
     found = []
     for one in sequences:
         assert one.trained[-1] == len(one.tokens) - 1
@@ -88,8 +88,8 @@ def turns_of(sequences: list[LinearSequence]) -> list[tuple[list[int], list[int]
 def expected_turns(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Any
 ) -> list[tuple[list[int], list[int]]]:
-    """The same runs, message by message: transformers renders and tokenises each message after its
-    own prompt."""
+    """The runs of `turns_of` as they are expected. transformers renders and tokenises each answer
+    after the answer's own prompt."""
     found = []
     special = set(tokenizer.all_special_ids) | {
         n for n, t in tokenizer.added_tokens_decoder.items() if t.special
@@ -129,13 +129,14 @@ def test_tokens_and_masks_are_transformers(path: Path) -> None:
             theirs = tokenizer.apply_chat_template(
                 messages, tools=tools, return_dict=True, return_assistant_tokens_mask=marked
             )
-        except Exception:  # templates raise anything
+        except Exception:  # A template may raise any exception.
             with pytest.raises(
                 InvalidInput, match=r"the chat template (refuses|renders|leaves out)"
             ):
                 render(tokenizer, [example], ["x"])
             continue
-        # Templates that leave out the tools' descriptions.
+        # Some templates leave out calls or system messages. The text up to the question "weather?"
+        # does not count, because the description of the tool there contains the tool's name.
         shown = tokenizer.decode(theirs["input_ids"]).rpartition("weather?")[2]
         wanted = {"tool_calls": "get_weather", "system": "be brief"}
         missing = [
@@ -156,17 +157,18 @@ def test_tokens_and_masks_are_transformers(path: Path) -> None:
     assert rendered or path.stem in REFUSED | WITHOUT_TEXTS
 
 
-# The prompt of these templates ends with <think>, and their rendering of an answer leaves it out;
-# or content must be a list, for images.
+# Templates that can't render the conversations. DeepSeek's prompt ends with <think>, and DeepSeek's
+# rendering of an answer leaves <think> out. For LLaVA content must be a list, because of images.
 REFUSED = {"deepseek_r1_distill", "deepseekv3", "llava_next", "llava_next_training"}
-# For these templates content must be a list, too. They silently leave out a plain text.
+# For these templates too content must be a list. They leave out a plain text without an error.
 WITHOUT_TEXTS = {"idefics3", "idefics3_training", "smolvlm", "smolvlm_training"}
 
 
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "glm4moe", "gemma3", "phi3"])
 def test_any_text_is_tokenised_as_message_by_message(name: str, greedy: bool) -> None:
-    """A conversation is tokenised once; the oracle tokenises each message after its prompt."""
+    """Tandem tokenises a conversation as a whole. The expected tokens come from transformers, which
+    tokenises each message after its prompt."""
     tokenizer = chat_tokenizer((TEMPLATES / f"{name}.jinja").read_text(), greedy=greedy)
     pieces = ["\n", "\n\n", *" \t1?🙂是é", "  ", "yes", "No", "'s", "<think>", "<|im_end|>", "\r\n"]
     rng = random.Random(name)
@@ -195,15 +197,16 @@ def test_any_text_is_tokenised_as_message_by_message(name: str, greedy: bool) ->
         assert turns_of(sequences) == expected
         compared += 1
     assert compared > 75
-    # If an answer is tokenised alone, its tokens lack the white space that a special token
-    # includes.
+    # With `greedy`, some conversations are refused: a special token includes white space that the
+    # answer's tokens lack if the answer is tokenised alone.
     assert all("a token spans the border" in message for message in refused)
     assert greedy or not refused
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_training", "llama3_1", "llama3_training"])
 def test_messages_that_are_not_trained(name: str) -> None:
-    """Messages are left untrained by `weight`, by `train`, and as a prompt."""
+    """An assistant's message is not trained if its `weight` is 0, if its `train` is false, or if it
+    is in the prompt."""
     tokenizer = chat_tokenizer((TEMPLATES / f"{name}.jinja").read_text())
     ask, first, again, second = CONVERSATIONS["plain"]["messages"][:4]
     everything = turns_of(
@@ -228,7 +231,8 @@ def test_messages_that_are_not_trained(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_training"])
 def test_several_threads_render_many_at_a_time(name: str) -> None:
-    """transformers keeps one tracker of `{% generation %}` for each template."""
+    """Threads must not disturb one another, although transformers has one tracker of
+    `{% generation %}` for each template."""
     tokenizer = chat_tokenizer((TEMPLATES / f"{name}.jinja").read_text())
     examples = [
         SFTExample.model_validate(CONVERSATIONS["plain"]),
@@ -266,11 +270,12 @@ def test_a_tool_without_its_wrapper_is_rendered_as_vllm_gets_it(bare: dict[str, 
     ],
 )
 def test_a_tools_text_is_that_of_vllm(function: dict[str, Any]) -> None:
-    """SFT's prompts equal RL's: the same keys in the same order, including nulls."""
+    """A tool in a prompt of SFT has the same text as in a prompt of RL: the same keys in the same
+    order, including nulls."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 
     sent = {"function": function, "type": "function", "of_the_client": 1}
-    # as the rollout door does
+    # The rollout door leaves `strict` out.
     left = {key: one for key, one in function.items() if key != "strict"}
     theirs = ChatCompletionToolsParam.model_validate({**sent, "function": left}).model_dump()
     ours = SFTExample.model_validate(CONVERSATIONS["tools"] | {"tools": [sent]}).tools
@@ -314,8 +319,8 @@ def test_texts() -> None:
 
 
 def test_a_text_that_gets_a_space_where_it_is_tokenised_alone_is_refused() -> None:
-    """Llama 2's tokenizer begins each text with a space, and leaves the space out when it decodes
-    the text alone."""
+    """Llama 2's tokenizer puts a space before each text. When it decodes a text alone, it leaves
+    this space out."""
     vocabulary = [(token, -1.0) for token in ("<unk>", "</s>", "▁Answer:", "▁Paris", "▁")]
     backend = Tokenizer(Unigram([*vocabulary, *((c, -9.0) for c in "AnswerPai:")], unk_id=0))
     backend.pre_tokenizer = Metaspace(prepend_scheme="first", split=False)

@@ -1,4 +1,5 @@
-"""Validation of input: vLLM's answers become turns, and a wrong field is named in the refusal."""
+"""Validation of input. vLLM's answers become turns. The refusal of wrong input names the wrong
+field."""
 
 import json
 import math
@@ -18,8 +19,8 @@ from tandem.data.examples import SFTExample
 from tandem.data.inputs import Group, PackingSettings, turn_from_openai
 from tandem.errors import InvalidInput, from_validation_error
 
-# The shapes of vllm/entrypoints/openai/chat_completion/protocol.py and completion/protocol.py, vLLM
-# 0.32.
+# `CHAT` and `COMPLETION` are answers in the form of vLLM 0.32
+# (vllm/entrypoints/openai/chat_completion/protocol.py and completion/protocol.py).
 CHAT: dict[str, Any] = {
     "id": "chatcmpl-1",
     "object": "chat.completion",
@@ -97,11 +98,12 @@ CHOICE: dict[str, Any] = {
 @pytest.mark.parametrize("as_object", [False, True])
 def test_turn_from_openai(as_object: bool) -> None:
     def given(kind: Any, value: dict[str, Any]) -> Any:
-        """The object as the openai client builds it: it keeps extra keys and validates nothing."""
+        """The answer as an object of the openai client, which keeps extra keys and validates
+        nothing, or as a dict."""
         return construct_type(type_=kind, value=value) if as_object else value
 
     chat, completion = given(ChatCompletion, CHAT), given(Completion, COMPLETION)
-    # pytest's mark would also see warnings from garbage of other tests
+    # A mark of pytest would also count warnings from the garbage of other tests.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         turns = [
@@ -120,7 +122,7 @@ def test_turn_from_openai(as_object: bool) -> None:
 @pytest.mark.parametrize(
     ("of", "path", "value", "field", "message"),
     [
-        # With `echo` the first token has no log-prob.
+        # In vLLM's answer to a request with `echo` the first token has no log-prob.
         (
             COMPLETION,
             "choices.0.logprobs.token_logprobs",
@@ -149,7 +151,7 @@ def test_turn_from_openai(as_object: bool) -> None:
             "choices.0.logprobs",
             "did not compute",
         ),
-        # This text is sampled by the model; it is not the name of a token id.
+        # "12" is a text that the model has sampled. It is not the name of a token id.
         (CHOICE, "logprobs.content.1.token", "12", "token_ids", "rollout"),
         (CHOICE, "logprobs.content.1.token", "token_id:", "token_ids", "rollout"),
         (CHOICE, "logprobs.content.1.token", "token_id:1x", "token_ids", "rollout"),
@@ -194,8 +196,8 @@ def test_a_message_has_its_content_also_beside_a_tool_call() -> None:
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
 def test_a_message_keeps_its_reasoning_in_the_name_that_vllm_reads(name: str) -> None:
-    """Templates write the stop token into the next prompt. Without the token the next prompt would
-    not continue the turn."""
+    """Chat templates write the reasoning into the next prompt. Without the reasoning the next
+    prompt would not continue the turn."""
     message = {"role": "assistant", "content": "4", name: "2 + 2"}
     builder = inputs.TrajectoryBuilder([])
     made = builder.add_response(changed("message", message, CHOICE))
@@ -226,7 +228,8 @@ def test_a_message_keeps_its_reasoning_in_the_name_that_vllm_reads(name: str) ->
         ({"logprobs": [-1.0, 0.01]}, "turns.0.logprobs", "0.01 at index 1 is above 0"),
         ({"logprobs": [-1.0, math.nan]}, "turns.0.logprobs.1", "finite"),
         ({"logprobs": [-1.0, None]}, "turns.0.logprobs.1", "valid number"),
-        ({"logprobs": [5e-5, 0.0], "reward": 3}, None, ""),  # rounding above 0 is accepted
+        # A log-prob that is above 0 by rounding is accepted.
+        ({"logprobs": [5e-5, 0.0], "reward": 3}, None, ""),
     ],
 )
 def test_bad_groups(changes: dict[str, Any], field: str | None, message: str) -> None:
@@ -250,7 +253,8 @@ def test_bad_groups(changes: dict[str, Any], field: str | None, message: str) ->
 
 
 def test_many_wrong_items_are_one_error() -> None:
-    """Errors about all items would take hundreds of times the memory of the request."""
+    """A refusal has a single error. Errors about all wrong items would take hundreds of times the
+    memory of the request."""
     turn = {"prompt_token_ids": [1], "token_ids": [2] * 1000, "logprobs": [math.nan] * 1000}
     for value in (
         {"trajectories": [{"turns": [turn] * 5, "reward": 1.0}] * 5},

@@ -1,5 +1,5 @@
-"""Messages that a chat template leaves out are refused; reasoning and tools that it leaves out are
-named."""
+"""Examples are refused if the chat template leaves out a message. If the template leaves out
+reasoning or tools, the preview names them."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def test_a_template_that_leaves_out_an_answer_or_a_tools_result_is_refused() -> 
         "tool_calls": [{"function": {"name": "get_weather", "arguments": {}}}],
     }
     for template, field, messages in (
-        # A template that requires lists of parts as content.
+        # This template requires lists of parts as content.
         ("smolvlm", 0, [turn("user", "What is 2+2?"), turn("assistant", "4")]),
         ("phi3", 2, [turn("user", "Warm?"), call, turn("tool", "18"), turn("assistant", "yes")]),
     ):
@@ -103,7 +103,7 @@ def test_reasoning_and_tools_that_the_template_leaves_out_are_named(
         "rejected": [turn("assistant", "no")],
         "tools": [TOOL],
     }
-    for _ in range(2):  # the cached facts about the template change nothing
+    for _ in range(2):  # The second round uses cached facts about the template.
         found = preview(
             tokenizer,
             [SFTExample.model_validate(one) for one in [*examples, {"text": "hi"}]],

@@ -1,4 +1,5 @@
-"""The packed format: NumPy's own file, refusal of other files, release of the maps."""
+"""The packed format. The tests check that NumPy can read the file, that other files are refused,
+and that the memory maps of the file are released."""
 
 import shutil
 import tracemalloc
@@ -16,7 +17,7 @@ from tandem.errors import InvalidInput, SpoolUnusable, VolumeFull
 
 
 def pack(out: Path) -> str:
-    """Two rows of 8 slots; the file's SHA-256."""
+    """Writes a packed file with two rows of 8 slots. Returns the file's SHA-256."""
     examples = [
         SFTExample(token_ids=[9, *range(size)], weights=[0] + [1.5] * size) for size in (7, 4)
     ]
@@ -70,14 +71,14 @@ def test_close_releases_every_map(tmp_path: Path) -> None:
         str(directory) in str(link.resolve()) for link in Path("/proc/self/fd").iterdir()
     )
     shutil.rmtree(directory)
-    assert row.tokens[0] == 9  # a row is a copy
+    assert row.tokens[0] == 9  # The row is a copy, so it stays after `close`.
     row.tokens[:] = 3
     with pytest.raises(ValueError, match="closed"):
         batch.row(0)
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
-    """A damaged file, a file of another version, and a missing file."""
+    """A damaged file, a file of another version of the format, and a missing file are refused."""
     sha256 = pack(tmp_path)
     whole = (tmp_path / FILE).read_bytes()
     for damaged in (
@@ -102,7 +103,8 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     assert refused.value.field == FILE
 
 
-# Either the slots alone are larger, or only the sum of all arrays is.
+# With 100 bytes the slots alone are larger than the limit. With 200 bytes only the sum of all
+# arrays is larger.
 @pytest.mark.parametrize("limit", [100, 200])
 def test_more_than_a_numpy_record_can_hold_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int

@@ -1,5 +1,5 @@
-"""prepare_rl: every sequence can be read back from the rows, and the mask, items, counts and
-advantages are right."""
+"""The rows that `prepare_rl` packs. Every sequence can be read back from the rows, and the mask,
+items, counts and advantages are right."""
 
 from collections import Counter
 from pathlib import Path
@@ -22,7 +22,8 @@ VOCAB = 5
 def turn(
     prompt: list[int], sampled: list[int], first_logprob: float = -0.5, step: int | None = None
 ) -> Turn:
-    """Log-probs (first, first - 1/8, ...) distinguish turns that are otherwise equal."""
+    """A turn. Its tokens have the log-probs `first_logprob`, `first_logprob` - 1/8 and so on, which
+    distinguish turns with the same tokens."""
     logprobs = [first_logprob - index / 8 for index in range(len(sampled))]
     return Turn(prompt_token_ids=prompt, token_ids=sampled, logprobs=logprobs, policy_step=step)
 
@@ -49,7 +50,8 @@ def run(
     vocab_size=VOCAB,
     **more: object,
 ) -> PackedData:
-    """`more`: further settings of the advantages."""
+    """Packs `groups` into `out` and returns the counts. `more`: further settings of the
+    advantages."""
     packing = PackingSettings.model_validate({"sequence_length": length, "too_long": too_long})
     advantage = AdvantageSettings.model_validate(more)
     return prepare_rl(
@@ -58,14 +60,14 @@ def run(
 
 
 def lineages(row: PackedRow) -> list[list[int]]:
-    """For each slot the slots from the root to the slot. They are computed only from depths: a
-    slot's parent is the nearest earlier slot one level up."""
+    """For each slot, the slots on the path from the root to it. The paths are computed only from
+    depths: a slot's parent is the nearest earlier slot whose depth is smaller by 1."""
     path: list[int] = []
     return [path := [*path[: row.positions[slot]], slot] for slot in range(row.num_tokens)]
 
 
-# A tiny vocabulary and short sequences make shared prefixes, duplicates, prefixes of each other all
-# likely.
+# The vocabulary is tiny and the sequences are short. So shared prefixes, duplicates, and sequences
+# that are prefixes of others are all likely.
 steps = st.none() | st.integers(0, 2)
 ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
 
@@ -94,8 +96,8 @@ def batches(draw: st.DrawFn) -> list[Group]:
 def linear(
     trajectory: Trajectory,
 ) -> list[tuple[tuple[int, ...], tuple[tuple[int, float, int], ...]]]:
-    """The sequences of a trajectory, computed in a slow and simple way: (tokens, ((index, log-prob,
-    step) of the trained tokens))."""
+    """The sequences of a trajectory, computed in a slow and simple way. Each sequence is (its
+    tokens, its trained tokens). Each trained token is (index, log-prob, step)."""
     found: list[tuple[list[int], list[tuple[int, float, int]]]] = []
     for sampled in trajectory.turns:
         if found and sampled.prompt_token_ids[: len(found[-1][0])] == found[-1][0]:
@@ -112,7 +114,8 @@ def linear(
 
 
 def cut(sequence: tuple, length: int) -> tuple | None:
-    """The rule for `truncate`, in a slow and simple way."""
+    """The sequence after `truncate` has cut it to `length` tokens, computed in a slow and simple
+    way. None if no trained token is left."""
     tokens, trained = sequence
     if len(tokens) <= length:
         return sequence
@@ -121,8 +124,8 @@ def cut(sequence: tuple, length: int) -> tuple | None:
 
 
 def read_back(batch: PackedBatch) -> Counter:
-    """Every sequence found in the rows as (trajectory, tokens, trained); checks each row's
-    structure on the way."""
+    """Counts the sequences in the rows by (trajectory, tokens, trained tokens), and checks the
+    structure of each row."""
     found: Counter = Counter()
     for r in range(len(batch)):
         row = batch.row(r)
@@ -135,10 +138,10 @@ def read_back(batch: PackedBatch) -> Counter:
         for query in range(used, batch.sequence_length):
             assert np.flatnonzero(mask[query]).tolist() == [query]
             assert row.tokens[query] == row.positions[query] == 0
-        # No prefix is stored twice: two slots never have the same prefix.
+        # No prefix is stored twice, so the paths to two slots never have the same tokens.
         prefixes = [tuple(row.tokens[path]) for path in lineage]
         assert len(set(prefixes)) == used
-        # Every slot is needed: each slot is on the path to a trained slot.
+        # No slot is superfluous: each slot is on the path to a trained slot.
         assert set(range(used)) == {slot for target in row.item_target for slot in lineage[target]}
 
         for sequence in np.unique(row.item_sequence):
@@ -208,7 +211,7 @@ def test_nothing_is_lost(groups: list[Group], length: int, too_long: str) -> Non
             assert batch.trajectory_group.tolist() == renumbered.tolist()
             per_group = np.bincount(renumbered, weights=counts)
             assert batch.group_num_items.tolist() == per_group.tolist()
-            # A group that fits into one row is stored in one row.
+            # A group whose tokens fit into one row is stored in one row.
             for g in range(len(batch.group_num_items)):
                 own = [tokens for t, tokens, _ in expected if renumbered[t] == g]
                 nodes = {tokens[: depth + 1] for tokens in own for depth in range(len(tokens))}
@@ -244,7 +247,8 @@ LAYOUTS = {
         100,
         (1, 30 + 6 * 5),
     ),
-    "best fit decreasing": (  # first come first served would need three rows
+    # Groups that are packed in their own order would need three rows.
+    "best fit decreasing": (
         [
             group([one([g], list(range(10 * g, 10 * g + size - 1)), 1)])
             for g, size in enumerate([4, 5, 6, 5])
@@ -267,7 +271,7 @@ def test_zero_variance_is_dropped_and_counted(tmp_path: Path) -> None:
     varied = group([one([2], [2], 0.0), one([2], [3], 1.0)])
     data = run(tmp_path / "a", [flat, varied])
     assert (data.dropped_groups, data.num_groups, data.num_trajectories) == (1, 1, 2)
-    # The counts cover all sampled tokens.
+    # The statistics of rewards cover the trajectories of dropped groups too.
     assert data.reward_mean == pytest.approx(1.3 / 5)
     assert data.reward_std == pytest.approx(np.std([0.1, 0.1, 0.1, 0, 1]))
     assert (data.reward_min, data.reward_max) == (0.0, 1.0)
@@ -282,7 +286,8 @@ def test_zero_variance_is_dropped_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("groups", "settings", "expected"),
     [
-        # A given advantage replaces the computed one, and the group has variance then.
+        # An advantage in the input replaces the computed advantage. The group then has variance,
+        # although its rewards are equal.
         ([[one([1], [2], 0.0, advantage=-2.5), one([1], [3], 0.0)]], {}, [-2.5, 0.0]),
         # Advantages are computed before a trajectory is dropped.
         (
@@ -290,8 +295,8 @@ def test_zero_variance_is_dropped_and_counted(tmp_path: Path) -> None:
             {"scale": "none"},
             [0.5, 0.0],
         ),
-        # The dropped group, whose rewards are equal, counts in the spread: sqrt(2 / 3) of 0, 0, 2,
-        # 2, 1, 1.
+        # The last group, whose rewards are equal, is dropped. It counts in the batch's spread: the
+        # rewards 0, 0, 2, 2, 1, 1 have the spread sqrt(2 / 3).
         (
             [
                 [one([1], [2], reward) for reward in rewards]

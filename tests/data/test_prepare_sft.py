@@ -1,5 +1,5 @@
-"""prepare_sft with a tokenizer and a chat template: the packed rows of examples, and refused
-examples."""
+"""The packed rows that `prepare_sft` makes of examples with a tokenizer and a chat template, and
+the examples that it refuses."""
 
 from itertools import count
 from pathlib import Path
@@ -33,7 +33,8 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def chat(*contents: str, **more: object) -> SFTExample:
-    """user, assistant, user, ..."""
+    """An example of a conversation with these contents. The first message is the user's, and user
+    and assistant alternate."""
     messages = [
         {"role": ("user", "assistant")[i % 2], "content": content}
         for i, content in enumerate(contents)
@@ -87,13 +88,13 @@ def test_every_assistant_message_and_its_end_of_turn(tmp_path: Path, tokenizer_p
         1,
     )
     assert data.reward_mean is None
-    # Examples share their prompt and a common beginning of their answers.
+    # The two examples share the slots of their prompt and of a common beginning of their answers.
     shared = len(tokenizer(text).input_ids)
     assert data.num_unshared_tokens - data.num_tokens in (shared, shared + 1)
 
 
 def test_weights_and_raw_tokens(tmp_path: Path) -> None:
-    """Token ids need no tokenizer."""
+    """Examples with token ids need no tokenizer."""
     examples = [
         SFTExample(token_ids=[1, 2, 3, 4], trainable=[False, True, False, False], weight=0.5),
         SFTExample(token_ids=[1, 2, 5], trainable=[False, False, True]),
@@ -209,7 +210,7 @@ def test_held_out_examples_are_in_rows_of_their_own_and_in_no_count(tmp_path: Pa
 
 
 def test_a_pair_is_in_one_row_or_in_none(tmp_path: Path, tokenizer_path: str) -> None:
-    """An answer of a pair is never cut, because a shorter answer would be another answer."""
+    """A pair's answers are never truncated, because a shorter answer would be another answer."""
     short, long = (
         PreferencePair(prompt="ab", chosen="yes", rejected=rejected)
         for rejected in ("no", "x" * 100)

@@ -1,5 +1,5 @@
-"""The experts of turns reach the slots of their tokens. Experts that a sampler can't have chosen
-are refused."""
+"""The routed experts of a turn's tokens reach these tokens' slots. Experts that no sampler can have
+chosen are refused."""
 
 import base64
 import io
@@ -18,14 +18,15 @@ MIXTURE = Mixture(layers=3, num_experts=300, per_token=2)
 
 
 def encoded(array) -> str:
-    """The array as in vLLM's responses."""
+    """The array in the form of vLLM's responses: base64 of a NumPy file."""
     buffer = io.BytesIO()
     np.save(buffer, array)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
 def experts(tokens: int, first: int = 0) -> np.ndarray:
-    """All different."""
+    """Experts for `tokens` tokens. All numbers of experts are different, and the smallest is
+    `first`."""
     shape = (tokens, MIXTURE.layers, MIXTURE.per_token)
     return (first + np.arange(np.prod(shape)).reshape(shape)).astype(np.uint16)
 
@@ -58,8 +59,9 @@ def prepare(out, *trajectories: list[Turn], mixture: Mixture | None = MIXTURE):
 
 
 def test_each_slot_has_the_experts_of_its_token(tmp_path):
-    """A shared slot gets the experts of the first sequence in the row. The prompt of a later turn
-    gets the experts of the turn that sampled its tokens."""
+    """A slot that several sequences share gets the experts of the row's first sequence. In the
+    prompt of a later turn, tokens that an earlier turn has sampled keep the experts of the earlier
+    turn."""
     first, second, other = experts(4), experts(7, 100), experts(4, 50)
     row = prepare(
         tmp_path / "data",
@@ -75,7 +77,8 @@ def test_each_slot_has_the_experts_of_its_token(tmp_path):
 
 @pytest.mark.parametrize("dense", [0, 1])
 def test_turns_without_experts_leave_their_slots_to_the_router(tmp_path, dense):
-    """vLLM returns zeros for layers without experts, such as GLM-4.5's first layers."""
+    """In `dense` cases the first layer has no experts, as in GLM-4.5. vLLM returns zeros for such
+    layers."""
     given = experts(3)
     given[:, :dense] = 0
     mixture = MIXTURE._replace(dense=dense)

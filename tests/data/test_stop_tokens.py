@@ -1,5 +1,5 @@
-"""Each trained turn ends with a token at which vLLM stops: TRL's chat templates with the stop
-tokens of the models that have them."""
+"""Each trained turn ends with a token at which vLLM stops. The tests use TRL's chat templates, each
+with the stop tokens of the models that have the template."""
 
 import json
 from pathlib import Path
@@ -26,10 +26,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "call": {"messages": [ASK, CALLING], "tools": [TOOL]},
     "thought": {"messages": [ASK, turn("assistant", "yo", reasoning_content="Hm")]},
 }
-# Family: the template's names, eos_token_id of the checkpoints' generation_config.json (with
-# tokenizer's EOS first), and the tokens at the end of an answer, of an answer that another one
-# follows, of a call, and of an answer with a thought. None: the template refuses or leaves out such
-# a message, and so does Tandem.
+# A family has the names of its templates and its stop tokens. The stop tokens are eos_token_id of
+# the checkpoints' generation_config.json, with the tokenizer's EOS first. Then come four tokens: at
+# the end of an answer, of an answer that another answer follows, of a call, and of an answer with a
+# thought. None means that the template refuses or leaves out such a message, so Tandem refuses it.
 REFUSED = None
 FAMILIES: dict[str, tuple[str, list[str], list[str | None]]] = {}
 
@@ -71,7 +71,7 @@ family(
     "<turn|>",
 )
 family("gemma4_v2", "<eos> <turn|> <|tool_response>", *["<turn|>"] * 4)
-# TRL's tags end before the token that ends a call.
+# TRL's tags `{% generation %}` end before the token that ends a call.
 family(
     "diffusion_gemma_training",
     "<eos> <turn|> <|tool_response>",
@@ -103,7 +103,8 @@ family(
     "<|call|>",
     "<|return|>",
 )
-# TRL's tags train an earlier answer in its form in a history, not in its sampled form.
+# With TRL's tags an earlier answer is trained in the form that it has in a history. A model samples
+# it in another form.
 family(
     "gptoss_training",
     "<|return|> <|endoftext|> <|call|>",
@@ -151,7 +152,7 @@ family(
 family("llama3_1 llama3_2", "<|end_of_text|> <|eom_id|> <|eot_id|>", *["<|eot_id|>"] * 4)
 family("muse_glimmer muse_glimmer_training", "<|eot|>", *["<|eot|>"] * 4)
 family("phi3 phi3_5", "<|endoftext|> <|assistant|> <|end|>", *["<|end|>"] * 2, REFUSED, "<|end|>")
-# The tags also enclose the text that the template adds after a conversation.
+# TRL's tags also enclose the text that the template adds after a conversation.
 family(
     "phi3_training phi3_5_training",
     "<|endoftext|> <|assistant|> <|end|>",
@@ -162,13 +163,13 @@ family(
 )
 
 
-# Here the mask of the template's own tags has no stop token.
+# (Template, kind of turn) for which the mask of the template's own tags has no stop token.
 ENDLESS = {("diffusion_gemma_training", "call"), ("gptoss_training", "earlier")}
 
 
 def saved(template: str, stops: list[str], directory: Path) -> Any:
-    """A tokenizer in a model's directory with these stop tokens; the first stop token is its
-    EOS."""
+    """Writes a model's tokenizer and stop tokens to `directory` and loads the tokenizer. The first
+    stop token is the tokenizer's EOS."""
     tokenizer = chat_tokenizer(template)
     tokenizer.add_special_tokens({"additional_special_tokens": stops, "eos_token": stops[0]})
     tokenizer.save_pretrained(directory)
@@ -199,7 +200,8 @@ def test_each_kind_of_turn_ends_where_vllm_stops(name: str, tmp_path: Path) -> N
         assert shown.endswith(end), (kind, shown)
         ends = Stops(tokenizer).endings(sequences)
         assert (ends[0] is not None) == endless, (kind, shown)
-        # Sampling ends at the first stop token. The tags of a template may enclose further tokens.
+        # Sampling ends at the first stop token, so a turn has no second one. Only the tags of a
+        # template may enclose further tokens.
         if "endgeneration" not in tokenizer.chat_template:
             assert [i for i, token in enumerate(first) if token in stop_ids(tokenizer)] == [
                 len(first) - 1
@@ -215,7 +217,7 @@ def turns(sequences: list[Any]) -> list[list[int]]:
 
 
 def vllm_stops(directory: Path) -> set[int]:
-    """Request parameters, completed by vLLM's own engine code."""
+    """The stop tokens of a request without stop tokens of its own, by vLLM's own code."""
     from transformers import AutoTokenizer, GenerationConfig
     from vllm import SamplingParams
 
@@ -228,8 +230,8 @@ def vllm_stops(directory: Path) -> set[int]:
 
 
 def test_a_turn_after_a_stop_token_continues_the_sequence(tmp_path: Path) -> None:
-    """The tokens equal those of a sampled trajectory: GLM-4.5 samples `<|user|>`, and the next
-    prompt contains it at the same place."""
+    """The example's tokens equal those of a sampled trajectory. GLM-4.5 samples `<|user|>` at the
+    end of a turn, and the next prompt contains `<|user|>` at the same place."""
     _, stops, _ = FAMILIES["glm4moe"]
     tokenizer = saved((TEMPLATES / "glm4moe.jinja").read_text(), stops, tmp_path)
     messages = [*KINDS["call"]["messages"], turn("tool", "18"), turn("assistant", "yo"), ASK]
@@ -248,7 +250,7 @@ NO_STOP = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" +
     ("template", "remedy"),
     [
         (NO_STOP, "use a chat template that ends each turn with one"),
-        # A base model's EOS under ChatML.
+        # A base model's EOS is not the token that ends a turn of ChatML.
         ((TEMPLATES / "qwen3.jinja").read_text(), "to eos_token_id in the model's generation_conf"),
     ],
 )
@@ -275,7 +277,8 @@ def test_training_that_never_ends_is_refused(template: str, remedy: str, tmp_pat
     shown = preview(tokenizer, [example, SFTExample(text="It is.")], [pair])
     assert [(one.trained_turns, one.endless_turns) for one in shown] == [(1, 1), (0, 0), (2, 2)]
     assert not out.exists()
-    # A plain text uses no template, and ends with EOS. Token ids are used unchanged.
+    # These examples are accepted: a plain text uses no template and ends with EOS, and token ids
+    # are used unchanged.
     out.mkdir()
     rest = [SFTExample(text="It is."), SFTExample(token_ids=[1, 2], trainable=[False, True])]
     prepare_sft(

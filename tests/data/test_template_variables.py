@@ -1,5 +1,6 @@
-"""Each variable that a chat template reads besides the conversation is passed to it, named in a
-refusal, or fixed."""
+"""Variables that a chat template reads besides the conversation. Each variable of a record is
+passed to the template, or named in a refusal if the template does not read it. The date is
+fixed."""
 
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -28,8 +29,8 @@ def tokenizer_of(name: str) -> Any:
 
 
 def both(tokenizer: Any, one: LinearSequence) -> tuple[str, str]:
-    """Context and trained text, with a mark at each place where context lies between trained
-    tokens."""
+    """The context before the first trained token, and the trained text. In the trained text, `|`
+    marks each place where context lies between trained tokens."""
     runs = np.split(one.trained, np.flatnonzero(np.diff(one.trained) > 1) + 1)
     return (
         tokenizer.decode(one.tokens[: runs[0][0]]),
@@ -46,7 +47,7 @@ def test_sft_and_sampling_see_the_same_prompt(name: str) -> None:
             prompt=[ASK], chosen=[ANSWER], rejected=[WORSE], chat_template_kwargs=more
         )
         ((one,), (chosen, rejected)) = render(tokenizer, [item, pair], ["x", "y"])
-        # The request of a sampler with these variables, as vLLM renders it.
+        # This is the prompt that vLLM renders for a sampler's request with the same variables.
         prompt = tokenizer.apply_chat_template(
             [ASK], add_generation_prompt=True, tokenize=False, **more
         )
@@ -87,8 +88,9 @@ def test_the_date_is_fixed(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen2_5_training", "qwen3", "qwen3_training"])
 def test_a_branch_with_calls_is_a_completion(name: str) -> None:
-    """All of the assistant's tokens are trained, and tools' answers are context. Qwen3's template
-    leaves the empty thought out of earlier turns, so a branch is several sequences."""
+    """In a branch of a pair, all tokens of the assistant are trained, and tools' answers are
+    context. Qwen3's template leaves the empty thought out of earlier turns, so a branch becomes
+    several sequences."""
     tokenizer = tokenizer_of(name)
     branches = {"chosen": [CALLING, RESULT, ANSWER], "rejected": [CALLING, RESULT, WORSE]}
     shared = {"prompt": [ASK], "tools": [TOOL]}
@@ -158,6 +160,7 @@ def test_empty_thoughts_are_counted(name: str, more: dict[str, Any], thoughts: i
     said = turn("assistant", "yo", reasoning_content="Hm")
     items = [SFTExample(messages=[ASK, one], chat_template_kwargs=more) for one in (ANSWER, said)]
     found = preview(tokenizer_of(name), items, [])
-    # If the prompt has closed the thought, an answer can't have a thought.
+    # With `enable_thinking` false the prompt has an empty thought, so an answer with a thought is
+    # refused.
     assert (found[1].error is None) == (not more)
     assert [one.empty_thoughts for one in found] == [thoughts, 0]
