@@ -1,4 +1,4 @@
-"""The Helm library on the chart: render, install, upgrade, uninstall.
+"""Functions that render, install, upgrade and uninstall the chart with the Helm library.
 
 The library has no `template`. A render is an installation into an API server in memory
 (`helm.kubernetes_api`). The installation ends when Helm records the release. The record contains

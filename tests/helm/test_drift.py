@@ -1,4 +1,4 @@
-"""Compose and chart start the same programs with the same settings."""
+"""Docker Compose and the Helm chart start the same programs with the same settings."""
 
 import re
 from typing import Any

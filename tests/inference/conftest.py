@@ -37,7 +37,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    # A directory for the publisher's copies of adapters.
+    # The publisher puts its copies of adapters into this directory.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     vllm = FakeVllm()
     vllm.start()

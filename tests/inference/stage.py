@@ -42,8 +42,8 @@ def commit(
     probe: Probe | None,
     job: str | None = None,
 ) -> Manifest:
-    """Commits the next checkpoint of a run, with the adapter in a directory or with the adapter
-    that a callable writes."""
+    """Commits the next checkpoint of a run. `adapter`: a directory with the checkpoint's adapter,
+    or a function that writes the adapter into a directory."""
     staged = spool.root / "jobs" / fs.new_ulid()
     staged.mkdir(parents=True)
     if callable(adapter):

@@ -1,4 +1,5 @@
-"""vLLM takes every key of the deployment: `ApiKeys` around the guard."""
+"""The middleware `ApiKeys` around the guard. With it vLLM accepts every API key of the
+deployment."""
 
 import json
 import logging
@@ -44,7 +45,7 @@ def test_each_key_counts_as_the_one_that_vllm_knows(client: TestClient) -> None:
 
 
 def test_the_access_log_has_the_name(client: TestClient) -> None:
-    client.get("/tokenize")  # the application is built with the first request
+    client.get("/tokenize")  # Starlette builds the middleware at the first request.
     assert name_in_log in logging.getLogger("uvicorn.access").filters
     arguments = ("127.0.0.1:1", "GET", "/v1/models", "1.1", 200)
     record = logging.LogRecord("uvicorn.access", 20, "", 0, "%s - %s %s %s %d", arguments, None)

@@ -34,7 +34,7 @@ def test_a_run_that_cannot_be_read_is_not_deleted(stage: Stage) -> None:
     publisher.once()
     root, away = stage.spool.root, stage.spool.root.with_name("away")
     root.rename(away)
-    root.mkdir()  # the mount point of the volume
+    root.mkdir()  # The mount point of a volume that is not mounted is an empty directory.
     publisher.once()
     assert stage.listed() == ["run@0"]
     root.rmdir()

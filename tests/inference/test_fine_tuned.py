@@ -1,4 +1,5 @@
-"""Names of fine-tuned models in front of an app that answers as vLLM does."""
+"""The middleware that translates names of fine-tuned models, in front of an app that answers as
+vLLM does."""
 
 import json
 from typing import Any

@@ -41,7 +41,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def client() -> TestClient:
-    """An app with the guard that answers on every path."""
+    """A client of an app behind the guard. The app itself answers on every path."""
     app = FastAPI(openapi_url=None)
 
     @app.websocket("/{path:path}")
@@ -59,7 +59,8 @@ def client() -> TestClient:
 
 
 def _asgi(path: str, root_path: str = "", scheme: str = "http") -> int:
-    """The status of a request with exactly this `path`, which an HTTP client would normalise."""
+    """The status of a request with exactly this `path`. The request does not go through an HTTP
+    client, because a client would normalise the path."""
     statuses = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

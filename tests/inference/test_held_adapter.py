@@ -1,4 +1,5 @@
-"""The worker's comparison of the adapter that it holds with the adapter's file."""
+"""The worker compares the tensors of an adapter in its memory with the tensors in the adapter's
+file."""
 
 import json
 import os
@@ -165,7 +166,8 @@ def test_a_layer_that_is_not_in_the_file_must_be_empty() -> None:
     gate_up.set_lora(0, [torch.ones(4, INPUTS), None], [torch.ones(48, 4), None])
     held = held_adapter._linear(gate_up, 0, parts, modules, 1.0)
     assert not [each.wrong() for each in held if each.wrong()]
-    gate_up.lora_b_stacked[1][0, 0, 0, 0] = 1.0  # left by the adapter that had the slot before
+    # The adapter that had the slot before has left this value.
+    gate_up.lora_b_stacked[1][0, 0, 0, 0] = 1.0
     held = held_adapter._linear(gate_up, 0, parts, modules, 1.0)
     assert [each.wrong() for each in held if each.wrong()] == [
         "mlp.up_proj.lora_B is not in the file"

@@ -118,7 +118,7 @@ def test_ranks_that_wait_are_asked_before_files_are_read(scene: Scene) -> None:
 
 
 def test_a_meeting_outside_of_the_jobs_own_directory_is_passed_over(scene: Scene) -> None:
-    """A trainer that was taken over can't have vLLM open other files of the volume."""
+    """An attacker who has taken over the trainer can't make vLLM open other files of the volume."""
     for meeting in ("runs/r/served.json", "/etc/passwd", "jobs/none/other/attempts/1/meeting"):
         scene.offers = [
             SimpleNamespace(type="offered", attempt=1, data=OFFER | {"meeting": meeting})

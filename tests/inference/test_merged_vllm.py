@@ -1,5 +1,5 @@
-"""The real vLLM on the CPU with merged weights: what it serves, what a swap does to requests, and
-what it refuses."""
+"""The real vLLM on the CPU with merged weights. The tests check what vLLM serves and refuses, and
+the effect of a swap on requests."""
 
 import itertools
 import json
@@ -75,7 +75,7 @@ def client(vllm: VllmServer) -> VllmClient:
 
 
 class MergedTrainer(Trainer):
-    """Adapters of one run at a time, on every linear layer."""
+    """The trainer of one run with merged weights. The run's adapters are on every linear layer."""
 
     def __init__(self, vllm: VllmServer, directory: Path, **settings: Any) -> None:
         super().__init__(vllm, directory)

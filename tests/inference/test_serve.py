@@ -1,4 +1,4 @@
-"""The preparations right before the program becomes vLLM."""
+"""The preparations of `serve` right before its process becomes vLLM."""
 
 import logging
 import os

@@ -24,7 +24,7 @@ GPU = os.environ.get("TANDEM_TEST_GPU")
 # A deployment on the CPU has a cache of 1 GiB by default, and the zeros take 1.2 s of CPU time.
 SMALL_CACHE = {"TANDEM_VLLM_ARGS": "--num-gpu-blocks-override=256"}
 WHERE = {"TANDEM_DEVICE": "cpu"} | SMALL_CACHE
-SENDERS: dict[str, str] = {}  # environment variables of the ranks that send weights to this server
+SENDERS: dict[str, str] = {}  # Environment variables of the ranks that send weights to the server.
 if GPU is not None:
     WHERE = {
         "TANDEM_DEVICE": "cuda",

@@ -72,7 +72,8 @@ def test_the_block_mask_is_the_dense_one(length):
             name for name, value in vars(theirs).items() if isinstance(value, torch.Tensor)
         ]:
             mine, other = getattr(ours, field), getattr(theirs, field)
-            if field.endswith("indices"):  # Indices after the first `num_blocks` mean nothing.
+            # Only the first indices, as many as `num_blocks` says, have a meaning.
+            if field.endswith("indices"):
                 count = getattr(theirs, field.replace("indices", "num_blocks"))
                 valid = torch.arange(mine.shape[-1]) < count[..., None]
                 mine, other = mine * valid, other * valid

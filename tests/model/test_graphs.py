@@ -1,5 +1,5 @@
-"""CUDA graphs of the layers. The tests check when a job's passes are captured, and that captured
-passes give the same bits."""
+"""CUDA graphs of the layers. The tests check the conditions under which a job's passes are
+captured, and that captured passes give the same bits."""
 
 from collections.abc import Iterator
 from dataclasses import replace

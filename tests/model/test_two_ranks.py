@@ -1,4 +1,5 @@
-"""Ranks that need the same weights read them together, into one allocation."""
+"""Ranks that need the same base weights read them together. Each rank has all its base weights in
+one allocation."""
 
 from pathlib import Path
 

@@ -67,8 +67,8 @@ def test_a_rank_beats_while_it_reads_and_hashes_for_long(spool: Spool, monkeypat
 
 
 def test_a_beat_that_is_being_written_stands_beside_no_other(tmp_path: Path, monkeypatch) -> None:
-    """A rank writes a beat to a temporary file that no pattern `beat.*` matches. `Attempt.beats`
-    would take a file that matches it for the heartbeat of a rank."""
+    """A rank writes a beat first to a temporary file, whose name the pattern `beat.*` does not
+    match. `Attempt.beats` would take a file with a matching name for the heartbeat of a rank."""
     monkeypatch.setattr(MemoryWatch, "beat", lambda self: {})
     heartbeat, seen = Heartbeat(tmp_path / "beat.0", MemoryWatch()), []
     replace = Path.replace

@@ -346,7 +346,7 @@ ACTIONS = [
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.sampled_from(ACTIONS), max_size=25), st.booleans(), st.booleans(), st.booleans())
-# The commit of an attempt that hung comes between its end and its fence.
+# An attempt that hung commits between its end and its fence.
 @example(["stage", *["hang"] * 4, "commit"], False, False, False)
 @example(
     ["stage", "exit 1", "late", "stage", "late", "commit", "exit 0", "run"], True, False, False
