@@ -1,5 +1,5 @@
-"""A real runner with TANDEM_EXECUTOR=hosts, and real agents; each may be in a network namespace of
-its own."""
+"""A real runner with TANDEM_EXECUTOR=hosts, and real agents. Each agent may be in a network
+namespace of its own."""
 
 import signal
 import subprocess
@@ -36,7 +36,7 @@ class AgentStack(Stack):
         self.prefixes: dict[int, list[str]] = {}
 
     def run(self, name: str = "run") -> str:
-        """A stack whose hosts all have the base model."""
+        """Creates the run `name` and the files of its base model on the spool. Returns the name."""
         model = self.spool.root / "model"
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text("{}")
@@ -48,7 +48,8 @@ class AgentStack(Stack):
         return self.spool.root / f"agent.{host}.log"
 
     def start_agent(self, host: int, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
-        """Start an agent; by default it follows the spool."""
+        """Start the agent of a host. Without `arguments` the agent serves one attempt after another
+        (`--follow`)."""
         command = [sys.executable, "-m", "tandem", "rank-agent", *(arguments or ["--follow"])]
         with self.agent_log(host).open("ab") as log:
             agent = subprocess.Popen(
@@ -82,8 +83,8 @@ class AgentStack(Stack):
         return Meeting(Attempt(self.spool, job_id, attempt))
 
     def addresses(self, job_id: str, attempt: int = 1) -> tuple[str, ...]:
-        """The addresses in the hosts' records; empty before all hosts have arrived, and after the
-        attempt."""
+        """The addresses in the hosts' records of an attempt. Empty before all hosts have arrived,
+        and after the attempt has ended."""
         meeting = self.meeting(job_id, attempt)
         records = [meeting.record(host) for host in range(self.hosts)]
         there = [record for record in records if record is not None]

@@ -1,8 +1,8 @@
-"""`python frame_relay.py SECONDS A B MAC_A MAC_B`: hands IPv4 packets that come in at interface A
-out at B, and the other way, each after SECONDS.
+"""`python frame_relay.py SECONDS A B MAC_A MAC_B`: sends IPv4 packets from interface A to interface
+B and from B to A, each after a delay of SECONDS.
 
-It adds the latency of a long distance between two hosts, on kernels without `netem`. MAC_A is the
-address of the host behind A.
+It adds the latency of a long distance between two hosts, on kernels without `netem`. MAC_A and
+MAC_B are the addresses of the hosts behind A and B.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def main() -> None:
             with contextlib.suppress(BlockingIOError):
                 while True:
                     content, about = end.recvfrom(LONGEST)
-                    if about[2] == socket.PACKET_HOST:  # not what this process sends
+                    if about[2] == socket.PACKET_HOST:  # no frame that this process sends
                         due = time.monotonic() + seconds
                         heapq.heappush(waiting, (due, next(count), 1 - at, content))
         while waiting and waiting[0][0] <= time.monotonic():

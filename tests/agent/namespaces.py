@@ -1,5 +1,6 @@
-"""Network namespaces that stand for hosts: joined by one cable, or by a router that can be slow,
-silent or narrow. A namespace does not see another's loopback."""
+"""Network namespaces that stand for hosts. A cable or a router joins two hosts. The router can be
+slow, drop packets without a message, or have a small MTU. A namespace does not see the loopback
+addresses of another namespace."""
 
 import json
 import os
@@ -21,7 +22,8 @@ ADDRESSES_6 = ("fd77::1", "fd77::2")
 
 @contextmanager
 def two_hosts(*, six: bool = False) -> Iterator[list[str]]:
-    """Their names. `six`: the namespaces have IPv6 addresses only."""
+    """Two namespaces that one cable joins. Yields their names. `six`: the namespaces have IPv6
+    addresses only."""
     names = [f"tandem-{os.getpid()}-{end}{6 if six else 4}" for end in "ab"]
     cables = [f"td{os.getpid() % 10**7}{end}{6 if six else 4}" for end in "ab"]
     with _namespaces(names):
@@ -60,21 +62,22 @@ def _namespaces(names: list[str]) -> Iterator[None]:
 
 
 def done(command: str) -> str:
-    """The command's output."""
+    """Runs a command. Returns its output."""
     return subprocess.run(command.split(), check=True, capture_output=True, text=True).stdout
 
 
 @dataclass(frozen=True)
 class Routed:
-    """Two hosts, and the namespace of the router between them. Its interfaces are `port0` and
-    `port1`. Each method is a fault of the network while its context lasts."""
+    """Two hosts, and the namespace of the router between them. The router's interfaces are `port0`
+    and `port1`. Each method that is a context manager changes the network until its context
+    ends."""
 
     hosts: list[str]
     router: str
 
     @contextmanager
     def cut(self) -> Iterator[None]:
-        """Unplugs host 1's cable. The other end gets no message about it."""
+        """Unplugs host 1's cable. The other end of a connection gets no message about the cut."""
         done(f"ip -n {self.hosts[1]} link set eth0 down")
         try:
             yield
@@ -100,7 +103,7 @@ class Routed:
 
     @contextmanager
     def slow(self, rate: str) -> Iterator[None]:
-        """Both ways."""
+        """Limits both directions of the router to `rate`, in the notation of `tc`."""
         for port in range(2):
             bucket = f"tbf rate {rate} burst 16kb latency 400ms"
             done(f"tc -n {self.router} qdisc add dev port{port} root {bucket}")
@@ -130,7 +133,8 @@ class Routed:
 
     @contextmanager
     def narrow(self, mtu: int) -> Iterator[None]:
-        """Packets above `mtu` bytes vanish: the messages that say so are dropped, too."""
+        """The router drops packets of more than `mtu` bytes, and also the ICMP messages that would
+        report the drops."""
         with self.silence("ip protocol icmp icmp type destination-unreachable", chain="output"):
             self._mtu(mtu)
             try:
@@ -139,8 +143,8 @@ class Routed:
                 self._mtu(1500)
 
     def _mtu(self, mtu: int) -> None:
-        """The MTU is set on the routes. A port with a small MTU of its own would report the refusal
-        to the sender."""
+        """Sets the MTU on the router's routes. A port with a small MTU of its own would report
+        refused packets to the sender."""
         for port, address in enumerate(ROUTED):
             network = f"{address.rpartition('.')[0]}.0/24"
             done(f"ip -n {self.router} route replace {network} dev port{port} mtu {mtu}")
@@ -149,7 +153,7 @@ class Routed:
         done(f"ip netns exec {self.router} sysctl -qw net.ipv4.ip_forward={int(on)}")
 
     def counted(self) -> int:
-        """Packets that `silence` has dropped until now."""
+        """The number of packets that `silence` has dropped until now."""
         text = done(f"ip netns exec {self.router} nft -j list table inet silence")
         rules: list[Any] = [one["rule"] for one in json.loads(text)["nftables"] if "rule" in one]
         return sum(part.get("counter", {}).get("packets", 0) for r in rules for part in r["expr"])

@@ -21,7 +21,7 @@ SETTINGS = Settings(executor="kubernetes", device="cpu")
 
 
 class Scripted(HostAgent):
-    """Serves attempts that end with these statuses; the last status repeats."""
+    """An agent whose attempts end with the statuses of `script`. The last status repeats."""
 
     def script(self, *statuses: int) -> None:
         self.statuses, self.served = list(statuses), list[tuple[str, int]]()
@@ -47,7 +47,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scripted:
 
 
 def give(agent: HostAgent, name: str, pods: str) -> None:
-    """The order of a job's first attempt."""
+    """Starts the job `name`, and gives its first attempt an order for `pods`."""
     if name != "first":
         add_run(agent.spool, name)
     start(agent.spool, name, "r" if name == "first" else name)

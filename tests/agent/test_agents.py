@@ -1,5 +1,5 @@
 """Agents of two hosts under a real runner, with ranks that misbehave on demand: whichever process
-is killed or frozen, the job ends once, and an ended attempt changes nothing of it."""
+is killed or frozen, the job ends once, and an ended attempt changes nothing of the job."""
 
 import signal
 import time
@@ -50,7 +50,8 @@ def stack(running: AgentStack) -> Iterator[AgentStack]:
 
 
 def ranks_of(stack: AgentStack, host: int) -> list[int]:
-    """Pids of the processes of a host, without those that stay between attempts."""
+    """Pids of the agent's living descendants on a host, without its children, which stay between
+    attempts."""
     agent = stack.agents[host].pid
     found = processes.descendants(agent)
     return [process.pid for process in found if process.parent != agent and not process.zombie]
@@ -111,7 +112,8 @@ def test_a_host_that_is_killed_is_named_and_the_next_attempt_succeeds(stack: Age
 def test_a_host_that_is_frozen_before_its_commit_changes_nothing_when_it_thaws(
     stack: AgentStack,
 ) -> None:
-    """The processes of host 0 stop where rank 0 has staged its checkpoint."""
+    """Host 0's processes are stopped after rank 0 has staged its checkpoint and before rank 0
+    renames it."""
     job_id = stack.submit(stack.run("zombie"), do="freeze_before_commit", rank=0, until=1)
     stack.until((stack.spool.root / "frozen").exists, "rank 0 before its rename")
     stack.signal_host(0, signal.SIGSTOP)
@@ -127,7 +129,7 @@ def test_a_host_that_is_frozen_before_its_commit_changes_nothing_when_it_thaws(
             processes.send(process, signal.SIGCONT)
     stack.until(lambda: not any(map(alive, frozen)), "the end of the zombies")
     zombie.terminate()
-    assert zombie.wait(30) == DONE  # it had followed
+    assert zombie.wait(30) == DONE  # as an agent with `--follow` ends
     made = stack.spool.checkpoints.path("zombie", 1)
     assert (made / "weights").read_text() == f"{job_id} 2"
     assert stack.spool.checkpoints.steps("zombie") == [0, 1]
@@ -159,7 +161,7 @@ def test_a_job_is_cancelled_on_all_hosts(stack: AgentStack) -> None:
 def test_ranks_without_a_runner_end_by_themselves(
     stack: AgentStack, request: pytest.FixtureRequest
 ) -> None:
-    """A later runner puts the job back."""
+    """A later runner puts the job back into the queue."""
     if not request.config.option.all_cases:
         pytest.skip("runs with --all-cases; test_one_attempt.py has the agent's part")
     job_id = stack.submit(stack.run("orphans"), do="wait", until=1)
@@ -181,7 +183,7 @@ def test_a_stopped_host_does_not_count_and_one_with_other_threads_is_refused(
     job_id = stack.submit(stack.run("stopped"), do="wait", attempts=1)
     stack.until_beating(job_id, ranks=2)
     stack.agents[1].terminate()
-    assert stack.agents[1].wait(40) == DONE  # of a follower
+    assert stack.agents[1].wait(40) == DONE  # as an agent with `--follow` ends
     stack.agents[1] = stack.start_agent(1, OMP_NUM_THREADS="2")
     state, job = stack.wait(job_id)
     assert (state, job.attempt, job.stopped) == ("failed", 2, 1)

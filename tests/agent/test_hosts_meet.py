@@ -1,5 +1,5 @@
-"""The records by which hosts meet, without ranks: hosts that are missing, differ or are lost, and
-the address that a host names."""
+"""The records by which hosts meet, without ranks: hosts that are missing, differ from each other or
+are lost, and the address that a host names."""
 
 import socket
 import subprocess
@@ -79,7 +79,8 @@ class Hosts:
         return HostsExecutor(SETTINGS, "entry", Stop()).start(self.order)
 
     def poll(self, seconds: float = 1.0, *, beating: range = range(0)) -> Running | Waiting | Ended:
-        """Lets `seconds` pass, in which these hosts write heartbeats."""
+        """Lets `seconds` pass; in each second the hosts `beating` write heartbeats. Returns the
+        last state."""
         for _ in range(int(seconds)):
             self.clock.now += 1
             self._beats += 1
@@ -125,7 +126,7 @@ def test_hosts_that_never_arrive_end_the_attempt_after_start_seconds(hosts: Host
     )
     begin = hosts.clock.now
     hosts.execution.kill()
-    assert hosts.clock.now == begin  # for nobody
+    assert hosts.clock.now == begin  # `kill` waits for no host
 
 
 def test_a_new_runner_finds_the_attempt_and_how_long_its_ranks_have_run(hosts: Hosts) -> None:
@@ -167,8 +168,8 @@ def test_while_the_volume_is_away_nobody_is_lost(
 def test_a_volume_that_kept_all_waiting_makes_nobody_lost(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other hosts waited for this host, too. The runner may read the records before these hosts
-    write theirs."""
+    """The slow volume has kept the agents waiting, too. The runner may read the records before the
+    agents write their next heartbeats."""
     hosts.arrive(0, 1, 2)
     assert hosts.poll(5, beating=range(3)) == Running(0.0)
     with monkeypatch.context() as patch:
@@ -191,7 +192,7 @@ def test_the_error_of_a_host_goes_before_the_ranks_of_others_and_a_lost_host(hos
     hosts.arrive(0, 1, 2)
     hosts.poll(5, beating=range(3))
     hosts.meeting.write(0, HostEnd(status=FAILED))
-    assert hosts.poll(5, beating=range(1, 3)) == Running(0.0)  # the others may know more
+    assert hosts.poll(5, beating=range(1, 3)) == Running(0.0)  # other hosts may name the cause
     error = JobError(type="preempted", message="host 1 was stopped", retriable=True)
     devices = {"GPU-1": 5, "GPU-2": None}
     lost = "TCP to 10.0.0.2 was sent again"
@@ -352,7 +353,8 @@ def test_a_store_whose_port_is_silent_is_named_with_its_address_and_port(
 
 
 def test_the_stores_port_is_open_on_the_hosts_own_address_alone_and_to_everybody_there() -> None:
-    """As docs/topologies.md says: only the network's own rules keep others out."""
+    """Only the network's own rules keep other hosts away from the port, as docs/topologies.md
+    says."""
     with routed_hosts() as net:
         host, third = net.hosts[0], net.router
         done(f"ip -n {host} addr add 10.231.79.1/24 dev eth0")

@@ -36,7 +36,7 @@ class Attempts:
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, root: Path | None = None, **orders: str) -> None:
-        """`root`: where the agent finds the volume."""
+        """Starts a job and its agent. `root`: the path at which the agent finds the volume."""
         spool = self.stack.spool
         job_id = self.stack.submit(self.stack.run(name), **orders)
         job = spool.queue.claim("test")
