@@ -125,7 +125,7 @@ def test_refusals_name_the_field_on_stderr(tandem):
 
 
 def test_the_first_column_of_a_table_is_whole():
-    """Its names are typed again."""
+    """Users type the names in the first column again."""
     printed, job = StringIO(), "sft-0123456789abcdef0123.00000"
     row = (job, "a-run-with-a-name", "succeeded")
     Console(width=50, file=printed).print(table("Jobs", ["job", "run", "state"], [row]))
@@ -167,7 +167,7 @@ def test_the_reach_of_a_stack(tandem, monkeypatch, server):
 
 
 def test_the_reach_of_a_stack_asks_tandems_vllm_and_no_other_provider(tandem, monkeypatch, server):
-    """The command sends the key to no other address."""
+    """`tandem smoke reach` sends the key only to Tandem's vLLM."""
     vllm, provider = FakeVllm(), FakeVllm()
     vllm.start()
     provider.start()
@@ -296,7 +296,8 @@ def test_queue_and_cancel(tandem, as_json, run):
 
 
 def test_a_download_that_peft_would_misread_says_so(tandem, run, monkeypatch):
-    """In `test_same_as_peft.py` PEFT reads such adapters."""
+    """Here every adapter counts as one that PEFT misreads. In `test_same_as_peft.py` PEFT itself
+    reads such adapters."""
     assert "PEFT" not in tandem("checkpoints", "download", run, "0", "good")[2]
     names = []
     monkeypatch.setattr("tandem.cli.runs.misread_by_peft", lambda keys: names.extend(keys) or True)

@@ -1,4 +1,4 @@
-"""`tandem data check`, by a controller and by itself."""
+"""`tandem data check`, with a controller and without one."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
 
 @pytest.fixture
 def file(tmp_path) -> Path:
-    """302 examples: one is not JSON, one is refused by the template, one too long, two are the
+    """301 examples: one is not JSON, the template refuses one, one is too long, and two are the
     same."""
     records = [
         {"messages": [ASK, {"role": "assistant", "content": f"yes {i} " * (i % 5 + 1)}]}
@@ -115,7 +115,7 @@ def test_pairs(tandem, tmp_path):
 
 @pytest.mark.parametrize("offline", [False, True])
 def test_a_pair_is_as_long_as_in_training(tandem, server, tmp_path, offline):
-    """A pair takes the slots of both answers, and their common beginning once. Pairs that are too
+    """A pair's two sequences take the slots of their common beginning only once. Pairs that are too
     long can only be dropped."""
     base = server.settings.root / "models" / "tiny"
     pair = PreferencePair(prompt="Is it", chosen=" sunny" * 20, rejected=" not" * 20)
@@ -210,8 +210,8 @@ def test_route(server):
 def test_training_names_the_line_that_is_refused(
     tandem, server, tmp_path, options, broken, line, problem
 ):
-    """The command's own checks refuse one line before any job of a chain is made; the chat template
-    refuses the other."""
+    """The command's own checks refuse line 13 before any job of a chain is made. The chat template
+    refuses line 14."""
     small = ("--batch-size", "2", "--checkpoint-every", "1") if line == 13 else ()
     records = [{"messages": [ASK, {"role": "assistant", "content": f"yes {i}"}]} for i in range(20)]
     records[line - 1] = {"messages": [broken]}
@@ -223,7 +223,8 @@ def test_training_names_the_line_that_is_refused(
 
 
 def test_without_transformers(file):
-    """The client alone has neither; the error names the extra."""
+    """The client's own dependencies do not include transformers. The error names the extra that
+    does."""
     code = (
         "import sys; sys.modules['transformers'] = None; sys.argv = ['tandem', 'data', 'check',"
         " *sys.argv[1:]]\n"
@@ -342,8 +343,8 @@ def test_a_training_takes_variables_of_the_template(tandem, server, tmp_path):
 
 
 def test_the_jobs_of_a_run_print_the_date_on_which_it_was_made(server):
-    """The jobs get this day even if they are made later: the day is passed to the code that packs
-    them."""
+    """A job that is made on a later day also gets the run's date: the controller passes the date to
+    the code that packs the job."""
     from tandem.controller import routes_train
 
     seen = []

@@ -80,8 +80,8 @@ def test_settings_that_open_the_controller_or_cannot_be_read(doctor, monkeypatch
 
 
 def test_a_secret_is_open_only_where_its_directories_are_too(doctor, monkeypatch):
-    """secrets/create makes 0644 files in a 0700 directory: a container's uid reads them, and no
-    user of the machine."""
+    """secrets/create makes 0644 files in a 0700 directory. A container's uid can read these files,
+    and no other user of the machine can."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         directory = Path(name)
         key = directory / "api_key"
@@ -157,7 +157,8 @@ def test_what_cannot_be_served_is_named(doctor, tmp_path, monkeypatch):
 
 
 def test_secrets_that_are_set_and_wrong(doctor, preflight_settings, monkeypatch):
-    """Preflight gives the same answers before a start and after it."""
+    """Preflight, which runs before a start, gives the same answers as doctor, which runs after
+    it."""
     monkeypatch.setenv("TANDEM_CONTROLLER_HOST", "0.0.0.0")
     for key, expected in (
         (KEY, ("fail", "is one of the API keys")),
@@ -216,7 +217,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def preflight(tmp_path, model, command, monkeypatch):
-    """Runs the command. Returns its exit status, and the failed checks: name -> message."""
+    """Runs `tandem preflight`. Returns its exit status, and the failed checks: name -> message."""
     for name in [name for name in os.environ if name.startswith("TANDEM_")]:
         monkeypatch.delenv(name)
 

@@ -1,4 +1,4 @@
-"""`tandem export` writes PEFT's merged weights, with the base model's own files around them."""
+"""`tandem export` writes the same merged weights as PEFT, beside the base model's other files."""
 
 import json
 import shutil
@@ -32,7 +32,8 @@ def load(directory, dtype="auto"):
 
 
 def export(tmp_path, base, lora=LORA):
-    """A random adapter on a base model, and the weights of the two together."""
+    """Merges a random adapter into a base model. Returns the adapter, and the weights of the merged
+    model."""
     adapter = write_random_adapter(tmp_path / "adapter", base, lora)
     write_merged_model(tmp_path / "out", base, adapter, lora)
     return adapter, load(tmp_path / "out").state_dict()

@@ -1,5 +1,6 @@
-"""The commands know every family: with a tiny model of the family they plan, check data and the
-deployment, and export a model that transformers loads and that agrees with PEFT."""
+"""The commands support every family. With a tiny model of the family they plan, check data and
+check the deployment. They export a model that transformers loads and whose logits agree with
+PEFT's."""
 
 import json
 from pathlib import Path
@@ -43,7 +44,7 @@ NOT_MERGED = {
 BESIDE: dict[str, dict[str, Any]] = {
     "gemma4 mixture": GEMMA4_MOE,
     "gemma4_text with values": {"attention_k_eq_v": False},
-    # transformers has no model of that name.
+    # transformers has no model type `kimi_k2`.
     "kimi_k2": {"family": "deepseek_v3"},
 }
 NAMES = (*FAMILIES, *(name for name in BESIDE if name not in FAMILIES))
@@ -126,7 +127,7 @@ def test_commands_know_the_family(name, model, command, monkeypatch, tmp_path):
     write_merged_model(tmp_path / "merged", model, adapter, lora)
     base, found = loaded(model, name), logits(loaded(tmp_path / "merged", name))
     assert (found - logits(base)).norm() > 0.1 * found.norm()
-    if name.split()[0] == "gemma4":  # PEFT refuses it: test_vision_wrappers.py
+    if name.split()[0] == "gemma4":  # PEFT refuses the family; see test_vision_wrappers.py
         return
     expected = logits(peft.PeftModel.from_pretrained(base, adapter))
     assert (found - expected).norm() <= 1e-4 * expected.norm()

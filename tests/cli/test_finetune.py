@@ -1,5 +1,5 @@
 """`tandem train sft` against a real controller; the test plays the runner. Tests the data of each
-job, and resume."""
+job, and how the same command continues a training."""
 
 import json
 import shutil
@@ -55,7 +55,7 @@ ARGUMENTS = (
     "--sequence-length",
     "16",
 )
-STEPS, JOBS = 12, 6  # per epoch 6 batches, the last one of 3, in 3 jobs
+STEPS, JOBS = 12, 6  # an epoch: 6 batches in 3 jobs; its last batch has 3 examples
 
 
 type Trained = tuple[Job, list[list[int]], list[int]]
@@ -166,10 +166,10 @@ def test_the_same_command_goes_on_after_a_failed_job_and_when_records_are_gone(
     with trainer(server, run, 3, failing=(2,)) as first:
         status, _, err = tandem("train", "sft", run, *ARGUMENTS)
         assert (status, "SIGSEGV" in err) == (3, True), err
-    assert server.spool.jobs.list(run, ("queued",)) == []  # the jobs that were prepared ahead
+    assert server.spool.jobs.list(run, ("queued",)) == []  # no prepared job is left
     for _, job in server.spool.jobs.list(run, ("succeeded",)):  # as after TANDEM_KEEP_DAYS
         shutil.rmtree(server.spool.paths.job_dir(job.spec.id))
-    with trainer(server, run, 4) as second:  # and the job's limits don't name a job either
+    with trainer(server, run, 4) as second:  # another limit is no other training
         status, _, err = tandem("train", "sft", run, *ARGUMENTS, "--set", "deadline_seconds=1e6")
     assert status == 0, err
     assert [job.spec.deadline_seconds for job, *_ in first + second] == [86400.0] * 3 + [1e6] * 4
@@ -178,7 +178,7 @@ def test_the_same_command_goes_on_after_a_failed_job_and_when_records_are_gone(
     assert sorted(token for batch in trained for token in batch) == sorted(
         [*range(100, 100 + EXAMPLES)] * 2
     )
-    # The error names settings that help when an example does not fit, and names no job.
+    # Settings that help when an example does not fit do not make another training either.
     status, _, err = tandem("train", "sft", run, *ARGUMENTS[:-1], "32", "--too-long", "drop")
     assert (status, "complete" in err, f"{run}@{JOBS}" in err) == (1, True, True)
 
@@ -235,12 +235,12 @@ def test_data_that_changed_in_mid_training_is_refused_with_both_ways_out(
     assert "restore the file as it was. To train the changed file instead, roll the run" in said
     assert f"tandem checkpoints rollback {run} 0), or change the training's seed" in said
 
-    Path("data.jsonl").write_text(whole)  # the first way out
+    Path("data.jsonl").write_text(whole)  # the first remedy in the message
     with trainer(server, run, 1, failing=(0,)) as second:
         assert tandem("train", "sft", run, *ARGUMENTS)[0] == 3
     assert second[0][0].spec.base_step == 2
     assert second[0][0].spec.labels == first[2][0].spec.labels
-    Path("data.jsonl").write_text(whole + CHANGED)  # the two others
+    Path("data.jsonl").write_text(whole + CHANGED)  # the two other remedies
     for arguments, base in ((("--seed", "1"), 2), ((), 0)):
         if not arguments:
             server.spool.checkpoints.rollback(run, 0)
@@ -252,8 +252,8 @@ def test_data_that_changed_in_mid_training_is_refused_with_both_ways_out(
 def test_without_the_jobs_records_the_same_data_goes_on_and_other_data_begins_anew(
     tandem, server, run
 ) -> None:
-    """TANDEM_KEEP_DAYS has removed them. The checkpoints name their jobs, but no record says any
-    more whether a training with other data was complete."""
+    """TANDEM_KEEP_DAYS has removed the jobs' records. The checkpoints name their jobs, but no
+    record says any more whether a training with other data was complete."""
     whole = Path("data.jsonl").read_text()
     with trainer(server, run, 3, failing=(2,)) as first:
         assert tandem("train", "sft", run, *ARGUMENTS)[0] == 3
@@ -317,7 +317,8 @@ def _remove() -> None:
 def test_a_kill_at_an_epochs_end_repeats_and_skips_nothing(
     tandem, server, run, killed_at: str
 ) -> None:
-    """An epoch is three jobs: the chain ends with the third, and goes on with the second epoch."""
+    """An epoch is three jobs. The training stops before or after the third job, and then goes on to
+    the end of the second epoch."""
     jobs = 3 if killed_at == "after it" else 2
     with trainer(server, run, jobs + 1, failing=(jobs,)) as first:
         assert tandem("train", "sft", run, *ARGUMENTS)[0] == 3

@@ -1,4 +1,4 @@
-"""`tandem memory`: from a job's events, attempt by attempt, to tables."""
+"""`tandem memory`: the tables that it makes of each attempt's memory from a job's events."""
 
 import io
 import re
@@ -16,7 +16,8 @@ A, B = "GPU-aaaa", "GPU-bbbb"
 
 
 def sizes(allocated: int, pinned: int = 0) -> dict[str, int]:
-    """Bytes of a phase, from MiB; each kind differs from the others."""
+    """The bytes of each kind of memory in a phase; each kind has another value. The arguments are
+    in MiB."""
     mib = (allocated, allocated + 1, allocated + 500, pinned, allocated + 2)
     return {kind: size * MIB for kind, size in zip(KINDS, mib, strict=True)}
 

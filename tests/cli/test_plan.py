@@ -40,8 +40,8 @@ def test_the_command_recommends_what_fits(command, tmp_path, monkeypatch):
 
 
 def test_the_number_of_inference_servers_follows_from_a_given_speed(command, tmp_path):
-    """Without the option the plan says nothing about it, because a server's speed is not known
-    beforehand."""
+    """Without `--server-speed` the plan has no number of servers, because a server's speed is not
+    known beforehand."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "qwen3"}))
     arguments = ["plan", str(tmp_path), "--gpus", "1", "--sequence-length", "512", "--json"]
     data = json.loads(command(*arguments)[1])
