@@ -121,7 +121,7 @@ def test_bodies_that_are_empty_not_json_or_not_declared_as_json(http, idle_run):
 @pytest.mark.usefixtures("nothing_changes")
 @pytest.mark.parametrize("value", [False, "0", 0.0])
 def test_a_step_is_a_number_and_nothing_that_python_takes_for_one(http, idle_run, value):
-    """`false` would roll a run back to step 0."""
+    """If `false` counted as a number, it would roll a run back to step 0."""
     for path, body, field in [
         (f"/v1/runs/{idle_run}/rollback", {"step": value}, "step"),
         (f"/v1/runs/{idle_run}/fork", {"step": value, "name": "copied"}, "step"),
@@ -215,8 +215,8 @@ def test_bad_runs(name, http):
 
 
 def test_turns_that_are_too_old_behind_the_queued_jobs(http, server, client, run):
-    """When the request is packed, it is compared with the newest step. When it is queued, it begins
-    after other jobs."""
+    """When the controller packs a request, it compares the request with the newest step. The
+    request's job begins later, after the jobs that are already queued."""
     for _ in range(2):
         client.train(run, rl_request())
     body = rl_request(max_off_policy_steps=1)
@@ -246,7 +246,8 @@ def test_unknown_architecture(tmp_path):
 
 @pytest.mark.usefixtures("nothing_changes")
 def test_a_full_volume(http, idle_run, monkeypatch):
-    """The API's answers; the spool's own tests fill real disks."""
+    """The API's answers while fsync fails as on a full volume. The spool's own tests fill real
+    disks."""
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk)
         for path, body in [

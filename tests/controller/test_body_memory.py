@@ -61,7 +61,8 @@ def repeated(before: str, unit: str, after: str) -> bytes:
 
 
 def attack(name: str) -> bytes:
-    """The body is refused after parsing at the latest, because no run has that step."""
+    """The body of an attack. The controller refuses it after parsing at the latest, because no run
+    has the body's step 9."""
     before, unit, after = ATTACKS[name]
     before = before.replace('{"kind', '{"base_step":9,"kind', 1)
     if name.endswith("metrics"):
@@ -157,7 +158,7 @@ def test_more_sequences_than_memory_are_refused_before_they_are_packed(tmp_path:
 
 
 def test_a_body_that_would_take_too_much_is_not_parsed(process: Process) -> None:
-    """A body of 48 MB that once took 4.5 GB."""
+    """A body of 48 MB for which the controller once took 4.5 GB of memory."""
     body = b"[" + b'{"a":{}},' * 5_300_000 + b"{}]"
     rise, answer = taken(process, body)
     assert (answer.status_code, answer.json()["error"]["field"]) == (413, "body"), answer.text

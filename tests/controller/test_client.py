@@ -63,7 +63,7 @@ def test_sampling_options_request_token_ids_and_logprobs():
     assert sampling_options(top_k=-1, top_p=1.0)["extra_body"]["top_k"] == -1
 
     for name, value in {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}.items():
-        with refused(InvalidInput, name):  # the trainer can't follow the link
+        with refused(InvalidInput, name):  # the trainer computes the model's own distribution
             sampling_options(**{name: value})
 
 
@@ -127,8 +127,8 @@ def test_a_lost_controller_is_unreachable_once_patience_is_exhausted():
 
 
 def test_what_fails_late_is_tried_again():
-    """The answer to a submission took longer than the client's patience, and a stream was silent
-    for longer than that."""
+    """In this test, the answer to a submission takes longer than the client's patience of 0.5 s,
+    and so does the silence of a stream."""
     event = Event(seq=0, time=0.0, job="j", type="succeeded")
     requests = []
 
@@ -249,7 +249,8 @@ def test_a_download_does_not_overwrite(client, trained, tmp_path):
 def test_a_download_does_not_replace_where_it_runs_a_mount_or_a_link(
     client, trained, tmp_path, monkeypatch
 ):
-    """All these paths are empty, but a rename can't replace them. Nothing is fetched."""
+    """The working directory, the mount and the link are empty, but a rename can't replace them. The
+    client fetches nothing."""
     monkeypatch.setattr(client._api, "_stream", None)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

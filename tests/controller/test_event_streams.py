@@ -81,7 +81,7 @@ def test_sixty_open_streams_are_kept_alive_and_block_no_request(client, server, 
                 await asyncio.sleep(0.05)
             for path in ("/healthz", f"/v1/runs/{run}"):
                 assert (await http.get(path, timeout=30)).status_code == 200
-            for task in tasks[:30]:  # half of them hang up
+            for task in tasks[:30]:  # half of the clients hang up
                 task.cancel()
             await asyncio.to_thread(run_one, server.spool)
             await asyncio.gather(*tasks[30:])
@@ -111,7 +111,8 @@ def test_the_server_stops_reading_when_a_client_hangs_up(server, client, run, mo
 
 
 def test_a_stream_ends_with_its_job_even_without_a_terminal_event(client, server, run, monkeypatch):
-    """If the writer was killed before it wrote the terminal event, the job's state decides."""
+    """If the writer was killed before it wrote the terminal event, the stream ends by the job's
+    state."""
     monkeypatch.setattr(event_streams, "STATE_SECONDS", 0.2)
     job = client.train(run, rl_request())
     client.cancel(job.id)

@@ -94,7 +94,7 @@ def test_a_head_has_64_KiB(process: Process) -> None:
 
 @pytest.mark.slow
 def test_a_half_sent_request_is_closed(process: Process) -> None:
-    """All peers at once, because each waits as long as the server waits for it."""
+    """All peers connect at once, so that the test waits only once for the server's time limit."""
     sent = {
         "nothing": b"",
         "a head": START + b"X-A: b",

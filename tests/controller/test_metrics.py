@@ -1,4 +1,5 @@
-"""The controller's own /metrics: open, by route template, and without names of runs or jobs."""
+"""The controller's own /metrics: readable without a key, with route templates as labels, and
+without names of runs or jobs."""
 
 import socket
 import uuid
@@ -12,7 +13,7 @@ from waiting import until
 
 
 def scrape(server: Server) -> Scraped:
-    """Without a key, like Prometheus."""
+    """Reads /metrics without a key, as Prometheus does."""
     answer = httpx.get(f"{server.url}/metrics")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain")
@@ -45,7 +46,7 @@ def test_the_series_are_those_of_the_catalogue(server):
     labels = {"route": "/v1/runs/{run}/train", "method": "POST", "status_class": "5xx"}
     assert labels in seen.all("tandem_http_requests_total")
     assert get(server, "tandem_volume_free_bytes", volume="shared") > 0
-    # It downloads the tokenizer.
+    # The controller downloads the tokenizer.
     assert get(server, "tandem_volume_free_bytes", volume="downloads") > 0
 
 

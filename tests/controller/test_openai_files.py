@@ -300,7 +300,7 @@ def test_uploads_at_once_are_all_whole(server: Server) -> None:
 
 
 def test_the_longest_list(server: Server) -> None:
-    """10,000 files, which is OpenAI's default page."""
+    """A list of 10,000 files, which is the default length of OpenAI's pages."""
     uploads, more = server.spool.uploads, {"lines": 1, "size": 1, "created": 1.0}
     fresh = Upload(id=new_id("file"), filename="a", purpose="fine-tune", method="dpo", **more)
     before, made = len(uploads.ids()), [new_id("file", at=1000.0 + i) for i in range(10_000)]

@@ -72,7 +72,7 @@ def advance(root: Path, tuning_id: str, tuner: Tuner | None = None) -> None:
 
 
 def summary(root: Path, tuning_id: str) -> Any:
-    """The state without its times."""
+    """The state of a fine-tuning and its spool, without times."""
     spool = Spool(root)
     tuning = spool.tunings.get(tuning_id)
     shown = tuning.model_dump(exclude={"plan": {"made"}, "end": {"finished"}})
@@ -107,7 +107,7 @@ def served(spool: Spool, tuning: Tuning) -> None:
     serve(spool, tuning.run, 3)
 
 
-# The changes before each poll of the controller.
+# The changes that a test makes on the spool before each poll of the controller.
 LOOKS: dict[str, tuple[Callable[[Spool, Tuning], None], ...]] = {
     "validates": (nothing,),
     "submits": (nothing, nothing),
@@ -125,12 +125,12 @@ def memory() -> Iterator[Path]:
         yield Path(directory)
 
 
-@pytest.mark.slow  # a whole life for each change of the volume
+@pytest.mark.slow  # one death for each change of the volume
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LOOKS)
 def test_dying_anywhere(memory: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """After a death at any change of the volume, the next controller reaches the same state."""
-    for level in ("info", "warning", "error"):  # these writes don't go to the volume
+    for level in ("info", "warning", "error"):  # the log's writes don't go to the volume
         monkeypatch.setattr(Log, level, lambda *_, **__: None)
     template, dead = memory / f"{name} template", memory / f"{name} dead"
     make_root(template)
@@ -172,7 +172,7 @@ def advance_open(root: Path, tuning_id: str) -> None:
 
 
 AUTO = {
-    # examples: epochs, batch
+    # examples: (epochs, batch size)
     1: (25, 1),
     10: (10, 1),
     33: (3, 2),
@@ -198,7 +198,7 @@ def test_auto(examples: int) -> None:
 def test_a_job_is_an_epoch_unless_that_is_long() -> None:
     assert checkpoint_every(batch=4, examples=10, size=10_000) == 3
     assert checkpoint_every(batch=1, examples=1000, size=10**6) == 100
-    # 16 MiB of lines: 1,677 of 10,000 bytes.
+    # A job has at most 16 MiB of lines: 1,677 lines of 10,000 bytes.
     assert checkpoint_every(batch=32, examples=10**5, size=10**9) == 52
     assert checkpoint_every(batch=256, examples=1000, size=1000 * 2**23) == 1
 

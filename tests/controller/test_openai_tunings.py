@@ -82,7 +82,7 @@ def create(sdk: OpenAI, file: str, **more: Any) -> FineTuningJob:
 
 
 def queued(spool: Spool, count: int = 2) -> list[str]:
-    """The names of this many parts, when they wait."""
+    """Waits until `count` jobs are queued. Returns the names of their parts."""
 
     def names() -> list[str]:
         return [job.spec.id.partition(".")[2] for _, job in spool.jobs.list(states=("queued",))]
@@ -99,7 +99,7 @@ def status(sdk: OpenAI, job: FineTuningJob, wanted: str) -> FineTuningJob:
 
 
 def finish(spool: Spool, sdk: OpenAI, job: FineTuningJob) -> FineTuningJob:
-    """Runs all parts, and serves the last one."""
+    """Runs all parts of a fine-tuning job, and serves the last part's step."""
     run = spool.tunings.get(job.id).run
     until("it is planned", lambda: spool.tunings.get(job.id).plan)
     parts = spool.tunings.get(job.id).plan.parts
@@ -128,7 +128,7 @@ def test_a_file_becomes_a_model(sdk: OpenAI, spool: Spool, file: str) -> None:
     assert (job.seed, job.metadata, job.model) == (7, {"team": "a"}, BASE_MODEL)
     run = spool.tunings.get(job.id).run
     assert run.startswith("ft-my-model-1-")
-    assert queued(spool) == ["00000", "00001"]  # one job waits while another trains
+    assert queued(spool) == ["00000", "00001"]  # so that one job waits while another trains
     assert sdk.fine_tuning.jobs.retrieve(job.id).status == "queued"
     spec = spool.jobs.list(run)[0][1].spec
     assert spool.runs.get(run).lora.rank == 8
@@ -175,7 +175,7 @@ def test_a_file_becomes_a_model(sdk: OpenAI, spool: Spool, file: str) -> None:
     )
     assert table[2] == "2,0.5,,0.25,,"
     assert len(table) == 7
-    # The jobs as `tandem jobs` and the metrics see them.
+    # `tandem jobs` and the metrics show this kind.
     assert {job.spec.kind for _, job in spool.jobs.list(run)} == {"sft"}
 
 
@@ -231,7 +231,8 @@ def test_pairs_train_dpo(sdk: OpenAI, spool: Spool) -> None:
 def test_a_killed_controller_goes_on(
     sdk: OpenAI, spool: Spool, file: str, process: Process
 ) -> None:
-    """kill -9 after each call and each part: every part is one job, in the right order."""
+    """The controller is killed with `kill -9` after each call and each part. Every part still
+    becomes one job, and the jobs have the right order."""
     job = create(sdk, file)
     process.kill_and_restart()
     assert queued(spool) == ["00000", "00001"]
@@ -264,7 +265,7 @@ def test_a_pause_lets_the_part_that_trains_end(sdk: OpenAI, spool: Spool, file: 
     running = claim(spool)
     assert sdk.fine_tuning.jobs.pause(job.id).status == "running"
     assert not spool.jobs.list(states=("queued",))
-    assert sdk.fine_tuning.jobs.pause(job.id).status == "running"  # again: the same
+    assert sdk.fine_tuning.jobs.pause(job.id).status == "running"  # the second call changes nothing
     work(spool, running)
     succeed(spool, running)
     status(sdk, job, "queued")

@@ -60,8 +60,8 @@ def _note_open(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def test_a_page_of_runs_opens_two_files_for_each_of_them(server, client, http):
-    """This holds for any content of the spool, also for runs that were not read before and are all
-    served. A hook sees every file that this process opens."""
+    """A page opens two files for each run, whatever the spool contains: here the runs were not read
+    before and are all served. A hook sees every file that this process opens."""
     global _opened
     first = server.spool.runs.directory(client.create_run("many", lora={"rank": 1}).spec.name)
     for number in range(300):
@@ -96,7 +96,8 @@ def test_a_run_lists_its_first_pending_jobs_and_counts_all(client, server, run, 
 
 
 def test_a_discarded_step_is_not_taken_for_the_served_one(client, server, run):
-    """Step 1 is served, discarded and made again: the record still names the first step 1."""
+    """Step 1 is served, discarded and made again: the record of the served step still names the
+    first step 1."""
     client.train(run, rl_request())
     run_one(server.spool)
     serve(server.spool, run, 1)

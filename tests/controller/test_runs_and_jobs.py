@@ -145,7 +145,8 @@ def test_a_log_ends_where_it_ends_however_far_one_reads(client, http, server, ru
 
 
 def test_a_log_and_events_that_are_links_or_fifos_show_nothing(client, http, server, run, tmp_path):
-    """The ranks write these files. The controller has other files that the ranks don't have."""
+    """The ranks can replace these files. A link could name a file that the controller can read and
+    the ranks can't."""
     job = client.train(run, rl_request())
     (tmp_path / "secret").write_text("secret")
     log, events = server.spool.paths.log_file(job.id), server.spool.paths.events_file(job.id)
@@ -308,8 +309,8 @@ MIXTURE = {
 
 @pytest.fixture
 def deploy(tmp_path) -> Iterator[Callable[..., tuple[Server, Tandem]]]:
-    """Starts a controller on this test's spool, whose model's configuration is changed by
-    `model`."""
+    """Starts a controller on this test's spool. `model` changes fields of the base model's
+    config.json."""
     with ExitStack() as stack:
 
         def start(model: dict[str, Any] | None = None, **settings: Any) -> tuple[Server, Tandem]:
@@ -357,7 +358,8 @@ def test_rows_that_do_not_divide_over_the_ranks_are_refused(deploy):
 
 
 def test_a_run_of_another_base_model_is_not_trained(deploy, tmp_path):
-    """The run's examples would be rendered with this deployment's tokenizer."""
+    """If the run were trained here, its examples would be rendered with the tokenizer of the
+    deployment's model."""
     server, client = deploy()
     client.create_run("a", lora={"rank": 2})
     path = server.spool.root / "runs/a/run.json"
@@ -483,7 +485,8 @@ def test_a_mixture_of_experts_has_adapters_on_attention_by_default(deploy):
 
 
 def routed(experts: np.ndarray) -> dict[str, Any]:
-    """A request whose turns, of 4 tokens each, have these experts for 3."""
+    """A request whose turns have `experts`. Each turn has 4 tokens, and the experts are for 3 of
+    them."""
     buffer = io.BytesIO()
     np.save(buffer, experts)
     made = rl_request()

@@ -41,7 +41,7 @@ def vllm() -> Iterator[FakeVllm]:
 
 @pytest.fixture(scope="module")
 def process(root: Path, vllm: FakeVllm) -> Iterator[Process]:
-    # vLLM's key is the deployment's first one.
+    # vLLM's key is the first key of the deployment.
     keys = f"{API_KEY},{KEY}"
     with Process(root, TANDEM_API_KEY=keys, TANDEM_INFERENCE_URL=vllm.url) as process:
         yield process
@@ -74,7 +74,7 @@ def run_of(model: tinker.TrainingClient) -> str:
 
 
 def serve_in(vllm: FakeVllm, spool: Spool, run: str, step: int) -> None:
-    """The publisher's part."""
+    """Serves a step in the fake vLLM, as the publisher does."""
     vllm.adapters[f"{run}@{step}"] = ("", 0.0)
 
 
@@ -212,7 +212,7 @@ def test_a_model_begins_from_a_checkpoint(
         assert (load.kind, load.run, load.step) == ("load", run_of(model), 1)
         assert load.optimizer is optimizer
         assert spool.runs.get(run).lora == spool.runs.get(run_of(model)).lora
-        # After the load, the client counts from 1.
+        # The client numbers its requests from 1, after the load.
         other.forward_backward([datum([1, 2])], "cross_entropy").result(timeout=60)
         assert spool.requests.get(run, 2).request.kind == "forward_backward"
     with refused(404, "no checkpoint"):
@@ -261,7 +261,7 @@ def test_a_created_custom_loss_is_computed_by_the_client(
     assert sent.request.loss_name == "cross_entropy"
     with PackedBatch.open(spool.requests.data_dir(run_of(model), 2), sent.sha256) as batch:
         weights = batch.row(0).item_weight
-    assert weights.tolist() == [0.0, 1.0, -12.0]  # -2 A lp
+    assert weights.tolist() == [0.0, 1.0, -12.0]  # -2 * advantage * log-prob
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo", "dro"])
@@ -305,7 +305,7 @@ def test_a_step_that_vllm_refuses_is_told(
     run = run_of(model)
     until("it is saved", lambda: spool.checkpoints.newest(run) == 1)
     time.sleep(0.3)
-    assert not saving.future().done()  # vLLM has not loaded it
+    assert not saving.future().done()  # vLLM has not loaded the step
     serve(spool, run, 0, refused_step=1, refused_reason="its log-probs differ")
     with pytest.raises(tinker.RequestFailedError, match="its log-probs differ"):
         saving.result(timeout=60)
@@ -353,7 +353,7 @@ def test_a_repeated_request_is_the_same_one(
         == {"request_id": f"{model.model_id}:1", "model_id": model.model_id}
     )
     other = body | {"adam_params": {"learning_rate": 2e-4}}
-    # 409 would be repeated for five minutes.
+    # After status 409 the package would repeat the request for five minutes.
     assert post(process, "optim_step", other).status_code == 400
     save = {"model_id": model.model_id, "seq_id": 2, "path": "a"}
     assert [post(process, "save_weights", save).status_code for _ in range(2)] == [200, 200]
@@ -373,7 +373,7 @@ def test_a_request_that_never_comes_is_given_up(
     for seq in (3, 4):
         body = {"model_id": model.model_id, "seq_id": seq, "adam_params": {}}
         assert post(process, "optim_step", body).status_code == 200
-    for seq in (3, 4):  # the requests arrived long ago
+    for seq in (3, 4):  # as if the requests had arrived 61 s ago
         logged = spool.requests.get(run, seq)
         path = spool.requests.data_dir(run, seq) / "request.json"
         path.write_text(logged.model_copy(update={"created": time.time() - 61}).model_dump_json())
@@ -411,7 +411,7 @@ def test_only_the_deployments_keys_open_it(process: Process) -> None:
         assert answer.status_code == 401, key
     assert post(process, "create_session", {}, key=KEY).status_code == 200
     with httpx.Client(base_url=process.url, trust_env=False) as http:
-        # Only this API uses the header.
+        # Only Tinker's API uses the header X-API-Key.
         assert http.get("/v1/runs", headers={"X-API-Key": TINKER_KEY}).status_code == 401
 
 
@@ -486,7 +486,7 @@ def test_samples_that_are_not_drawn(client: tinker.ServiceClient, vllm: FakeVllm
 
 
 def routes_of_the_package() -> set[tuple[str, str]]:
-    """`(method, path)` of every request that its sources make."""
+    """`(method, path)` of every request in the sources of Tinker's package."""
     found, texts = set(), set()
     for source in Path(tinker.__file__).parent.rglob("*.py"):
         if source.name.endswith("_test.py"):

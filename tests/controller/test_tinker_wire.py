@@ -48,7 +48,7 @@ def datum(tokens: Sequence[int], **inputs: Any) -> types.Datum:
 
 
 def encoded(*data: types.Datum, forward_only: bool = False, config: Any = None) -> bytes:
-    """The body as the package encodes it."""
+    """The body of a forward-backward request, as Tinker's package encodes it."""
     request = types.ForwardBackwardRequest(
         forward_backward_input=types.ForwardBackwardInput(
             data=list(data), loss_fn="cross_entropy", loss_fn_config=config
