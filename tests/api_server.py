@@ -1,4 +1,5 @@
-"""A controller on loopback, what clients send to it, and the runner's part on its spool."""
+"""A controller on loopback, requests of its clients, and functions that play the runner on its
+spool."""
 
 import os
 import shutil
@@ -68,7 +69,7 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
-        self._thread.join(timeout=120)  # a test may have moved the clock that its loop sleeps by
+        self._thread.join(timeout=120)  # a test may have moved the clock of the server's loop
         assert not self._thread.is_alive()
 
     def http(self, key: str | None = KEY) -> httpx.Client:
@@ -84,8 +85,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[Server]:
-    """One controller for all tests of a file, which use runs of their own. It ends with them: its
-    threads write now and then, and tests of the spool count the process's writes."""
+    """One controller for all tests of a file. Each test uses its own runs. The controller ends with
+    the file's tests, because its threads write now and then, and tests of the spool count the
+    process's writes."""
     with Server(root) as server:
         yield server
 
@@ -130,7 +132,7 @@ class Process:
         assert self.popen.poll() is None, self.output()
 
     def kill_and_restart(self) -> None:
-        """As SIGKILL at a bad moment, and the orchestrator after it."""
+        """Kill the controller with SIGKILL, and start it again as an orchestrator does."""
         self.popen.kill()
         self.popen.wait()
         self.start()
@@ -176,8 +178,8 @@ def rl_request(**changes: Any) -> dict[str, Any]:
 
 
 def sft_request(**changes: Any) -> dict[str, Any]:
-    """Token ids, since messages need transformers, which imports torch into a process that may have
-    it."""
+    """An SFT request with token ids. Messages would need transformers, and transformers imports
+    torch into a process that is allowed to load torch."""
     example = {"token_ids": [10, 11, 20, 21], "trainable": [False, False, True, True]}
     return {"kind": "sft", "examples": [example], "packing": {"sequence_length": 64}} | changes
 
@@ -198,7 +200,7 @@ def claim(spool: Spool) -> Job:
 
 
 def work(spool: Spool, job: Job, steps: int = 2) -> None:
-    """The events of a healthy attempt, and its checkpoint."""
+    """Write the events, the log and the checkpoint of a healthy attempt."""
     spec = job.spec
     step = spec.base_step + 1
 
@@ -215,7 +217,7 @@ def work(spool: Spool, job: Job, steps: int = 2) -> None:
 
 
 def commit(spool: Spool, job: Job) -> None:
-    """The job's checkpoint."""
+    """Commit the job's checkpoint."""
     spec = job.spec
     staged = spool.paths.work_dir(spec.id, job.attempt) / "checkpoint"
     (staged / "optimizer").mkdir(parents=True)

@@ -99,9 +99,9 @@ def _answer(*arguments: str) -> str | None:
 def build_images() -> None:
     """Build the CPU images of this checkout.
 
-    BuildKit in Docker 20.10 crashes the engine if a build moves its metadata while another one
-    reads them. `.ci/run` starts the engine again, and the second try continues from the stages that
-    the first try built.
+    BuildKit in Docker 20.10 crashes the engine if one build moves BuildKit's metadata while another
+    build reads them. `.ci/run` starts the engine again, and the second try continues from the
+    stages that the first try built.
     """
     build = partial(Compose(MAIN, CPU, project="tandem").run, "build", timeout=3000)
     if build(check=False).returncode:
@@ -112,7 +112,8 @@ def build_images() -> None:
 def docker(
     *arguments: str, stdin: str | None = None, timeout: float = 120, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """`docker ...`. AssertionError with its errors if it fails and `check` is set."""
+    """Run `docker ...`. Raises AssertionError with the command's errors if `check` is set and the
+    command fails."""
     done = subprocess.run(
         ["docker", *arguments],
         input=stdin,
@@ -189,8 +190,8 @@ class Compose:
     def up(
         self, *services: str, timeout: float = 300, profiles: Sequence[str] = (), **variables: str
     ) -> float:
-        """`up --wait`; its duration in seconds. AssertionError with the ends of all logs if it
-        fails."""
+        """Run `up --wait`. Returns its duration in seconds. Raises AssertionError with the ends of
+        all logs if it fails."""
         begin = time.monotonic()
         words = [
             *_profiles(profiles),
@@ -220,7 +221,8 @@ class Compose:
         return json.loads(docker("inspect", self.container(service)).stdout)[0]
 
     def status(self, service: str) -> str:
-        """running and healthy | running and starting | exited and - | ..."""
+        """`<state> and <health>`, such as `running and healthy`. `-` stands for a container without
+        a health check."""
         state = self.inspect(service)["State"]
         return f"{state['Status']} and {state.get('Health', {}).get('Status', '-')}"
 
@@ -241,8 +243,8 @@ class Compose:
         return done.stdout + done.stderr
 
     def exits(self, since: float, container: str | None = None) -> dict[str, int]:
-        """Service → exit status of its last (or this) container that ended after `since` (Unix
-        seconds)."""
+        """Service → exit status of the service's last container that ended after `since` (Unix
+        seconds). With `container`, only this container counts."""
         words = [
             "--since",
             f"{since:.3f}",
@@ -308,7 +310,8 @@ class Compose:
 
 
 def check_processes(stack: Compose, service: str, uid: str) -> None:
-    """Every process has this user and no rights; the root file system is read-only."""
+    """Check that every process has the user `uid` and no capabilities, and that the root file
+    system is read-only."""
     for status in json.loads(stack.exec(service, "python", "-c", PROCESSES).stdout).values():
         if status["Name"].startswith("runc:"):
             # this process is a health check that runc prepares; it drops its rights one by one

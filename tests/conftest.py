@@ -17,31 +17,33 @@ import every_process.sitecustomize
 from fake_nvml import FakeNvml
 from tandem.system.environment import omp_waiting
 
-# The variable is set before torch is loaded, because other programs compute beside this process,
-# too.
+# The variable of OpenMP's waiting threads is set before torch is loaded, because other programs
+# compute beside this process, too.
 os.environ.update(omp_waiting(os.environ))
-# If several programs share two cores, a tiny model's two threads only wait for each other. This
-# took a fifth of the CPU time of tests with a real vLLM. tests/stack/test_stack.py and the
-# containers have as many as a deployment.
+# If several programs share two cores, a tiny model's two threads only wait for each other. The
+# waiting took a fifth of the CPU time of tests with a real vLLM. tests/stack/test_stack.py and the
+# containers have as many threads as a deployment.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# If it is set, every process that a test starts compiles torch, Megatron and vLLM again.
+# With PYTHONDONTWRITEBYTECODE, every process that a test starts would compile torch, Megatron and
+# vLLM again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 EVERY_PROCESS = str(Path(every_process.sitecustomize.__file__).parent)
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [EVERY_PROCESS, os.environ.get("PYTHONPATH")])
 )
-# The workers of pytest-xdist inherit it.
+# The workers of pytest-xdist inherit EVERY_PROCESS_PACKAGES.
 if "EVERY_PROCESS_PACKAGES" not in os.environ:
     packages = tempfile.NamedTemporaryFile("w", suffix=".json")  # noqa: SIM115
     json.dump(importlib.metadata.packages_distributions(), packages)
     packages.flush()
     os.environ["EVERY_PROCESS_PACKAGES"] = packages.name
 # httpx reads the machine's certificates for every client, so also for every `httpx.get` that polls
-# a port: 20 to 40 ms of CPU. It took a tenth of a vLLM server's start.
+# a port. Each reading takes 20 to 40 ms of CPU time. The readings took a tenth of a vLLM server's
+# start.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
-# The workers of pytest-xdist inherit it.
+# The workers of pytest-xdist inherit the seed.
 SEED = os.environ.setdefault("SAMPLE_SEED", str(random.SystemRandom().randrange(2**32)))
 
 
@@ -81,17 +83,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _begins(group: list[pytest.Item]) -> tuple[bool, bool, bool, int]:
-    """A sort key. Workers take groups in this order, so that the last ones are short: the Docker
-    engine's, those that are slow throughout, those with a slow test, and then those with most
-    tests."""
+    """The sort key of a group of tests. Workers take groups in this order: the group of the Docker
+    engine, groups with only slow tests, groups with a slow test, and then groups with most tests.
+    So the last groups are short."""
     slow = [item.get_closest_marker("slow") is not None for item in group]
     docker = any(item.get_closest_marker("docker") for item in group)
     return not docker, not all(slow), not any(slow), -len(group)
 
 
 def _group(nodeid: str) -> str:
-    """Tests of one group run in one worker, in their order: those of a file, all that share the
-    Docker engine, the chart's renders, or a stack."""
+    """The group of a test. Tests of one group run in one worker, in their order. A group has the
+    tests of one file, or all tests that share the Docker engine, the chart's renders or a stack."""
     file = nodeid.partition("::")[0]
     if file.startswith("tests/docker/") or file == "tests/helm/test_live.py":
         return "docker"
@@ -148,8 +150,9 @@ def _keep_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _environment() -> Iterator[None]:
-    """Each file's environment, in which its processes start, is the one that pytest was started
-    with: an import of TRL silences vLLM's log and sets LD_LIBRARY_PATH, one of vLLM sets more."""
+    """Restores the environment variables after each file, so that the processes of the next file
+    start without changes. An import of TRL silences vLLM's log and sets LD_LIBRARY_PATH; an import
+    of vLLM sets more variables."""
     before = dict(os.environ)
     yield
     os.environ.clear()

@@ -2,7 +2,8 @@
 
 ORDERS is a JSON file, {directory: {world: {number: `Sizes`' fields}}}. For each order in turn, the
 ranks compute rows of <directory>/model with <directory>/adapter, and write the results to
-<directory>/<world>.<number>.<rank>.pt. `BREAKS` are mistakes that the oracle must see.
+<directory>/<world>.<number>.<rank>.pt. `BREAKS` are mistakes in the ranks' code; with each of them
+the results must be wrong.
 """
 
 import json
@@ -43,7 +44,7 @@ from tandem.training.optimizer import AdapterOptimizer
 def lora(family: str) -> LoraShape:
     if family in ("gpt_oss", "qwen3_vl_moe"):
         return LoraShape(rank=4, alpha=2.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
-    if family == "gemma4_text":  # whose `k_proj` makes values too
+    if family == "gemma4_text":  # Gemma 4's `k_proj` makes values, too
         targets = tuple(target for target in LORA_TARGETS if target != "k_proj")
         return LoraShape(rank=4, alpha=2.0, targets=targets)
     if family.startswith("qwen3_5"):
@@ -54,7 +55,7 @@ def lora(family: str) -> LoraShape:
 
 
 ROWS = 4
-SLOTS = 261  # these heads can't be divided over ranks
+SLOTS = 261  # these slots can't be divided evenly over ranks
 SETTINGS = OptimizerSettings(learning_rate=1e-2, max_grad_norm=0.5)
 
 
@@ -82,8 +83,8 @@ def row(number: int, arch) -> RowTensors:
 
 
 def compute(policy: Policy) -> dict[str, object]:
-    """Two optimizer steps on ROWS rows. The same on any topology: gradients and moments are
-    gathered."""
+    """The results of two optimizer steps on ROWS rows. The results are the same on any topology,
+    because gradients and moments are gathered."""
     topology, arch = policy.topology, policy.arch
     optimizer = AdapterOptimizer(policy, SETTINGS)
     result: dict[str, object] = {}
@@ -156,7 +157,7 @@ def _residual_twice(self, values, routing, plus):
 
 
 def _scaled(self, *arguments):
-    """alpha / rank divided by the ranks that cut an expert."""
+    """The scale alpha / rank, divided by the number of ranks that share an expert."""
     before, self.scale = self.scale, self.scale / self.topology.sizes.expert_tensor
     try:
         return ADAPTER_GRADIENTS(self, *arguments)

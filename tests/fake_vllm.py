@@ -1,8 +1,8 @@
 """A fake vLLM: the part of its HTTP API that Tandem uses, and a one-line language model that
 adapters change.
 
-It answers thousands of times faster than the real one, which `test_real_vllm.py` holds to the same
-behaviour.
+The fake answers thousands of times faster than a real vLLM. `test_real_vllm.py` checks that a real
+vLLM behaves in the same way.
 """
 
 import hashlib
@@ -50,17 +50,17 @@ class FakeVllm:
         self.calls: list[tuple[str, Any]] = []
         self.ignores_weights = False  # serves every adapter as the base model
         self.max_model_len = 4096
-        self.statuses: dict[str, list[int]] = {}  # of the next answers, by path
-        self.problem = "not now"  # what it says with them
-        self.list_seconds = 0.0  # that the list of models takes
+        self.statuses: dict[str, list[int]] = {}  # statuses of the next answers, by path
+        self.problem = "not now"  # the message of answers with these statuses
+        self.list_seconds = 0.0  # that an answer with the list of models takes
         self.used: dict[str, float] = {}  # adapter -> Unix seconds of its last request
         self.merged_phase = ""  # with merged weights: the answer to GET /tandem/merged
         self.asleep = False
-        self.dead = False  # the engine; the server still answers
-        # Called before it sleeps; an exception is answered by 500.
+        self.dead = False  # the engine has died; the server still answers
+        # Called before the engine sleeps. If it raises, the answer is 500.
         self.on_sleep: Callable[[], None] = lambda: None
         self.on_wake: Callable[[], None] = lambda: None
-        self.ready_until = 0.0  # monotonic
+        self.ready_until = 0.0  # by the monotonic clock, in seconds
         self.instance = ""
         self._engine = threading.Lock()
         self._server: ThreadingHTTPServer | None = None
@@ -71,8 +71,8 @@ class FakeVllm:
         return f"http://127.0.0.1:{self._port}"
 
     def start(self, port: int = 0) -> None:
-        """Start without adapters, on the port of the last time."""
-        # The kernel gives one of its own to others after `stop`.
+        """Start without adapters, on the port of an earlier start."""
+        # After `stop` the kernel could give a port of its own choice to another program.
         self._port = port or self._port or free_ports(1)[0]
         self.adapters.clear()
         self.ready_until, self.instance = 0.0, secrets.token_hex(4)
@@ -193,7 +193,7 @@ class FakeVllm:
         return 404, {"error": {"message": "no such route"}}
 
     def _sleep(self, path: str) -> tuple[int, Any]:
-        """The engine does one call after another."""
+        """The answer to a call about sleep. The engine executes one call after another."""
         with self._engine:
             if self.dead:
                 return 500, {"error": {"message": "EngineCore encountered an issue"}}

@@ -26,7 +26,8 @@ class Full:
     optimizer: ShardedAdam
 
     def write(self, directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
-        """Tensors in the shapes of the weights, as a Hugging Face model. A collective."""
+        """Writes tensors in the shapes of the weights, as a Hugging Face model. A collective
+        operation of all ranks."""
         weights, top, arch = Weights(tensors), self.policy.topology, self.policy.arch
         files = ModelFiles(directory, arch, weights.dtype)
         if top.rank == 0:
@@ -37,7 +38,7 @@ class Full:
         return directory
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Their buffers, by the weights' names."""
+        """The buffers of the weights' gradients, by the weights' names."""
         base: dict[str, Any] = self.policy.base()
         return {name: parameter.gradient_sum for name, parameter in base.items()}
 

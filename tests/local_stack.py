@@ -47,7 +47,7 @@ EXAMPLES = [
 
 
 def train(client: Tandem, run: str, epochs: int, *, learning_rate: float, **options: Any) -> str:
-    """Submit an SFT job of the length that `epochs` sets; its id."""
+    """Submit an SFT job of `epochs` epochs. Returns the job's id."""
     optimizer = {"learning_rate": learning_rate, "epochs": epochs}
     return client.train_sft(
         run, EXAMPLES, packing={"sequence_length": 128}, optimizer=optimizer, **options
@@ -55,7 +55,7 @@ def train(client: Tandem, run: str, epochs: int, *, learning_rate: float, **opti
 
 
 def seen(client: Tandem, job: str, kind: str, timeout: float = 180) -> None:
-    """Wait for an event of this kind. AssertionError if the job ends before."""
+    """Wait for an event of this kind. Raises AssertionError if the job ends before the event."""
 
     def check() -> bool:
         kinds = [event.type for event in client.job_events(job)]
@@ -68,7 +68,8 @@ def seen(client: Tandem, job: str, kind: str, timeout: float = 180) -> None:
 
 
 def succeeded(client: Tandem, job: str, timeout: float = 180) -> tuple[JobStatus, list[Event]]:
-    """Wait for the job's success; its events are whole, and it has made the next step."""
+    """Wait for the job's success. Check that no event is missing, and that the job has made the
+    step after its base step."""
 
     def check() -> JobStatus | None:
         status = client.get_job(job)

@@ -50,7 +50,8 @@ def write_random_adapter(
 def linear_row(
     tokens: Sequence[int] | torch.Tensor, trained: Sequence[int] | None = None, padding: int = 0
 ) -> RowTensors:
-    """One sequence in a row of its own; `trained` are slots, by default all but the first."""
+    """One sequence in a row of its own; `trained`: the slots of the trained tokens, by default all
+    but the first."""
     length = len(tokens)
     targets = torch.tensor(range(1, length) if trained is None else trained, dtype=torch.int64)
     slots = torch.arange(length + padding)
@@ -65,7 +66,7 @@ def linear_row(
 
 def logits(policy: Policy, row: RowTensors) -> torch.Tensor:
     """All logits of a row, fp32 [S, vocabulary], on every tensor-parallel rank."""
-    # After tandem's import.
+    # Megatron is imported after tandem.
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
     row = policy.lay_out(row)
@@ -82,7 +83,7 @@ def all_logits(policy: Policy, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:
-    """The gradient of every LoRA parameter, which is then cleared."""
+    """Returns the gradient of every LoRA parameter, and clears the gradients."""
     taken = {}
     for name, parameter in policy.lora_parameters().items():
         assert parameter.grad is not None, name
@@ -96,8 +97,9 @@ def assert_close(
     relative: float,
     rounded: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Each tensor's difference is at most `relative` of its norm, or twice the difference of
-    `rounded`. `rounded` is an independent computation in the precision of `actual`."""
+    """Asserts that each tensor of `actual` differs from `expected` by at most `relative` times the
+    norm of `expected`, or by at most twice the difference between `rounded` and `expected`.
+    `rounded` is an independent computation in the precision of `actual`."""
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert value.norm() > 0, f"{name} is zero: the comparison says nothing"

@@ -23,10 +23,10 @@ from tandem.system import processes
 
 
 def fork_ranks(count: int, run: Callable[..., None], *arguments: object) -> None:
-    """`run(rank, count, port, *arguments)` in each of `count` processes at once, all of which
+    """`run(rank, count, port, *arguments)` in each of `count` processes at once. All processes must
     succeed.
 
-    They are forked from this process, which has imported everything.
+    The processes are forked from this process, so they have its imports.
     """
     fork, [port] = multiprocessing.get_context("fork"), free_ports(1)
     ranks = [
@@ -40,10 +40,10 @@ def fork_ranks(count: int, run: Callable[..., None], *arguments: object) -> None
 
 
 def start_rank(environment: dict[str, str], log: Path, script: str, *arguments: str) -> BaseProcess:
-    """`python <script> <arguments>` in this environment, forked from a server that has imported
-    what ranks import.
+    """`python <script> <arguments>` in this environment, forked from a server that has imported the
+    modules that ranks import.
 
-    Importing it takes a process 5 s of CPU. What the rank prints goes to `log`.
+    The imports take a process 5 s of CPU time. The rank's output goes to `log`.
     """
     log.touch()
     rank = _server().Process(target=_run, args=(environment, log, script, arguments))
@@ -72,7 +72,7 @@ def _run(environment: dict[str, str], log: Path, script: str, arguments: tuple[s
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.enable()
-    # Libraries read the variable when they were loaded.
+    # Libraries read OMP_NUM_THREADS when they were loaded, in the fork server.
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")

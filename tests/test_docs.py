@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def build_site(site: Path, **settings: object) -> None:
-    """The site as mkdocs.yml says. With `strict` a warning raises Abort."""
+    """Builds the site as mkdocs.yml says. With `strict` a warning raises Abort."""
     build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(site), **settings))
 
 
@@ -26,7 +26,7 @@ def test_no_link_is_broken_and_no_page_is_outside_the_menu(tmp_path):
     build_site(tmp_path, strict=True)
     pages = {path.stem: path.read_text() for path in tmp_path.glob("*.html")}
     assert pages.keys() >= {path.stem for path in ROOT.glob("docs/*.md")} | {"overview", "chart"}
-    # A table whose place the builder doesn't understand would be text with bars.
+    # If the builder does not recognise a table, the page shows it as text with bars.
     for path in ROOT.glob("docs/*.md"):
         tables = len(re.findall(r"^\|(?: *:?-+:? *\|)+$", path.read_text(), re.MULTILINE))
         assert pages[path.stem].count("<table>") == tables, path.name

@@ -146,8 +146,8 @@ def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
 
 
 def test_no_modules_import_one_another():
-    """No circle within a package or across packages. Imports in functions and for type checkers
-    count."""
+    """There is no circle of imports, neither within a package nor across packages. Imports in
+    functions and for type checkers count."""
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
     assert cycles({"a": {"a"}, "b": {"a"}}) == [{"a"}]
     graph = import_graph()
@@ -174,7 +174,7 @@ def defined(tree: ast.Module) -> set[str]:
 
 
 def test_a_name_is_imported_from_where_it_is_defined():
-    """`model.mcore` stands for Megatron, whose names it imports for others."""
+    """The only exception is `model.mcore`, which imports Megatron's names for other modules."""
     assert defined(ast.parse("import a, b as b\nfrom c import d\ne = 1\n__all__ = ['d']")) == {
         *("__all__", "b", "d", "e")
     }
@@ -223,8 +223,9 @@ def docstrings(tree: ast.AST) -> list[str]:
 
 
 def test_docstrings_begin_with_the_noun():
-    """A relative clause or a pronoun leaves the reader to find the noun, and so does the name of an
-    error without a verb: "NotFound if …" is "Raises NotFound if …"."""
+    """If a docstring begins with a relative clause or a pronoun, the reader has to find the noun.
+    If it begins with the name of an error, the reader has to find the verb: "NotFound if …" is
+    "Raises NotFound if …"."""
     clause = re.compile(r"(What|Which|Where|Whose|Who|Of|Those|That) ")
     error = re.compile(r"[A-Z][a-z]+[A-Z]?\w*( \(.*?\))? (if|where|without|unless) ")
     assert clause.match("Which rows are read.")
@@ -243,14 +244,16 @@ def test_docstrings_begin_with_the_noun():
 
 
 def test_one_module_knows_the_header_of_safetensors():
-    """Others read it by `read_header` and write it by `lay_out`; no other library parses it."""
+    """Other modules read the header by `read_header` and write it by `lay_out`. They do not import
+    the package safetensors."""
     knows = re.compile(r"data_offsets|^\s*(?:from|import) safetensors\b", re.MULTILINE)
     found = [path for path in SOURCE.rglob("*.py") if knows.search(path.read_text())]
     assert [path.name for path in found] == ["safetensors_header.py"]
 
 
 def test_files_are_short():
-    """ruff limits the statements of a function (`max-statements` in pyproject.toml)."""
+    """A file has at most 400 lines. ruff limits the statements of a function (`max-statements` in
+    pyproject.toml)."""
     paths = SOURCE.rglob("*.py")
     assert [str(path) for path in paths if len(path.read_text().splitlines()) > 400] == []
 
@@ -286,7 +289,7 @@ def test_benches_and_tests_share_no_code():
         forbidden = of_tests if name.startswith("bench/") else {"bench"}
         modules = {module.split(".")[0] for module in imported(ast.parse(text))}
         assert not modules & forbidden, f"{name} imports {modules & forbidden}"
-        # Programs that are started, and paths by which a module would be found.
+        # Strings may name programs to start, or directories in which Python would find modules.
         if name.startswith("bench/"):
             assert not re.search(r"""["']tests["'/]""", text), f"{name} names tests/"
         elif name != "tests/test_house.py":
@@ -294,12 +297,12 @@ def test_benches_and_tests_share_no_code():
 
 
 SAME_THING = {
-    # A program's function, in each program.
+    # The function that runs a program.
     "main",
     # A kernel on the GPU and its twin on the CPU.
     *("expert_swiglu", "expert_swiglu_backward", "rms_norm", "rms_norm_backward", "split_heads"),
     *("split_heads_backward", "sum_assignments", "swiglu", "swiglu_backward"),
-    # An action: its command, its route, and what does it.
+    # The command for an action, the route for it, and the function that does it.
     *("delete_checkpoint", "delete_run", "list_checkpoints", "list_jobs", "list_runs", "plan"),
     *("track", "up"),
 }
@@ -324,7 +327,7 @@ def test_a_name_stands_for_one_thing():
 
 
 def test_no_requirement_is_named_by_a_number():
-    """Numbers in parentheses, as R and 24, are defined nowhere in the repository."""
+    """Labels such as "R" and a number in parentheses are defined nowhere in the repository."""
     tag = re.compile(r"\(R\d+\)")
     for path in [*SOURCE.rglob("*.py"), *(SOURCE.parents[1] / "tests").rglob("*.py")]:
         assert not tag.search(path.read_text()), path

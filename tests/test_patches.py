@@ -1,5 +1,6 @@
 """Names of other packages that Tandem replaces. An upgrade may turn each replacement into a bug, so
-each is listed here. Only four files replace names. The test finds them by itself, in the source."""
+each is listed here. Only four files replace names. The tests find all replacements in the source by
+themselves."""
 
 import ast
 import re
@@ -17,8 +18,9 @@ AGENT, CONTROLLER = "trainer/launch/torchrun_agent.py", "controller/__main__.py"
 NO_HOOK = "never: vLLM has no hook"
 
 PATCHES = [
-    # The package, the name (from `object` on: of a variable's object), the file of ours, and the
-    # version of the package from which the patch can go; `never`; or what is `open` there.
+    # The package, the replaced name, Tandem's file, and the version of the package with which the
+    # patch can go. A name that begins with `object` belongs to a variable's object. Instead of the
+    # version, `never` or `open` tells why the patch stays or what is open in the package.
     ("torch", "torch.compile", TORCH, "never: Megatron-core compiles while it is imported"),
     ("torch", "torch.cuda._cached_device_count", TORCH, "2.13"),
     ("torch", "torch.distributed.TCPStore", AGENT, "never: torchrun listens on all interfaces"),
@@ -154,7 +156,7 @@ PATCHES = [
 ]
 
 DOCUMENTED = {
-    # The package's own documentation says to set these.
+    # The packages' own documentation tells users to set these names.
     ("controller/app.py", "object app.openapi"),
     ("trainer/rank/train.py", "torch.utils.deterministic.fill_uninitialized_memory"),
 }
@@ -191,7 +193,7 @@ class Finder:
         return found
 
     def _follow(self, node: ast.AST) -> None:
-        """Another name for an object of another package."""
+        """Records each new name that a statement gives to an object of another package."""
         pairs: list[tuple[ast.expr, ast.expr]] = []
         if isinstance(node, ast.Assign):
             pairs = [(target, node.value) for target in node.targets]
@@ -261,7 +263,7 @@ class Finder:
 
     @staticmethod
     def _foreign(path: str) -> bool:
-        """Whether the name is of another package. The environment is this process's own."""
+        """Whether the name is of another package. `os.environ` counts as this process's own."""
         return not path.startswith(("tandem", "os.environ"))
 
 

@@ -16,7 +16,7 @@ from api_server import KEY, Server, make_root
 from tandem import __version__
 
 pytestmark = pytest.mark.slow
-INSTALLED = pytest.mark.sample(0, of="installed packages")  # minutes: environments of their own
+INSTALLED = pytest.mark.sample(0, of="installed packages")  # take minutes to make environments
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples/data/sums.jsonl"
 TRIES = 5
@@ -40,7 +40,7 @@ with Tandem(*sys.argv[1:]) as tandem:
 
 
 def uv(*arguments: object) -> str:
-    """Runs uv, again where the package index refuses for a moment."""
+    """Runs uv, up to TRIES times, because the package index may refuse for a moment."""
     command = [shutil.which("uv") or str(ROOT / ".tools/bin/uv"), *map(str, arguments)]
     for tried in range(1, TRIES + 1):
         done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
@@ -52,8 +52,8 @@ def uv(*arguments: object) -> str:
 
 
 def run_in(environment: Path, *command: object) -> str:
-    """Runs a program of the environment outside of the checkout, with nothing of this process's
-    Python."""
+    """Runs a program of the environment outside of the checkout, without the variables of Tandem
+    and Python that this process has."""
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -75,7 +75,7 @@ def run_in(environment: Path, *command: object) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the sdist and of the wheel, which is made from the sdist."""
+    """The directory of the sdist and of the wheel. The wheel is made from the sdist."""
     out = tmp_path_factory.mktemp("dist")
     uv("build", "-q", "--out-dir", out)
     return out
@@ -83,7 +83,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory, built: Path) -> Path:
-    """The wheel with its extra `data`, of the versions that are locked."""
+    """An environment with the wheel and its extra `data`. The dependencies have the locked
+    versions."""
     directory = tmp_path_factory.mktemp("clean")
     locked = directory / "locked.txt"
     uv(

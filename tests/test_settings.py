@@ -17,7 +17,7 @@ def test_settings_and_their_documentation_have_the_same_names():
     rows = " ".join(line.split("|")[1] for line in DOCUMENT.splitlines() if line.startswith("| `"))
     assert set(re.findall(r"`(TANDEM_\w+)`", rows)) == {
         f"TANDEM_{f.upper()}" for f in Settings.model_fields
-    } | {"TANDEM_URL", "TANDEM_TEACHER_URL", "TANDEM_TEACHER_API_KEY"}  # clients'
+    } | {"TANDEM_URL", "TANDEM_TEACHER_URL", "TANDEM_TEACHER_API_KEY"}  # variables of clients
 
 
 @pytest.mark.parametrize(

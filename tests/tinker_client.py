@@ -48,7 +48,7 @@ def datum(tokens: Sequence[int], **inputs: Any) -> types.Datum:
 
 @contextmanager
 def refused(status: int, words: str) -> Iterator[pytest.ExceptionInfo[tinker.APIStatusError]]:
-    """A refusal, as the package raises it."""
+    """Checks the error that Tinker's package raises for a refusal."""
     with pytest.raises(tinker.APIStatusError) as caught:
         yield caught
     assert caught.value.status_code == status, caught.value.message
@@ -62,7 +62,7 @@ class PlayedRanks:
     def __init__(self, spool: Spool, *, serves: bool = True) -> None:
         self.spool, self.serves = spool, serves
         self.held = threading.Event()  # while it is set, nothing is answered
-        self.problem: RequestError | None = None  # of the next request
+        self.problem: RequestError | None = None  # the error of the next request
         self.done: list[tuple[str, int, str]] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -43,7 +43,7 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 6,
     "v_head_dim": 14,
     "first_k_dense_replace": 1,
-    # vLLM reads these.
+    # vLLM reads the following two fields.
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
 }
@@ -101,7 +101,7 @@ MINISTRAL3: dict[str, Any] = {
         "rope_type": "yarn",
         "rope_theta": 1e4,
         "factor": 4.0,
-        "original_max_position_embeddings": 9,  # queries grow from there on
+        "original_max_position_embeddings": 9,  # queries grow from this position on
         "mscale": 1.0,
         "mscale_all_dim": 0.5,
         "llama_4_scaling_beta": 0.3,
@@ -164,9 +164,9 @@ def write_random_model(
     """A random fp32 model of `family` (a model_type) in `directory`: config.json and safetensors.
 
     `config` overrides `SHAPE` or adds to it (`tie_word_embeddings=True`, `num_hidden_layers=3`,
-    ...). Norm weights and biases are random too, and weights are larger than at initialisation,
-    `spread` times what keeps a layer's output as large as its input, so that a wrong one shows in
-    the logits.
+    ...). Norm weights and biases are random too. Weights are larger than at initialisation:
+    `spread` times the size that keeps a layer's output as large as its input. So a wrong weight or
+    bias shows in the logits.
     """
     import torch
     import transformers
@@ -226,7 +226,7 @@ def write_random_model(
                     )
     directory.mkdir(parents=True, exist_ok=True)
     model.to(torch.float32).save_pretrained(directory)
-    if family == "qwen3_vl_moe":  # as it is published, not as transformers names it in memory
+    if family == "qwen3_vl_moe":  # published files have these dimensions in the other order
         file = directory / "model.safetensors"
         stacked = load_file(file)
         for name, value in stacked.items():

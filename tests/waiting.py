@@ -12,9 +12,9 @@ from tandem.system import processes
 def until[T](what: object, check: Callable[[], T], timeout: float = 120, poll: float = 0.05) -> T:
     """The first true answer of `check`; AssertionError naming `what` after `timeout` seconds.
 
-    The default is for a machine on which everything takes ten times as long. A quick check returns
-    at once. Until then `check` may find no server, or one that answers with an error
-    (httpx.HTTPError).
+    The default timeout is long enough for a machine on which everything takes ten times as long.
+    The function returns as soon as `check` is true. Before that, `check` may raise httpx.HTTPError,
+    because it finds no server or a server that answers with an error.
     """
     deadline = time.monotonic() + timeout
     error: httpx.HTTPError | None = None
@@ -29,7 +29,7 @@ def until[T](what: object, check: Callable[[], T], timeout: float = 120, poll: f
 
 
 def answers(url: str) -> bool:
-    """Whether a server answers there with 200."""
+    """Whether a server answers at `url` with status 200."""
     with suppress(httpx.TransportError):
         return httpx.get(url, timeout=5).status_code == 200
     return False

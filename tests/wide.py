@@ -22,7 +22,7 @@ class _Torch:
 
 @contextmanager
 def computed_in(dtype: torch.dtype) -> Iterator[None]:
-    """Within it Qwen3.5's delta rule and its norms compute in `dtype`."""
+    """Within this context Qwen3.5's delta rule and norms compute in `dtype`."""
     with (
         mock.patch.object(torch.Tensor, "float", lambda tensor: tensor.to(dtype)),
         mock.patch.object(modeling_qwen3_5, "torch", _Torch(dtype)),
