@@ -1,2 +1,2 @@
-"""Tests on a real Docker Engine. A package, so that the containers end with its last test in a
-worker: an idle stack and its health checks take a sixth of a core."""
+"""Tests on a real Docker Engine. They are a package, so that the containers end with the package's
+last test in a worker. An idle stack and its health checks take a sixth of a core."""

@@ -44,7 +44,7 @@ def environment(config: dict, service: str) -> dict[str, str]:
 
 
 def started(config: dict) -> dict[str, dict]:
-    """The services that can be started, which the guard cannot."""
+    """The services that can be started: all services except the guard."""
     return {name: service for name, service in config["services"].items() if name != GUARD}
 
 
@@ -74,7 +74,7 @@ def test_each_role_gets_its_gpus_and_no_other(trainer, inference, ranks, mode):
     for name, service in started(config).items():
         assert service.get("runtime") == ("nvidia" if name in devices else None), name
         assert "deploy" not in service, "only the runtime's variable assigns GPUs"
-        # The images of preflight and controller set it.
+        # The images of preflight and controller set the variable.
         expected = devices.get(name, "void")
         assert environment(config, name).get("NVIDIA_VISIBLE_DEVICES", "void") == expected, name
     for role, name in (
@@ -123,7 +123,7 @@ def test_shared_gives_both_the_trainers_gpus_and_the_trainer_no_way_to_vllm(give
 
 
 def preflight(*options: str, config: dict, **variables: str):
-    """`tandem preflight` in its image, without a network."""
+    """Runs `tandem preflight` in its image, without a network."""
     words = [word for item in variables.items() for word in ("-e", "=".join(item))]
     image = config["services"]["preflight"]["image"]
     return docker(
@@ -152,7 +152,7 @@ def preflight(*options: str, config: dict, **variables: str):
 def test_preflight_refuses_what_compose_cannot_compare(
     images, trainer, inference, variables, words
 ):
-    """With the variables that compose passes."""
+    """Preflight gets the variables that compose passes to it."""
     given = {"TANDEM_TRAINER_DEVICES": trainer, "TANDEM_INFERENCE_DEVICES": inference, **variables}
     config = Compose(MAIN).config(**given)
     done = preflight("--tmpfs", "/run/secrets", config=config, **environment(config, "preflight"))
@@ -414,17 +414,17 @@ NOT_PASSED = {
         "CONTROLLER_PORT",
         "INFERENCE_PORT",
         "METRICS_PORT",
-        # Files.
+        # Files contain the secrets.
         "API_KEY",
         "ADMIN_TOKEN",
         "API_KEY_FILE",
         "ADMIN_TOKEN_FILE",
-        # The chart mounts it.
+        # The chart mounts the template of Jobs.
         "JOB_TEMPLATE",
         # Settings of executors that compose does not offer.
         "PARALLEL_JOBS",
         "LINGER_SECONDS",
-        # In docker-compose.hosts.yml.
+        # docker-compose.hosts.yml passes these settings.
         "EXECUTOR",
         "TRAINER_HOSTS",
         "HOST_INDEX",
@@ -438,7 +438,7 @@ NOT_PASSED = {
         "DOCKER",
     )
 }
-"""Settings that compose does not take from its variables."""
+"""Settings whose values the compose files do not take from variables of the same name."""
 
 
 @MAIN_AND_CPU
@@ -476,8 +476,8 @@ def test_settings_reach_the_containers_that_have_their_variables(files):
 
 
 def variables_of(path: str) -> dict[str, set[str | None]]:
-    """Each variable that a compose file reads → its defaults; None for a variable that it passes
-    on."""
+    """Each variable that a compose file reads → its defaults; None for a variable that the file
+    passes on."""
     text = re.sub(r"(?m)^\s*#.*$", "", Path(path).read_text())
     defaults: dict[str, set[str | None]] = defaultdict(set)
     for name, default in re.findall(r"\$\{(\w+)(?::-([^}]*))?[^}]*\}", text):

@@ -19,7 +19,7 @@ from compose_stack import ROOT, SERVICES, TAG, docker
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("images")]
 BUDGETS: dict[str, int] = json.loads((ROOT / "images" / "budgets.json").read_text())
-"""10^6 bytes, as `docker images` counts them."""
+"""The largest size of each image, in 10^6 bytes as `docker images` counts them."""
 CPU_IMAGES = ("controller", "trainer-cpu", "inference-cpu")
 
 
@@ -148,7 +148,7 @@ def test_torch_is_stored_once(end):
 
 @pytest.mark.parametrize("image", CPU_IMAGES)
 def test_the_source_is_the_last_large_layer(image):
-    """A change of the source rebuilds and pulls a few megabytes."""
+    """After a change of the source, only a few megabytes are built and pulled."""
     ours = {
         entry.layer
         for entry in entries(image)
@@ -214,8 +214,8 @@ def test_no_layer_and_no_command_has_secrets_build_files_or_tests(image):
 
 @pytest.mark.parametrize("image", CPU_IMAGES)
 def test_only_scratch_space_is_writable_for_everybody(image):
-    """Others may write only to sticky directories, the group only to these and to the volumes'
-    directories. No file below /opt is setuid or setgid."""
+    """Users outside the group may write only to sticky directories. The group may write only to
+    sticky directories and to the volumes' directories. No file below /opt is setuid or setgid."""
     # Later layers replace files. A character device in a layer removes a file.
     final = {entry.path: entry.mode for entry in entries(image)}
     modes = {p: m for p, m in final.items() if not stat.S_ISLNK(m) and not stat.S_ISCHR(m)}

@@ -1,7 +1,7 @@
 """A running stack learns through its published ports, refuses other access, and survives `down` and
 `up`.
 
-Each test continues from the state that the one before it left.
+Each test continues from the state that the test before it left.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ def test_the_example_learns_through_the_published_ports(stack, monkeypatch):
     monkeypatch.setenv("TANDEM_INFERENCE_URL", stack.inference_url)
     monkeypatch.setenv("TANDEM_API_KEY_FILE", str(stack.secrets_dir / "api_key"))
     monkeypatch.delenv("TANDEM_API_KEY", raising=False)
-    # tests/stack runs all of them.
+    # tests/stack runs all steps of the example.
     report = asyncio.run(yes_no_maybe.train(RUN, rl_steps=6, tell=lambda *_: None))
     assert abs(report["sft_reward"] - 0.75) <= 0.05
     assert report["rl_reward"] > report["sft_reward"] + 0.02
@@ -164,7 +164,7 @@ def test_every_metric_of_rules_and_dashboards_exists(stack):
     used = {name for _, expr in queries() for name in metrics(expr)}
     used |= {name for rule in rules() for name in metrics(rule["expr"])}
     used -= RECORDED | PROMETHEUS_OWN | KUBE_STATE_METRICS
-    # Some metrics exist only while a job runs, so it must last for a scrape or two.
+    # Some metrics exist only while a job runs, so the job must last for a scrape or two.
     step = stack.client.get_run(RUN).newest_step
     job = stack.submit(RUN, epochs=600)
     assert stack.client.wait_job(job, timeout=240).state == "succeeded"

@@ -1,8 +1,8 @@
 """Container faults and their consequences, as docs/jobs.md and docs/operations.md describe them.
 
-`tests/stack/test_stack.py` kills single programs. The stack is the one that `test_running_stack`
-left. Each test continues from the state that the one before it left: while vLLM restarts, tests
-inject the trainer's faults.
+`tests/stack/test_stack.py` kills single programs. The tests use the stack that `test_running_stack`
+left. Each test continues from the state that the test before it left. So tests inject the trainer's
+faults while vLLM restarts.
 """
 
 import time
@@ -52,8 +52,8 @@ print(*Path("/data/jobs").glob("live/*/*/*/data"))
 
 
 def succeeds(stack: ComposeStack, job: str) -> tuple[int, list[str]]:
-    """Wait for the job's success and check the spool. (Counted attempts, error types of the failed
-    ones.)"""
+    """Wait for the job's success and check the spool. Returns the number of counted attempts, and
+    the error types of the failed attempts."""
     status, events = succeeded(stack.client, job, JOB_BOUND)
     errors = [event.data["error"]["type"] for event in events if event.type == "requeued"]
     steps, data = stack.exec("controller", "python", "-c", _VERIFY, RUN).stdout.splitlines()
@@ -75,7 +75,8 @@ def restarted(stack: ComposeStack, service: str, before: int) -> None:
 
 
 def exit_status(stack: ComposeStack, service: str, since: float) -> int:
-    """Wait for an end of the service's present container after that time."""
+    """Wait until the service's present container ends after the time `since`. Returns its exit
+    status."""
 
     def ended():
         # One query, because the engine may list an event once and not in the next query.
@@ -97,14 +98,14 @@ def test_docker_kill_of_inference(stack):
 
 @pytest.mark.sample(2, of="ends of the trainer's container")
 def test_kill_supervisord(stack):
-    """The container ends with 72 and is started again."""
+    """The container ends with status 72 and is started again."""
     before, begin = restarts(stack, "trainer"), time.time()
     job = submit_running(stack)
     stack.kill_program("trainer", "supervisord")
     assert exit_status(stack, "trainer", begin) == 72
     restarted(stack, "trainer", before)
     attempts, errors = succeeds(stack, job)
-    # All its children end at once, in any order.
+    # All children of supervisord end at once, in any order.
     assert attempts == 2
     assert errors[0] in ("runner_stopped", "runner_lost", "rank_crashed")
     assert "supervisord ended" in stack.logs("trainer")
@@ -112,8 +113,8 @@ def test_kill_supervisord(stack):
 
 @pytest.mark.sample(2, of="ends of the trainer's container")
 def test_kill_the_first_process(stack):
-    """SIGKILL, as from the kernel when memory runs out: status 137, every process in the container
-    is gone, and the container is started again."""
+    """The first process gets SIGKILL, as from the kernel when memory runs out. The container ends
+    with status 137, every process in it is gone, and the container is started again."""
     before, begin = restarts(stack, "trainer"), time.time()
     job = submit_running(stack)
     stack.kill_first("trainer")
@@ -136,7 +137,7 @@ def test_docker_kill_of_the_trainer(stack):
     assert succeeds(stack, job) == (2, ["runner_lost"])
 
 
-# SIGTERM, the first signal of `docker stop`, at the moment when the ranks begin to write a
+# Sends SIGTERM, the first signal of `docker stop`, at the moment when the ranks begin to write a
 # checkpoint.
 _STOP_IN_CHECKPOINT = """
 import json, os, signal, sys, time
@@ -159,8 +160,8 @@ sys.exit("no checkpoint was begun")
 
 @pytest.mark.sample(2, of="ends of the trainer's container")
 def test_sigterm_during_a_checkpoint(stack):
-    """The exit status is 0. The checkpoint is complete or does not exist. The job succeeded, or
-    goes on without a counted attempt."""
+    """The container's exit status is 0. The checkpoint is complete or does not exist. The job
+    succeeded, or goes on without a counted attempt."""
     begin = time.time()
     job = submit(stack, epochs=100)
     done = docker(
