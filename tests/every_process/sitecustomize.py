@@ -3,14 +3,17 @@ this directory into PYTHONPATH.
 
 By default Python's garbage collector looks for cycles at every 700 new objects. During the imports
 of torch and vLLM there is no garbage, but the search takes an eighth of a start's CPU time. In all
-tests together it took a tenth of the CPU time. vLLM searches six more times during its start, also
-without finding garbage; this takes 2.4 of the 13 s of CPU time of a start.
+tests together the search took a tenth of the CPU time. vLLM itself searches six more times during
+its start and finds no garbage either. These six searches take 2.4 s of the 13 s of CPU time of
+vLLM's start.
 
-vLLM imports gRPC to send traces, 1 s of CPU, and transformers looks for the files of all packages,
-0.8 s; both at each start. No test sends traces, and the packages stay as they are. Ranks import
-Weights & Biases through torch and Megatron, 0.5 s of 4 s; deployments do not have it.
+At each start vLLM imports gRPC to send traces, which takes 1 s of CPU time, and transformers looks
+for the files of all packages, which takes 0.8 s. No test sends traces, and the packages stay as
+they are. Ranks import Weights & Biases through torch and Megatron, which takes 0.5 s of the 4 s of
+their start. Deployments do not have Weights & Biases.
 
-TEST_CLOCK_SECONDS: the error of the process's clock; the process plays a host of its own.
+TEST_CLOCK_SECONDS: the error of the process's clock in seconds. A process with such an error plays
+a host with its own clock.
 """
 
 import gc
@@ -19,7 +22,7 @@ import sys
 import time
 
 gc.set_threshold(50_000, 20, 100)
-if "vllm.entrypoints.openai.api_server" in sys.orig_argv:  # its engine is forked from it
+if "vllm.entrypoints.openai.api_server" in sys.orig_argv:  # vLLM's engine is its fork
     gc.collect = lambda generation=2: 0
 sys.modules["opentelemetry.exporter.otlp.proto"] = None  # type: ignore[assignment]
 
