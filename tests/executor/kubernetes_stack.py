@@ -1,5 +1,5 @@
-"""A real runner whose Jobs' pods are real agents on this machine, on the API server, the Job
-controller and the kubelet of the tests."""
+"""A real runner with the API server, the Job controller and the kubelet of the tests. The pods of
+the runner's Jobs are real agents on this machine."""
 
 import os
 from contextlib import ExitStack
@@ -19,7 +19,8 @@ SETTINGS = (
     "PYTHONPATH",
     "TANDEM_LAUNCH",
 )
-"""What containers have on a cluster by their image and their mounts, and a test gives to all."""
+"""Variables that containers on a cluster get by their image and their mounts, and that a test gives
+to all containers."""
 
 
 class KubernetesStack(AgentStack):
@@ -44,13 +45,13 @@ class KubernetesStack(AgentStack):
         return [job["metadata"]["name"] for job in self.jobs()]
 
     def failed(self, name: str) -> bool:
-        """Whether the Job's own conditions say it."""
+        """Whether the Job has the condition Failed."""
         found = [job for job in self.jobs() if job["metadata"]["name"] == name]
         conditions = [c for job in found for c in job["status"].get("conditions", [])]
         return any(c["type"] == "Failed" and c["status"] == "True" for c in conditions)
 
     def delete_jobs(self) -> None:
-        """`kubectl delete jobs --all --cascade=foreground`."""
+        """Deletes all Jobs as `kubectl delete jobs --all --cascade=foreground` does."""
         for name in self.names():
             path = f"/apis/batch/v1/namespaces/ns/jobs/{name}"
             self.api.answer("DELETE", f"{path}?propagationPolicy=Foreground", b"")

@@ -17,21 +17,23 @@ from tandem.system import processes
 
 TRACKING = "batch.kubernetes.io/job-tracking"
 KUBELET = "kubelet"
-"""Finalizers of a pod: its Job has counted it; its containers have ended."""
+"""Finalizers of a pod. TRACKING goes when the pod's Job has counted the pod, KUBELET when the pod's
+containers have ended."""
 MARK = "TEST_POD_UID"
 TICK_SECONDS = 0.03
 
 
 class Nodes:
-    """Runs until the end of the block. A fault that is set here affects the pods from then on."""
+    """A Job controller, Kueue and a node, which run until the end of the `with` block. A fault that
+    a test sets here affects the pods from then on."""
 
     def __init__(self, api: ApiServer, logs: Path, environment: dict[str, str]) -> None:
         """`environment`: variables of all containers; the pods' own variables take precedence."""
         self.api, self._logs, self._environment = api, logs, environment
         self.command: list[str] | None = None
-        """In place of what pods say."""
+        """The command of all containers, in place of the pods' own commands."""
         self.full = ""
-        """Why the scheduler finds no node."""
+        """The reason why the scheduler finds no node; empty if it finds one."""
         self.no_image = False
         self.lost = False
         """The node is cut off: its processes go on, and the kubelet hears nothing."""
@@ -80,7 +82,7 @@ class Nodes:
         return [p for uid in list(self._running) for p in processes.marked(MARK, uid)]
 
     def evict(self, reason: str = "EvictionByEvictionAPI", message: str = "drained") -> None:
-        """Gives the condition to all pods and deletes them."""
+        """Gives all pods the condition DisruptionTarget and deletes the pods."""
 
         def mark(pod: Object) -> None:
             condition = {"type": "DisruptionTarget", "status": "True"}
@@ -91,7 +93,7 @@ class Nodes:
             self.api.change("Pod", pod["metadata"]["name"], mark)
 
     def delete_pods(self) -> None:
-        """`kubectl delete pod`."""
+        """Deletes all pods as `kubectl delete pod` does."""
 
         def mark(pod: Object) -> None:
             pod["metadata"].setdefault("deletionTimestamp", now())
@@ -109,7 +111,7 @@ class Nodes:
         self.api.change("Job", job, lambda obj: obj["spec"].update(suspend=False))
 
     def preempt(self, job: str, message: str = "Preempted to accommodate a workload") -> None:
-        """Kueue takes its quota away."""
+        """Kueue takes the Job's quota away."""
         self._say_workload(job, {"type": "Evicted", "status": "True", "message": message})
         self.api.change("Job", job, lambda obj: obj["spec"].update(suspend=True))
 

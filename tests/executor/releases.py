@@ -20,7 +20,7 @@ VALUES: dict[str, Any] = {
 
 @cache
 def release(hosts: int = 1, *, queue: str = "") -> Rendered:
-    """A release `a`; the runner's rights and the Jobs are its own."""
+    """A release `a`, with the rights of its own runner and the template of its own Jobs."""
     more = {"trainer": {"hosts": hosts}, "kueue": {"queue": queue}}
     return render(merged(VALUES, more))
 
@@ -33,8 +33,8 @@ def template_of(rendered: Rendered) -> Object:
 
 
 def install(api: ApiServer, rendered: Rendered, directory: Path) -> dict[str, str]:
-    """The objects that Helm would install, and the environment variables of a runner that uses
-    them."""
+    """Gives `api` the objects that Helm would install. Returns the environment variables of a
+    runner that uses these objects."""
     api.add(json.loads(json.dumps(rendered.one("StatefulSet", "-trainer"))))
     api.rules = rendered.one("Role")["rules"]
     (directory / "job.json").write_text(json.dumps(template_of(rendered)))

@@ -157,7 +157,7 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
     found = f"{os.environ['PATH']}:{SYSTEM_PATH}"
     if missing := [name for name in PROGRAMS if shutil.which(name, path=found) is None]:
         pytest.skip(f"no {' '.join(missing)}: apt-get install slurmctld slurmd slurm-client munge")
-    # A socket's path may have 107 characters.
+    # A socket's path may have at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="slurm-") as directory:
         cluster = SlurmCluster(Path(directory))
         try:

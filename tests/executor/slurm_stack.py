@@ -1,4 +1,4 @@
-"""A real runner with TANDEM_EXECUTOR=slurm. Slurm starts its agents."""
+"""A real runner with TANDEM_EXECUTOR=slurm. Slurm starts the runner's agents."""
 
 from pathlib import Path
 from typing import Any

@@ -56,7 +56,7 @@ def workload(kind: str, status: str, message: str) -> Object:
 
 
 def end_of(*pods: Object, condition: str = "Failed", now: float = 10.0) -> Ended:
-    """How an attempt ends if its Job has this condition."""
+    """The end of an attempt whose Job has the condition `condition`."""
     states = JobStates(GRACE)
     seen = Seen(job(condition), list(pods))
     assert not isinstance(states.read(seen, now), Ended), "what the agents wrote may come later"
@@ -103,7 +103,7 @@ def test_why_a_job_failed(pods, kind, words):
 
 
 def test_a_disruption_is_known_when_its_pod_is_gone():
-    """A pod goes soon after its end, and the next poll comes later."""
+    """A pod can be deleted soon after its end, before the next poll comes."""
     states = JobStates(GRACE)
     states.read(Seen(job(), [pod({"running": {}}, conditions=[DISRUPTED])]), 0)
     for left in ([], [exited(75)]):
@@ -197,7 +197,7 @@ def test_an_image_that_does_not_come_ends_the_attempt_after_a_while():
     seen = Seen(job(), [PULLS])
     assert isinstance(states.read(seen, 100), Waiting)
     assert isinstance(states.read(seen, 100 + IMAGE_SECONDS), Waiting)
-    # The pod came once, so the time begins again.
+    # The pod existed once, so the time to wait for it begins again.
     assert isinstance(states.read(Seen(job(), [pod(phase="Pending")]), 221), Waiting)
     assert isinstance(states.read(seen, 222), Waiting)
     ended = states.read(seen, 223 + IMAGE_SECONDS)
@@ -208,7 +208,7 @@ def test_an_image_that_does_not_come_ends_the_attempt_after_a_while():
 
 
 def test_a_pod_on_a_lost_node_ends_the_attempt():
-    """The pod has the condition and is never deleted."""
+    """A lost node's pod has the condition DisruptionTarget and is never deleted."""
     states = JobStates(GRACE)
     lost = pod({"running": {}}, conditions=[DISRUPTED | {"reason": "DeletionByTaintManager"}])
     assert states.read(Seen(job(), [lost]), 0) == Running()

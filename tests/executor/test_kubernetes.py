@@ -2,8 +2,8 @@
 and the requests that it sends. Pods are processes that only wait; test_kubernetes_stack.py has real
 agents.
 
-With TANDEM_TEST_KUBECONFIG the tests of `plane` run on that control plane, in the namespace of its
-context, and the others are left out.
+With TANDEM_TEST_KUBECONFIG, the tests that use the fixture `plane` run on this file's control
+plane, in the namespace of the file's context. The other tests are left out.
 """
 
 import json
@@ -265,7 +265,7 @@ def test_hours_in_kueues_queue_do_not_count_as_the_hosts_time_to_arrive(cluster,
     until(execution, Waiting, "Kueue has not said why")
     passed = 36_000
     for _ in range(3):
-        passed += 1  # it looks five times a second
+        passed += 1  # the runner polls five times a second
         assert "Kueue" in str(execution.poll())
     (name,) = jobs(cluster)
     cluster.nodes.admit(name)
@@ -277,8 +277,8 @@ def test_hours_in_kueues_queue_do_not_count_as_the_hosts_time_to_arrive(cluster,
 @scripted
 @pytest.mark.parametrize("began", [True, False])
 def test_a_new_runner_finds_a_job_that_is_suspended(cluster, began):
-    """Kueue may have preempted the Job in between. Its hosts' tickets are taken then, and the
-    attempt can't go on."""
+    """Kueue may have preempted the Job while no runner looked. If hosts had begun, their tickets
+    are taken, and the attempt can't go on."""
     cluster.nodes.kueue = True
     execution = cluster.runner.begin()
     until(execution, Waiting, "Kueue has not said why")
@@ -346,8 +346,8 @@ def test_another_runner_finds_the_job_and_deletes_those_of_nobody(cluster):
 
 @scripted
 def test_a_job_of_an_old_release_goes_on_as_it_is(cluster):
-    """The chart's template changed while the Job ran. The Job's labels and annotations name its
-    attempt."""
+    """The chart's template changes while the Job runs. The Job's labels and annotations still name
+    the attempt."""
     execution = cluster.runner.begin()
     until(execution, Waiting, "has not arrived")
     made = image_of(cluster)
@@ -401,11 +401,11 @@ def next_attempt(cluster: SimpleNamespace, **limits: float) -> None:
 @scripted
 def test_pods_that_stayed_and_do_not_take_the_attempt_do_not_count(stayed, monkeypatch):
     monkeypatch.setattr(kubernetes, "TAKE_SECONDS", 0.5)
-    stayed.runner.executor.wait_until_free()  # spares it, too
+    stayed.runner.executor.wait_until_free()  # the Job stays here, too
     execution = stayed.runner.begin()
     assert f"goes to Job {stayed.name}" in stayed.runner.told[-1]
     assert execution._meeting.order().pods == f"ns/{stayed.name}"
-    stayed.runner.executor.wait_until_free()  # spares it
+    stayed.runner.executor.wait_until_free()  # the Job stays
     ended = until(execution, Ended)
     assert "preempted" in str(ended)
     assert "had stayed, but did not take the attempt" in str(ended)
@@ -426,7 +426,8 @@ def test_a_new_runner_adopts_an_attempt_in_pods_that_stayed(stayed):
     again = stayed.runner.begin(second)
     until(again, Waiting, "has not arrived")
     assert jobs(stayed) == [stayed.name]
-    # Otherwise Kueue would start pods again whose first attempt has ended.
+    # A preemption ends the attempt, because Kueue would start pods again whose first attempt has
+    # ended.
     stayed.nodes.preempt(stayed.name)
     end = time.monotonic() + 20
     while stayed.nodes.pods():

@@ -33,7 +33,7 @@ def running(tmp_path_factory):
 
 @pytest.fixture
 def stack(running):
-    """A runner that goes from test to test, and a node with room, without jobs."""
+    """A runner that all tests share, and a node with free resources. There are no jobs."""
     (running.spool.root / "go").unlink(missing_ok=True)
     yield running
     running.nodes.full, running.nodes.lost, running.nodes.kueue = "", False, False
@@ -112,8 +112,7 @@ def test_ranks_that_fail_say_why(stack):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_the_next_runner_goes_on_with_the_attempt(stack, how):
-    """The time in which the API server is away counts too: nothing is started or ended in this
-    time."""
+    """While the API server is away, the new runner neither starts nor ends anything."""
     job_id = stack.submit(stack.run(how), attempts=1, do="wait_for_go")
     stack.until_beating(job_id, ranks=2)
     (made,) = stack.jobs()
@@ -138,7 +137,8 @@ def test_the_next_runner_goes_on_with_the_attempt(stack, how):
 
 
 def test_jobs_of_two_runs_train_at_once_and_are_adopted_by_the_next_runner(stack):
-    """A run's second job waits for its first; one job is cancelled, and the others go on."""
+    """The second job of a run waits for the run's first job. One job is cancelled, and the others
+    go on."""
     stack.kill()
     stack.environment["TANDEM_PARALLEL_JOBS"] = "2"
     try:
@@ -172,7 +172,8 @@ def test_jobs_of_two_runs_train_at_once_and_are_adopted_by_the_next_runner(stack
 
 @of_pods
 def test_a_node_that_is_lost_keeps_nobody_waiting(stack):
-    """The Job's pods stay and the ranks go on for a while, but they change nothing any more."""
+    """The pods on the lost node stay, and their ranks go on for a while. These ranks change nothing
+    any more."""
     job_id = stack.submit(stack.run("lost"), attempts=2, stall=5, do="hang", until=1)
     stack.until_beating(job_id, ranks=2)
     stack.nodes.lost = True
@@ -187,8 +188,8 @@ def test_a_node_that_is_lost_keeps_nobody_waiting(stack):
 
 @of_pods
 def test_kueue_admits_preempts_and_admits_the_next_job(stack):
-    """A waiting job shows Kueue's words, and may wait for hours. A preemption by Kueue does not
-    count."""
+    """A waiting job shows the reason that Kueue gives, and may wait for hours. A preemption by
+    Kueue does not count."""
     stack.nodes.kueue = True
     job_id = stack.submit(stack.run("queued"), attempts=1, do="wait", until=1)
     stack.until_phase("waiting: its Job is suspended; Kueue has not said why")
@@ -201,7 +202,7 @@ def test_kueue_admits_preempts_and_admits_the_next_job(stack):
     stack.until_beating(job_id, ranks=2)
     stack.nodes.preempt(first)
     stack.until(lambda: first not in stack.names(), "the end of the preempted Job")
-    # With its pods the unchanged Job would be admitted again.
+    # If the preempted Job stayed, Kueue would admit it again with its pods.
     (second,) = stack.until(stack.names, "the Job of the next attempt")
     assert stack.counted(job_id) == [("preempted", False)]
     assert "Kueue: Preempted to accommodate a workload" in stack.job_log(job_id)
@@ -213,8 +214,8 @@ def test_kueue_admits_preempts_and_admits_the_next_job(stack):
 
 @of_pods
 def test_a_job_that_kueue_admits_again_without_a_runner_trains_nothing(stack):
-    """The hosts' tickets of the Job are taken, so this Job ends, and the next runner makes
-    another."""
+    """The hosts' tickets of the attempt are taken, so the Job ends, and the next runner makes
+    another Job."""
     stack.nodes.kueue = True
     job_id = stack.submit(stack.run("admitted"), attempts=1, do="wait", until=1)
     (first,) = stack.until(stack.names, "the Job")

@@ -1,5 +1,5 @@
-"""Pods that stay after their attempt (TANDEM_LINGER_SECONDS) and serve the next one, under a real
-runner with real agents."""
+"""Pods that stay after their attempt (TANDEM_LINGER_SECONDS) and serve the next attempt, under a
+real runner with real agents."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def running(tmp_path_factory):
 
 @pytest.fixture
 def stack(running):
-    """A runner that goes from test to test, without a Job."""
+    """A runner that all tests share, without a Job."""
     running.forget()
     yield running
     if running.runner.poll() is not None:
@@ -32,7 +32,7 @@ def stack(running):
 
 
 def trained(stack: KubernetesStack, run: str, **order: object) -> str:
-    """Trains a job of a new run to its end; the name of its Kubernetes Job, which stays."""
+    """Trains a job of a new run to its end. Returns the name of its Kubernetes Job, which stays."""
     job_id, state, job = stack.ended(run, **order)
     assert (state, job.attempt) == ("succeeded", 1), (job.result, stack.job_log(job_id))
     assert "released" in stack.kinds(job_id)
@@ -50,7 +50,7 @@ def test_a_job_that_stays_serves_attempts_of_all_runs_and_goes_after_its_time(st
     made = pods(stack)
     assert len(made) == 2
 
-    # An agent and its fork server in each: no rank, and no parent of ranks.
+    # Each pod has an agent and the agent's fork server, but no rank and no parent of ranks.
     stack.until(lambda: len(stack.nodes.left()) == 4, "pods without ranks")
     assert trained(stack, "second") == name
     assert trained(stack, "third") == name
