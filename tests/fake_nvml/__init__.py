@@ -26,13 +26,14 @@ def gpu(uuid: str, used: int = 0, **answers: object) -> dict:
 
 
 class FakeNvml:
-    """`gpus`, as `gpu` makes them. `raises`: NVML error codes, by function."""
+    """The fake driver. `gpus`: GPUs as `gpu` makes them. `raises`: NVML error codes, by
+    function."""
 
     def __init__(self, directory: Path, *gpus: dict) -> None:
         self.path = directory / "nvml.json"
         path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.variables = {"FAKE_NVML": str(self.path), "PYTHONPATH": os.pathsep.join(path)}
-        """With these a child process asks this driver."""
+        """Environment variables with which a child process asks this driver."""
         self.set(*gpus)
 
     def set(self, *gpus: dict, **raises: int) -> None:
@@ -42,7 +43,7 @@ class FakeNvml:
         staged.replace(self.path)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """For this process, and for children that it starts from now on."""
+        """Installs the driver for this process, and for children that it starts from now on."""
         from fake_nvml import pynvml
 
         monkeypatch.setitem(sys.modules, "pynvml", pynvml)
