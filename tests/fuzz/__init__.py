@@ -3,13 +3,14 @@
     python -m tests.fuzz.api [--minutes 30] [--seed N]      requests against a controller
     python -m tests.fuzz.files [--minutes 30] [--seed N]    damaged files against every program
 
-Each prints the seed that repeats it. `stage` makes a spool with every kind of file, `damage`
-damages one file, and `readers` are the programs that read it.
+Each fuzzer prints the seed that repeats its run. `stage` makes a spool with every kind of file,
+`damage` damages one file, and `readers` are the programs that read it.
 """
 
 import sys
 from pathlib import Path
 
-# A program that is run finds the tests' modules as pytest does (`pythonpath` in pyproject.toml).
+# A fuzzer that is run as a program finds the tests' modules as pytest does (`pythonpath` in
+# pyproject.toml).
 _TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(_TESTS), str(_TESTS.parent / "examples")]

@@ -26,8 +26,8 @@ from tandem.spool import Spool
 
 TESTS = str(Path(__file__).parents[1])
 ROUND_SECONDS = 150.0
-# OpenAPI can't tell rules between fields. Pydantic accepts "1" and true as 1, and the API ignores
-# unknown query parameters.
+# Checks that would fail: OpenAPI can't express rules between fields, Pydantic accepts "1" and true
+# as 1, and the API ignores unknown query parameters.
 LEFT_OUT = "positive_data_acceptance,negative_data_rejection"
 
 
@@ -52,7 +52,7 @@ def controller(directory: Path) -> Iterator[tuple[str, Path]]:
 
 
 def fuzz(directory: Path, seed: int, seconds: float, arguments: tuple[str, ...] = ()) -> str:
-    """Runs Schemathesis for `seconds`. Returns its report of problems, or an empty string.
+    """Runs Schemathesis for `seconds`. Returns its report of problems, or an empty string. Raises
     AssertionError if the controller died."""
     with controller(directory) as (url, root):
         command = [
@@ -80,7 +80,7 @@ def fuzz(directory: Path, seed: int, seconds: float, arguments: tuple[str, ...] 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Rounds until the time is over. `arguments`: those of the command line."""
+    """Runs rounds until the time is over. `arguments`: the arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -46,8 +46,8 @@ _VALUES = (
 
 
 def damage(path: Path, root: Path, chosen: random.Random, *, node: bool) -> str:
-    """Damages the file; returns the kind of damage. `node`: another kind of file takes its
-    place."""
+    """Damages the file; returns the kind of damage. `node`: only damage to the file as a whole,
+    such as a link in its place."""
     ways = list(_NODES) if node else [*_BYTES, *_NODES]
     if not node and _parsed(path) is not None:
         ways += 3 * [_splice, _splice_line, _key]
@@ -57,7 +57,7 @@ def damage(path: Path, root: Path, chosen: random.Random, *, node: bool) -> str:
 
 
 def _parsed(path: Path) -> Any:
-    """The JSON in a file, or in the lines of one; None for another file."""
+    """The JSON in a file, or a list of the JSON in its lines. None for a file without JSON."""
     try:
         return json.loads(path.read_bytes())
     except ValueError:
@@ -127,7 +127,8 @@ def _key(path: Path, _: Path, chosen: random.Random) -> str:
 
 
 Way = Callable[[Path, Path, random.Random], str]
-"""Damages a file of the spool below a directory; returns details."""
+"""A function that damages a file (first argument) of the spool below a directory (second argument),
+and returns details."""
 
 
 def _bytes_way(name: str, change: Callable[[bytes, random.Random], bytes]) -> Way:
@@ -214,7 +215,8 @@ def _swapped(path: Path, root: Path, chosen: random.Random) -> str:
 
 
 def _unreadable(path: Path, _: Path, __: random.Random) -> str:
-    """Only if this process is not root."""
+    """Takes all permissions from the file. This damages the file only if this process is not
+    root."""
     path.chmod(0)
     return ""
 

@@ -32,7 +32,7 @@ USED = "used.json"
 # Programs believe records that they can read: only packed data and weights have hashes.
 _RECORDS = re.compile(r"jobs/live/.*/job\.json|jobs/active/|run\.json|manifest\.json")
 _Seen = tuple[list[str], dict[str, str]]
-"""What went wrong, and the adapters that exist afterwards: SHA-256 by `<run>@<step>`."""
+"""The problems, and the adapters that exist afterwards: SHA-256 by `<run>@<step>`."""
 
 
 class Fuzzer:
@@ -58,7 +58,7 @@ class Fuzzer:
         assert not problems, f"an undamaged spool has problems: {problems}"
 
     def round(self, number: int) -> tuple[str, list[str]]:
-        """(the damaged file and the damage, the problems)"""
+        """Runs one round. Returns (the damaged file and the damage, the problems)."""
         chosen = random.Random(f"{self.seed} {number}")
         kind = chosen.choice(sorted(self.kinds))
         name = chosen.choice(self.kinds[kind])
@@ -96,7 +96,8 @@ class Fuzzer:
     def _read(
         self, root: Path, name: str, used: bytes, train: bool, api: readers.Api | None
     ) -> _Seen:
-        """`api`: a controller that has run since before the damage."""
+        """Lets the programs read the copy. `api`: a controller that was started before the
+        damage."""
         stage, problems, made = self.stage, list[str](), dict[str, str]()
         unusable = readers.UNUSABLE if name == "spool.json" else ()
         witness = not unusable
@@ -137,7 +138,7 @@ def _kind(name: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Rounds until the time is over. `arguments`: those of the command line."""
+    """Runs rounds until the time is over. `arguments`: the arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -113,7 +113,7 @@ class Api:
 
 
 async def read(api: Api, *, witness: bool) -> None:
-    """All GET routes. `witness`: whether the witness must be served."""
+    """Asks all GET routes. `witness`: whether the undamaged run `WITNESS` must be served."""
     await api.ask("GET", "/readyz")
     await api.ask("GET", "/metrics")
     for path in ("/v1/runs", "/v1/jobs", f"/v1/jobs?run={WITNESS}", "/v1/jobs?state=succeeded"):
@@ -130,7 +130,8 @@ async def read(api: Api, *, witness: bool) -> None:
 
 
 async def write(api: Api, *, witness: bool) -> None:
-    """All routes that change the spool."""
+    """Asks all routes that change the spool. `witness`: whether this must succeed for the run
+    `WITNESS`."""
     for number, run in enumerate(RUNS):
         must = witness and run == WITNESS
         await api.ask(
@@ -149,7 +150,8 @@ async def write(api: Api, *, witness: bool) -> None:
 
 
 def collect(stage: Stage, root: Path, unusable: tuple[type[BaseException], ...]) -> Problems:
-    """Exporter and controller: every collector, twice, and the page."""
+    """Every collector of the exporter and of the controller collects twice, and the page of metrics
+    is made."""
     every = [*make_collectors(stage.settings(root), BOTH), QueueCollector(lambda: Spool(root))]
     collectors = [collector for collector in every if collector.name != "build"]
     for _ in range(2):
@@ -205,7 +207,8 @@ def publish(stage: Stage, root: Path, used: bytes, good: dict[str, str], witness
 
 
 class _Impatient(Stop):
-    """Ends when there is no job to claim, and does not wait for a volume that is not broken."""
+    """A stop that is requested when there is no job to claim. It makes the runner wait for nothing,
+    because the volume is not broken."""
 
     def pause(self, seconds: float) -> None: ...
 

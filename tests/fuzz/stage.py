@@ -22,12 +22,13 @@ from tandem.vllm_client.client import VllmClient
 from tiny import write_random_model
 
 WITNESS = "witness"
-"""A run that is never damaged. Whatever happens to the others, it goes on."""
+"""A run that is never damaged. Whatever happens to the other runs, this run is served and
+trained."""
 
 
 @dataclass
 class Stage:
-    """Where copies of the spool are, and the vLLM that all publishers use."""
+    """The directory of the spool's copies, and the vLLM that all publishers use."""
 
     directory: Path
     model: Path
@@ -56,15 +57,15 @@ class Stage:
         return Publisher(settings, VllmClient(settings, timeout=5.0), grace=0.0)
 
     def copy(self, name: str) -> Path:
-        """A copy of the spool; an earlier one of this name is removed."""
+        """Makes a copy of the spool. An earlier copy with this name is removed."""
         target = self.directory / name
         shutil.rmtree(target, ignore_errors=True)
         return Path(shutil.copytree(self.original, target, symlinks=True))
 
 
 def make_stage(directory: Path) -> Stage:
-    """The spool: runs `main`, `lost`, `asked`, `ended`, `forked` and the witness; jobs in every
-    state."""
+    """Makes the spool. It has the runs `main`, `lost`, `asked`, `ended`, `forked` and `WITNESS`,
+    and jobs in every state."""
     vllm = fake_vllm.FakeVllm()
     vllm.start()
     stage = Stage(directory, write_random_model(directory / "model", num_hidden_layers=1), vllm)
@@ -125,7 +126,7 @@ def _end(spool: Spool, job_id: str) -> None:
 
 
 def _lose(spool: Spool, job_id: str) -> Job:
-    """The job runs, and its runner and rank die."""
+    """Leaves a job as if its runner and its rank had died while it ran."""
     job = jobs.claim(spool, job_id)
     attempt = Attempt(spool, job_id, job.attempt)
     memory = {"allocated": 10, "reserved": 10}
