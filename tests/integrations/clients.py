@@ -1,5 +1,5 @@
-"""Environments with other people's packages, in the versions that are tested, each made once;
-programs run in them."""
+"""Environments with other people's packages, in the versions that are tested. Each environment is
+made once. Clients' programs run in the environments."""
 
 import hashlib
 import os
@@ -31,7 +31,7 @@ def python_of(name: str) -> Path:
                 check=True,
             )
             install = [UV, "pip", "install", "-q", "--python", str(python), "-r", str(requirements)]
-            for attempt in range(3):  # the index sometimes refuses
+            for attempt in range(3):  # the package index sometimes refuses
                 if subprocess.run(install, check=attempt == 2).returncode == 0:
                     break
             # ART's PipelineTrainer imports torch and transformers. They come from Tandem's own

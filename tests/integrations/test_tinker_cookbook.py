@@ -124,8 +124,8 @@ def test_supervised_training_on_a_file(common: dict[str, Any], tmp_path: Path) -
 
 
 class Even(ProblemEnv):
-    """An answer is right whose first character has an even number, as about a third of the
-    untrained model's have."""
+    """An answer is right if the code of its first character is even. About a third of the untrained
+    model's answers are right."""
 
     def __init__(self, number: int, renderer: Any) -> None:
         super().__init__(renderer)
@@ -222,7 +222,7 @@ def test_dpo(common: dict[str, Any]) -> None:
     train_dpo.main(train_dpo.Config(**settings))
     losses = metrics(common, "dpo_loss")
     assert len(losses) == 8
-    assert losses[0] == pytest.approx(np.log(2), abs=1e-5)  # the policy is its reference
+    assert losses[0] == pytest.approx(np.log(2), abs=1e-5)  # the policy equals the reference
     assert losses[-1] < 0.5
 
 

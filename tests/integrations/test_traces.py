@@ -1,5 +1,5 @@
-"""Rollouts of verifiers as trajectories, and the options of ART's backend, without these
-packages."""
+"""Rollouts of verifiers as trajectories, and the options of ART's backend. The tests need neither
+of the two packages."""
 
 import asyncio
 import sys
@@ -203,7 +203,7 @@ def backend_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_arts_defaults_stand_for_what_peft_args_leave_out(
     backend_module: ModuleType, tmp_path: Path
 ) -> None:
-    """ART 0.5.18's `get_model_config`: r=8, lora_alpha=16."""
+    """The defaults of ART 0.5.18's `get_model_config` are r=8 and lora_alpha=16."""
     lora = backend_module._lora
     assert (
         lora({})

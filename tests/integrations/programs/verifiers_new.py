@@ -1,4 +1,4 @@
-"""The example with verifiers 0.4, and the same taskset by its name as `tandem rl` uses it."""
+"""The example with verifiers 0.4, and the same taskset, named as in a config of `tandem rl`."""
 
 import asyncio
 import sys

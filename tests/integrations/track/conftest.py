@@ -77,7 +77,7 @@ class History:
         self.event("served", step=1, model=f"{self.run}@1", mean_abs_logprob_error=error)
 
     def train(self, first: int, *losses: float) -> None:
-        """A job from its submission to its served step."""
+        """Runs a job from its submission until its step is served."""
         self.begin()
         self.steps(first, *losses)
         self.succeed()

@@ -20,7 +20,7 @@ def place(kind: str, directory: Path) -> str:
 
 
 def make_mlflow(directory: Path) -> None:
-    """An empty database, which takes MLflow seconds to make."""
+    """Makes MLflow's empty database, which takes seconds."""
     _mlflow_client(directory).search_experiments()
 
 
@@ -36,8 +36,8 @@ def accumulator(directory: Path, run: str) -> EventAccumulator:
 
 
 def curves(kind: str, directory: Path, run: str, metric: str) -> list[Curve]:
-    """A curve for each of the tracker's runs. After a rollback there are several, if the tracker
-    can't remove rows."""
+    """A curve for each of the tracker's runs. If the tracker can't remove rows, it has several runs
+    after a rollback."""
     return READERS[kind](directory, run, metric)
 
 
@@ -75,8 +75,8 @@ def _mlflow(directory: Path, run: str, metric: str) -> list[Curve]:
 
 
 def tables(directory: Path, run: str) -> dict[str, list[tuple[int, Any]]]:
-    """The tables of samples in each tracker: the optimizer step, and the rows, or the last line of
-    the text."""
+    """The tables of samples in each tracker. Each table is an optimizer step with the table's rows;
+    in TensorBoard it is an optimizer step with the last line of the text."""
     loaded = accumulator(directory, run)
     texts = loaded.Tensors("samples") if "samples" in loaded.Tags()["tensors"] else []
     found: dict[str, list[tuple[int, Any]]] = {"wandb": [], "mlflow": []}

@@ -21,7 +21,7 @@ KINDS = list(READERS)
 
 
 def run_track(history, *kinds: str) -> list[int]:
-    """How many rows each tracker got."""
+    """Runs `track`. Returns the number of rows that each tracker got."""
     to = [place(kind, history.directory) for kind in kinds]
     return list(track(history.client, history.run, to, follow=False).values())
 
@@ -60,7 +60,7 @@ def test_the_loaders_of_all_trackers_find_the_same_run(history):
 
 
 def test_each_tracker_has_a_table_of_what_was_sampled_for_a_checkpoint(history, monkeypatch):
-    monkeypatch.chdir(history.directory)  # MLflow keeps artifacts there
+    monkeypatch.chdir(history.directory)  # MLflow keeps artifacts in this directory
     file = history.directory / "game.samples.jsonl"
     lines = [
         {
@@ -140,7 +140,8 @@ def test_a_rank_that_died_between_a_checkpoint_and_its_event_stops_nothing(histo
     ("kind", "end"), [*((kind, "rollback") for kind in KINDS), ("tensorboard", "failure")]
 )
 def test_steps_that_are_no_longer_part_of_the_run_are_replaced(history, kind, end):
-    """TensorBoard shows the steps in the same curve, W&B and MLflow in a new curve."""
+    """TensorBoard shows the new steps in the same curve. W&B and MLflow show them in a new
+    curve."""
     history.train(1, 0.9, 0.8)
     if end == "rollback":
         history.train(3, 0.7, 0.6)
@@ -200,12 +201,12 @@ t.track(Tandem(sys.argv[5], sys.argv[6]), sys.argv[1], [sys.argv[2]], follow=Fal
 
 @pytest.mark.parametrize(
     ("kind", "moment", "steps"),
-    # 60: beyond W&B's buffer.
+    # 60 steps are more than W&B's buffer holds.
     [("tensorboard", "after", 4), ("wandb", "after", 60), ("mlflow", "before the tag", 4)],
 )
 def test_a_kill_loses_and_doubles_no_step(history, kind, moment, steps):
-    """SIGKILL right after a row was written; in MLflow also between a row and the tag that confirms
-    the row."""
+    """The tracking process gets SIGKILL right after it has written a row. With MLflow this is
+    before the process sets the tag that confirms the row."""
     losses = [step / 64 for step in range(steps)]
     history.train(1, *losses)
     arguments = [
