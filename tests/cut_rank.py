@@ -335,7 +335,7 @@ BREAKS = {
     ),
     "the norm counts copies": (AdapterOptimizer, "_norm_with_experts", _counted_on_every_rank),
 }
-"""Name -> what is replaced, and by what."""
+"""Name of the mistake -> the replaced attribute, and its replacement."""
 
 
 def sent(policy: Policy) -> list[tuple[str, tuple[slice, ...], torch.Tensor]]:

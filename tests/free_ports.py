@@ -9,8 +9,8 @@ from tandem.errors import Conflict
 from tandem.system import ports
 
 _marks: list[socket.socket] = []
-"""For as long as this process lives, no other process of tests is given its ports: their programs
-listen later."""
+"""Marks of the ports that this process has got. As long as this process lives, no other process of
+tests gets these ports, although the programs that use them listen later."""
 
 
 def free_ports(count: int) -> list[int]:

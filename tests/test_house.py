@@ -307,7 +307,8 @@ SAME_THING = {
     *("track", "up"),
 }
 COMMANDS = {"check", "job", "read", "write", "memory", "describe"}
-"""Functions of `cli/` that are commands or questions; a command's name is its user's word."""
+"""Functions of `cli/` that are commands or questions. Users type a command's name, so it need not
+be unique."""
 
 
 def test_a_name_stands_for_one_thing():

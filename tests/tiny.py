@@ -148,14 +148,14 @@ OWN: dict[str, dict[str, Any]] = {
     "olmo3": {"sliding_window": 7},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0, 1, 1]},
 }
-"""By family, what a tiny model of it has beside `SHAPE`."""
+"""Family -> the settings of its tiny model in addition to `SHAPE`."""
 
 MERGED_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen2": {"tie_word_embeddings": True, "head_dim": 8},
     "qwen3_moe": {"moe_intermediate_size": 32},
 }
-"""By family, what tests of merged weights change of `SHAPE`."""
+"""Family -> the settings that tests of merged weights use instead of those in `SHAPE`."""
 
 
 def write_random_model(

@@ -14,7 +14,7 @@ from waiting import alive
 
 ORPHAN_SECONDS = 12
 KILLS = {False: 3, True: 100}
-"""Of the runner, in one attempt; without and with --all-cases."""
+"""The number of the runner's deaths in one attempt, without and with --all-cases."""
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ NOT_MERGED = {
     "qwen3_vl": TOWER,
     "qwen3_vl_moe": STACKED,
 }
-"""What merged weights, and so runs of all weights, are refused for, by family."""
+"""Family -> the reason why merged weights, and so runs of all weights, are refused."""
 BESIDE: dict[str, dict[str, Any]] = {
     "gemma4 mixture": GEMMA4_MOE,
     "gemma4_text with values": {"attention_k_eq_v": False},
