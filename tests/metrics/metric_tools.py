@@ -27,8 +27,8 @@ class Scraped:
         return self.samples.get((name, frozenset(labels.items())))
 
     def check(self, labels: Mapping[str, str] | None = None, /, **values: Any) -> None:
-        """Asserts the values of `tandem_<name>` with these labels. None: there is no such
-        sample."""
+        """Asserts the values of `tandem_<name>` with these labels. The value None stands for a
+        sample that does not exist."""
         assert {name: self.get(f"tandem_{name}", **(labels or {})) for name in values} == values
 
     def all(self, name: str, /) -> list[dict[str, str]]:

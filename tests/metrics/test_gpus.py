@@ -92,7 +92,7 @@ def test_mig_devices_have_their_own_uuids_and_memory(nvml):
     assert infos.keys() == {"MIG-1", "MIG-2"}
     assert (infos["MIG-2"]["index"], infos["MIG-2"]["mig_profile"]) == ("0:1", "1g.18gb")
     assert seen.get("tandem_gpu_memory_used_bytes", uuid="MIG-1") == 7 * GIB
-    # Shared with the whole GPU.
+    # A MIG device has the temperature of its whole GPU.
     assert seen.get("tandem_gpu_temperature_celsius", uuid="MIG-1") == 61
     assert not seen.all("tandem_gpu_utilization_ratio")
 

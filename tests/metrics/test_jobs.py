@@ -197,7 +197,7 @@ def check_running(seen: Scraped) -> None:
     assert seen.get("tandem_torch_host_pinned_bytes", run="r", rank="0") == 7
     assert seen.get("tandem_train_rank_step", run="r", rank="1") == 0
     seen.check({"run": "r"}, train_step=1, train_steps=4)
-    # KL: no value.
+    # The job has no value for KL.
     seen.check(train_loss=0.5, train_logprob_mismatch=0.01, train_kl=None)
     seen.check(train_tokens_total=640, train_samples_total=8, train_step_duration_seconds_sum=4.75)
     seen.check({"phase": "base_weights"}, train_phase_duration_seconds_sum=8)
@@ -261,7 +261,7 @@ def test_events_from_before_the_exporter_are_read_but_not_counted(volume: Spool)
     seen = exported.collect()
     assert seen.get("tandem_jobs_finished_total", outcome="failed") == 0
     assert seen.get("tandem_train_tokens_total") == 0
-    assert seen.get("tandem_train_loss") == 0.5  # at once, not with the next step
+    assert seen.get("tandem_train_loss") == 0.5  # the loss comes at once, not with the next step
     step(volume, job, 2)
     volume.queue.finish(job, failed())
     seen = exported.collect()
@@ -301,7 +301,7 @@ def test_an_exporter_that_begins_within_an_attempt_counts_what_ranks_count_from_
     exported = exported_jobs(volume)
     assert exported.collect().get("tandem_torch_memory_ooms_total", **RANK_0) == 0
     beat(volume, job, 0, 1, memory={"ooms": 3})
-    # Its first heartbeat, which is after the exporter's start.
+    # Rank 1's first heartbeat comes after the exporter's start.
     beat(volume, job, 1, 1, memory={"ooms": 1})
     seen = exported.collect()
     assert seen.get("tandem_torch_memory_ooms_total", **RANK_0) == 1
@@ -319,7 +319,7 @@ def test_a_new_exporter_knows_what_idle_resident_ranks_keep(volume: Spool) -> No
         step(volume, job, 1)
         volume.queue.finish(job, failed())
         submit(volume, "j0")
-        volume.queue.cancel("j0")  # it ended later, but never ran
+        volume.queue.cancel("j0")  # j0 ended later, but never ran
     exported = exported_jobs(volume)
     seen = exported.collect()
     assert seen.by("uuid", "tandem_job_gpu_resident_bytes") == {GPU: 30}
@@ -360,11 +360,12 @@ def test_a_silent_rank_is_not_up_and_its_memory_is_not_exported(volume: Spool, m
     seen = exported.collect()
     assert seen.by("rank", "tandem_rank_up") == {"0": 0, "1": 1, "2": 0}
     assert seen.by("rank", "tandem_torch_memory_allocated_bytes").keys() == {"1"}
-    assert seen.get("tandem_train_rank_step", run="r", rank="0") == 1  # its step stays
+    assert seen.get("tandem_train_rank_step", run="r", rank="0") == 1  # rank 0's step stays
 
 
 def test_while_an_attempt_waits_no_rank_is_silent(volume: Spool, monkeypatch) -> None:
-    """Neither TandemRankDown nor TandemJobStuck fires for hours in a queue."""
+    """While an attempt waits for hours in a queue, neither TandemRankDown nor TandemJobStuck
+    fires."""
     submit(volume, "j1")
     job = volume.queue.claim("runner")
     exported = exported_jobs(volume, ranks=2)
@@ -431,7 +432,7 @@ def test_a_volume_that_goes_and_comes_back(volume: Spool, tmp_path: Path, monkey
     monkeypatch.undo()
     assert not seen.names & {"tandem_torch_memory_allocated_bytes", "tandem_rank_up"}
     assert seen.get("tandem_train_rank_step", run="r", rank="0") == 0
-    assert seen.get("tandem_train_active") == 1  # alerts about a hang need this, and the next two
+    assert seen.get("tandem_train_active") == 1  # alerts about a hang need these three
     assert seen.all("tandem_job_info")
     assert seen.get("tandem_train_last_step_timestamp_seconds", run="r") is not None
     assert seen.get("tandem_train_tokens_total") == 640

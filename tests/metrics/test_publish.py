@@ -98,7 +98,7 @@ def test_served_and_refused_steps_are_counted_once(volume: Spool) -> None:
     serve(volume, 1, error=0.005)
     exported = Exported(PublishCollector(opener(volume)))
     seen = exported.collect()
-    # It was served before the exporter began.
+    # The step was served before the exporter began.
     assert seen.get("tandem_publish_total", outcome="served") == 0
     assert seen.get("tandem_publish_logprob_error_nats") == 0.005
     assert seen.get("tandem_publish_logprob_error_allowed_nats") == 0.15
