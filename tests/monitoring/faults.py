@@ -34,8 +34,8 @@ class Case:
     name: str
     base: Callable[[], Stack]
     expected: dict[int, set[str]]
-    """Minute -> the alerts that fire then, and no others. For a fault a minute before the alert,
-    and one after."""
+    """Minute -> the only alerts that fire in this minute. A fault has one minute before its alert,
+    and one minute after it."""
     changes: tuple[Change, ...] = ()
 
     def stack(self) -> Stack:
@@ -64,17 +64,17 @@ phase = _as_change(phase_of_merged)
 
 
 def since(begin: int, value: float, before: float | None = 0.0) -> Value:
-    """`before`, and `value` from minute `begin` on."""
+    """`before` until minute `begin`, and `value` from then on."""
     return lambda minute: value if minute >= begin else before
 
 
 def growing(begin: int, per_minute: float) -> Value:
-    """0 until minute `begin`, then `step` more each minute."""
+    """0 until minute `begin`, then `per_minute` more each minute."""
     return lambda minute: per_minute * max(minute - begin, 0)
 
 
 def stopping(last: int) -> Value:
-    """The time in seconds until minute `last`, then no more."""
+    """The time in seconds, which stops at minute `last`."""
     return lambda minute: 60.0 * min(minute, last)
 
 
@@ -383,7 +383,7 @@ fault(
     {20: NONE, 28: {"TandemTorchAllocRetries"}},
     setting("trainer", "tandem_torch_memory_alloc_retries_total", growing(20, 1), **RANK_0),
 )
-# Warm-up, which does not count as drift, then 10 MiB a minute.
+# The memory jumps in a warm-up, which does not count as drift, and grows by 10 MiB a minute.
 fault(
     "vLLM's memory grows",
     idle,

@@ -52,10 +52,11 @@ def command(program: str, *arguments: str, cwd: Path) -> list[str]:
 def promtool(
     *arguments: str, cwd: Path, text: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs promtool on files below `cwd`, named relative to it; `text` is its input."""
+    """Runs promtool on files below `cwd`. `arguments` name the files relative to `cwd`. `text` is
+    promtool's input."""
     cwd.chmod(0o755)
     run = command("promtool", *arguments, cwd=cwd)
-    fast = os.environ | {"GOGC": "400"}  # a quarter of its time is garbage collection otherwise
+    fast = os.environ | {"GOGC": "400"}  # by default a quarter of the time is garbage collection
     return subprocess.run(
         run, cwd=cwd, env=fast, input=text, capture_output=True, text=True, timeout=300, check=False
     )

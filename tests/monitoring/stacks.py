@@ -30,7 +30,7 @@ def replicas() -> Stack:
             stack[name] = list(values)
     for replica in "01":
         phase_of_merged(stack, lambda _: "served", replica)
-        # The second starts later; a slow publication takes a server out for minutes.
+        # The second server starts later. A slow publication takes it out for minutes.
         late = (lambda m: float(m > 10 and not 60 <= m < 66)) if replica == "1" else 1
         put(stack, "inference", "tandem_replica_ready", late, replica=replica)
     return stack
@@ -121,7 +121,7 @@ def _requests(stack: Stack, *, ok: Value, errors: Value) -> None:
 
 
 def _vllm(stack: Stack, *, pace: float) -> None:
-    """vLLM at `pace` 1 is busy, at 0 idle."""
+    """Sets vLLM's series. With `pace` 1 vLLM is busy; with `pace` 0 it is idle."""
 
     engine = partial(put, stack, "vllm", **_ENGINE)
     engine("vllm:num_requests_running", 16 * pace)
@@ -130,7 +130,7 @@ def _vllm(stack: Stack, *, pace: float) -> None:
     engine("vllm:kv_cache_usage_perc", 0.97 * pace)
     engine("vllm:num_preemptions_total", per_minute(6 * pace))
     engine("vllm:generation_tokens_total", per_minute(60000 * pace))
-    # Bursts of other traffic share less.
+    # Bursts of other traffic hit the prefix cache less often.
     engine("vllm:prefix_cache_queries_total", per_minute(40000 * pace))
     engine("vllm:prefix_cache_hits_total", lambda m: pace * (30000 * m - 10000 * min(m % 90, 30)))
     engine("vllm:iteration_tokens_total_count", per_minute(1000 * pace))
@@ -147,7 +147,7 @@ def _vllm(stack: Stack, *, pace: float) -> None:
             method="POST",
             status=status,
         )
-    # The publisher's request, at each of its turns.
+    # The publisher sends a request at each of its turns.
     put(
         stack,
         "vllm",
@@ -175,8 +175,8 @@ def _with_ranks_kept(stack: Stack) -> Stack:
 
 
 def on_cpu() -> Stack:
-    """`idle` on a machine without GPUs, in the middle of one long job: the ranks' memory is the
-    process's."""
+    """`idle` on a machine without GPUs, in the middle of one long job. The memory that a rank
+    reports is the memory of its process."""
     stack = idle(gpus=False)
     _run_long_job(stack, kind="sft")
     put(stack, "trainer", "tandem_rank_up", 1, run="math", rank="0")
@@ -224,7 +224,7 @@ def starting() -> Stack:
 
 JOB, PAUSE = 8, 2
 CYCLE = JOB + PAUSE
-"""Minutes of each job of `training`, between two jobs, and both."""
+"""The minutes of each job of `training`, the minutes between two jobs, and the sum of both."""
 
 
 def _during_jobs(value: Value, *, first: int = 0) -> Value:
@@ -243,8 +243,8 @@ def _jobs_done(minute: int) -> int:
 
 
 def training() -> Stack:
-    """One job after another, each eight minutes and then two without, served a minute after it
-    ended; vLLM is busy."""
+    """One job after another. Each job takes eight minutes, and two minutes pass before the next
+    job. vLLM serves a job's step a minute after the job's end, and is busy."""
     stack = idle()
     _vllm(stack, pace=1)
     put(stack, "controller", "tandem_jobs", 3, state="queued")
@@ -317,7 +317,7 @@ def training() -> Stack:
 
 def _publish(stack: Stack) -> None:
     """Each job's checkpoint takes 100 MiB of the shared volume, and is served a minute after the
-    job."""
+    job's end."""
     put(
         stack,
         "trainer",
@@ -356,8 +356,8 @@ def _publish(stack: Stack) -> None:
 
 
 def merged() -> Stack:
-    """As `training`, with merged weights: a swap is seen as each step arrives. There is no run in
-    the first hour."""
+    """As `training`, with merged weights. Prometheus sees a swap of the weights when a step
+    arrives. There is no run in the first hour."""
     stack = training()
     put(stack, "inference", "tandem_merged_runs", lambda minute: minute >= 60)
     phase_of_merged(
@@ -382,8 +382,8 @@ def phase_of_merged(stack: Stack, phase: Callable[[int], str], replica: str = ""
 
 
 def merged_and_sharing() -> Stack:
-    """As `sharing`; vLLM starts when the trainer has its GPU, so the first step is served when that
-    job is over."""
+    """As `sharing`, with merged weights. vLLM starts again when the trainer has the GPU, so vLLM
+    serves its first step when the trainer's job is over."""
     stack = sharing()
     put(stack, "inference", "tandem_merged_runs", 1)
     phase_of_merged(stack, lambda minute: "served" if minute < 40 or minute >= 102 else "empty")
@@ -464,7 +464,7 @@ def sharing() -> Stack:
 
 
 def sharing_in_one_pod() -> Stack:
-    """As `sharing`, in Kubernetes: the containers of trainer and inference are one pod's."""
+    """As `sharing`, in Kubernetes: the containers of trainer and inference are in one pod."""
     stack = sharing()
     in_one_pod(stack)
     return stack

@@ -1,5 +1,5 @@
-"""Every alert in images/prometheus/rules on whole stacks, run by promtool: it fires on its fault
-and on no other."""
+"""promtool runs every alert in images/prometheus/rules on whole stacks. Each alert fires on its
+fault and on no other fault."""
 
 import itertools
 import json
@@ -68,13 +68,14 @@ HEALTHY = [
 
 ABSENT = "TandemTargetAbsent"
 TOGETHER = 8
-"""Most of an evaluation's time is each rule's own; of eight stacks one takes 0.4 of its time alone.
-More take more memory and no less time."""
+"""The number of stacks in one test of promtool. Most of an evaluation's time is the same for any
+number of stacks: each of eight stacks takes 0.4 of the time that a stack takes alone. More stacks
+take more memory and no less time."""
 
 
 def _apart(cases: list[Case]) -> list[list[Case]]:
-    """The cases in groups of about the same end. A target is absent only where no other stack has
-    it."""
+    """Groups of cases that end at about the same minute. A target counts as absent only if no stack
+    of its group has it, so cases with an absent target are alone."""
     alone = [[case] for case in cases if ABSENT in set().union(*case.expected.values())]
     others = [case for case in cases if [case] not in alone]
     others.sort(key=lambda case: max(case.expected))

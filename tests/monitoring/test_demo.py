@@ -14,7 +14,7 @@ from tandem.metrics.catalogue import CATALOGUE
 
 @pytest.fixture(scope="module")
 def texts() -> dict[str, str]:
-    """Prometheus' job -> its page."""
+    """Prometheus' job -> the job's page of metrics."""
     world = World(8)
     return {job: generate_latest(DemoPage(world, job)).decode() for job in JOBS}
 

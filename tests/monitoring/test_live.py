@@ -21,7 +21,7 @@ from waiting import until
 
 pytestmark = pytest.mark.slow
 
-GPUS = 8  # the GPUs that train; as many serve
+GPUS = 8  # 8 GPUs train, and 8 others serve
 # Queries that rightly show nothing on a healthy stack that has run for seconds.
 EMPTY = {
     "overview: Firing alerts A",
@@ -53,7 +53,7 @@ class Prometheus:
 
     def get(self, path: str, **parameters: str) -> Any:
         answer = httpx.get(f"{self.url}/{path}", params=parameters, timeout=30)
-        # 503: it is starting; 400: PromQL that it refuses.
+        # Prometheus answers 503 while it starts, and 400 to PromQL that it refuses.
         return answer.raise_for_status().json()["data"]
 
     def query(self, expr: str) -> list:
