@@ -1,5 +1,5 @@
-"""`tandem plan`'s memory and speed, against what was measured and against the code whose memory it
-predicts."""
+"""The memory and speed that `tandem plan` predicts, compared with measurements and with the memory
+that the code takes."""
 
 import gc
 import json
@@ -47,7 +47,7 @@ QWEN3 = {
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
 }
-CONFIGS = {  # `bench/train.py`, which needs a GPU's packages
+CONFIGS = {  # as in `bench/train.py`, whose imports need a GPU's packages
     "qwen3-8b": (
         QWEN3
         | {
@@ -91,8 +91,9 @@ def workload_of(model: str, *, slots: int = 8192, targets: str = "all", rows: in
 
 
 def measured() -> list[tuple[dict, Workload, tuple[int, int]]]:
-    """Tandem's rows with known levels: `auto` kept everything without a limit, and only the inputs
-    with a limit of 24 GiB. The levels with a limit of 40 GiB were not recorded."""
+    """Tandem's measured rows for which the levels of recompute are known. Without a limit of the
+    memory, `auto` kept everything. With a limit of 24 GiB, it kept only the layers' inputs. The
+    levels with a limit of 40 GiB were not recorded."""
     rows = [
         row for row in MEASURED if not row["way"].startswith("peft") and row["limit GiB"] != 40.0
     ]
@@ -117,7 +118,7 @@ def test_memory_is_what_was_measured_on_one_gpu():
         needs = rank_memory(workload, Sizes(data=row["ranks"]))
         # torch's peak has neither CUDA's nor NCCL's memory.
         bytes_ = needs.total(levels) - needs.context
-        if row["way"] == "auto":  # rows without Adam: gradients came after the peak
+        if row["way"] == "auto":  # no Adam was measured, and gradients came after the peak
             bytes_ -= needs.gradients + needs.optimizer
         difference = bytes_ / GIB - row["peak GiB"]
         print(
@@ -151,7 +152,7 @@ def test_speed_is_what_was_measured_for_rows_of_one_sequence():
 
 
 def test_speed_is_what_was_measured_for_all_weights():
-    # `auto`, which could use less memory than today, and `full`.
+    # The levels of `auto`, which could use less memory than it can today, and of `full`.
     for row, levels in zip(FULL, ((11, 0), (0, 0)), strict=True):
         workload = Workload(ARCHS["qwen3-8b"], None, 8192, rows=1)
         seconds = 8192 / row["tokens/s"]
@@ -165,8 +166,8 @@ def test_speed_is_what_was_measured_for_all_weights():
 
 
 def test_topologies_are_as_fast_and_large_as_two_gpus_measured():
-    """The tree is left out, because the estimate treats a row as one sequence, which needs eight
-    times the tree's attention."""
+    """The row with a tree is left out. The estimate treats this row as one sequence, and one
+    sequence needs eight times the tree's attention."""
     configs = CONFIGS | {
         "qwen3-32b": (
             CONFIGS["qwen3-8b"]
@@ -196,9 +197,9 @@ def test_topologies_are_as_fast_and_large_as_two_gpus_measured():
 
 
 def test_topologies_are_as_fast_and_large_as_four_gpus_measured():
-    """Speeds of 8 B's rows of one sequence. The estimate of smaller models is too high. When this
-    was measured, NCCL also connected the ranks that sum gradients of experts, of which these models
-    have none."""
+    """Only the speeds of the 8B model's rows of one sequence are compared, because the estimate for
+    smaller models is too high. When the rows were measured, NCCL also connected the ranks that sum
+    the gradients of experts, although these models have no experts."""
     configs = {"8b": CONFIGS["qwen3-8b"], "0.6b": SMALL}
     for row in FOUR:
         _, model, *kind = row["case"].split("-")
@@ -284,7 +285,8 @@ def test_what_a_layer_keeps_of_the_mlp_is_what_the_formula_says(alone, tmp_path,
 
 
 def test_what_a_delta_net_keeps_between_its_products_is_what_the_formula_says(alone, tmp_path):
-    """If torch computes the rule, the bytes for the other levels are about as many."""
+    """Here torch computes the delta rule, so the bytes of the other levels agree only roughly with
+    the formula."""
     lora = LoraShape(rank=4, targets=LORA_TARGETS + DELTA_NET_TARGETS)
     nets = {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3}
     model = write_random_model(tmp_path / "model", family="qwen3_5_text", **nets)
@@ -344,8 +346,9 @@ def test_what_activations_in_fp32_need_is_what_the_formula_says():
 
 
 def test_ranks_that_cut_experts_have_the_rows_of_all_of_them():
-    """Also measured on two ranks. Each rank's layers kept as many bytes of gate and up as the
-    layers of a single rank."""
+    """Ranks that share experts keep as many bytes for them as a single rank. This was also measured
+    on two ranks: each rank's layers kept as many bytes of gate and up as the layers of a single
+    rank."""
     workload = Workload(ARCHS["qwen3-30b-a3b"], None, 8192)
     for sizes in (
         Sizes(expert_tensor=2, data=2),
@@ -366,8 +369,8 @@ def test_the_fullest_stage_of_a_pipeline_counts():
 
 
 def test_the_slowest_stage_of_a_pipeline_bounds_its_speed():
-    """Here the last rank is the fullest: it has fewer rows in flight, and more of its layers keep
-    everything."""
+    """Here the last stage takes the most memory: it has fewer rows in flight, so more of its layers
+    keep everything. The first stage is the slowest."""
     workload, sizes = workload_of("qwen3-8b", slots=16384, rows=16), Sizes(pipeline=2)
     [one] = [one for one in plan(workload, 2, 40 * GIB).candidates if one.sizes == sizes]
     levels = [stage.levels(40 * GIB) for stage in formulas.stages(workload, sizes)]
