@@ -40,7 +40,7 @@ PAIR = {
 
 
 def make_volume(root: Path) -> None:
-    """Trains on a new spool `root`, whose base model is in it."""
+    """Trains on a new spool `root` that contains the base model."""
     make_root(root)
     variables = {"TANDEM_DEVICE": "cpu", "TANDEM_SESSION_IDLE_SECONDS": "1"}
     with Process(root, **variables) as controller, Tandem(controller.url, KEY) as tandem:
@@ -94,7 +94,7 @@ def _by_tinker(url: str, spool: Spool) -> None:
 
 
 def _by_openai(url: str, spool: Spool) -> None:
-    """A file and a fine-tuning job of OpenAI's API, which waits for vLLM to serve its step."""
+    """A file and a fine-tuning job of OpenAI's API. The job waits for vLLM to serve its step."""
     with client(url) as sdk:
         file = upload(sdk, chats(4)).id
         once = {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 1}}}
@@ -112,14 +112,15 @@ def _idle(spool: Spool) -> None:
 
 
 def _left(tandem: Tandem) -> None:
-    """Without a runner: a job that is cancelled, and one that waits."""
+    """Without a runner, submits a job that is cancelled, and a job that waits."""
     sft = {"kind": "sft", "examples": [EXAMPLE], "packing": PACKING}
     tandem.cancel(tandem.train("main", sft | {"id": "main-cancelled"}).spec.id)
     tandem.train("main", sft | {"id": "main-waits"})
 
 
 def pack(root: Path, file: Path) -> None:
-    """The volume without locks, and without the place of the checkout in tracebacks."""
+    """Writes the volume to `file`, without locks, and without the path of the checkout in
+    tracebacks."""
     checkout = str(HERE.parents[1]).encode()
     with tarfile.open(file, "w:xz") as archive:
         for path in sorted(root.rglob("*")):

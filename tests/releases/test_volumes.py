@@ -1,7 +1,7 @@
 """Volumes of released versions: this version reads every record of them, shows them, and trains on.
 
-`make_volume.py` made them. If this version can't read a volume, it needs a migration or must refuse
-the volume with a clear message, like the format before 0.1.0.
+`make_volume.py` made the volumes. If this version can't read a volume, this version needs a
+migration, or must refuse the volume with a clear message as it refuses the format before 0.1.0.
 """
 
 import os
@@ -29,7 +29,7 @@ OWN = {
     "main-cancelled": "cancelled",
     "main-waits": "queued",
 }
-"""The jobs that have names, and their states. A session and OpenAI's API made the others."""
+"""The jobs that have names, and their states. A session and OpenAI's API made the other jobs."""
 
 
 @pytest.fixture(params=VOLUMES, ids=lambda file: file.name.partition(".tar")[0])
