@@ -39,9 +39,9 @@ class Job:
 
 
 class FakeStack:
-    """`delay`: the longest time that anything takes. `kill_at`: the call at which the loop is
-    killed, before or after its effect; every call of the controller and every write of the state
-    counts as two."""
+    """`delay`: the longest time that a call takes, in seconds. `kill_at`: the number of the moment
+    at which the loop is killed. Every call of the controller and every write of the state has two
+    such moments: before its effect and after it."""
 
     def __init__(self, delay: float = 0.004, seed: int = 0, fail_jobs: int = 0) -> None:
         self.random, self.delay = random.Random(seed), delay
@@ -221,8 +221,9 @@ class FakeStack:
 
 
 class Environment(environment.Environment):
-    """A rollout of two turns, with a reward for each "a". Tasks in `broken` raise, the first
-    `errors` times or always; trajectories of tasks in `equal` all have one reward."""
+    """Rollouts of two turns, with a reward for each answer "a". The first `errors` rollouts of
+    tasks in `broken` raise; by default all of them. All trajectories of tasks in `equal` have the
+    same reward."""
 
     def __init__(
         self,

@@ -13,7 +13,8 @@ URL = "http://vllm/v1"
 
 
 class MockVllm(Vllm):
-    """`answer` gets each request, and returns or awaits the response, or raises."""
+    """A vLLM that answers by `answer`. This function gets each request, and returns or awaits the
+    response, or raises."""
 
     def __init__(self, answer: Callable[[httpx.Request], Any]) -> None:
         super().__init__(URL, {})

@@ -156,7 +156,7 @@ def test_the_command_refuses_without_a_traceback_and_without_a_trace(tmp_path: P
 
 
 def test_the_command_may_open_more_files_than_shells_allow(tmp_path: Path) -> None:
-    """Each rollout that samples holds a connection."""
+    """The command needs many open files, because each rollout that samples holds a connection."""
     (tmp_path / "c.toml").write_text(GOOD.replace("a:b", "many:files"))
     (tmp_path / "many.py").write_text(
         "import resource\ndef tasks(): raise"

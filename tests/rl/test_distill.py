@@ -53,7 +53,7 @@ TABLE = log_softmax(np.random.default_rng(1).normal(size=(VOCABULARY, VOCABULARY
 
 
 class FakeTeacher:
-    """A bigram model: the log-prob of a token by the one before it."""
+    """A bigram model: the log-prob of a token depends only on the token before it."""
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []

@@ -1,5 +1,5 @@
-"""The loop against a fake stack: the bound under random delays, kills at every call, errors, and
-discarded groups."""
+"""The loop against a fake stack: the bound of off-policy steps under random delays, kills at every
+call, errors, and discarded groups."""
 
 import asyncio
 import io
@@ -209,7 +209,7 @@ def test_where_no_group_teaches_anything_the_loop_ends(
 
 
 def refuse(stack: FakeStack, batches: int) -> None:
-    """The controller drops all groups of the first batches."""
+    """The controller drops all groups of the first `batches` requests."""
     refusals = itertools.repeat(NothingToLearn("9 trajectories don't fit 8 tokens"), batches)
 
     async def train(run: str, request: dict[str, Any]) -> None:
@@ -275,7 +275,8 @@ def test_a_submission_behind_a_failed_job_ends_the_loop_with_that_jobs_failure(
     stack = FakeStack(fail_jobs=1)
 
     async def seen_late(job: str, timeout: float = 60.0) -> None:
-        """The follower sees the failure after the next submission was refused."""
+        """The follower sees the job's failure only after the controller has refused the next
+        submission."""
         while stack.jobs[job].state in ("queued", "running", "failed") and not refusals:
             await asyncio.sleep(0.0005)
         await FakeStack.wait_job(stack, job, timeout)
@@ -342,7 +343,7 @@ def test_a_model_that_vllm_does_not_have_yet_is_asked_for_again(tmp_path: Path) 
 
 
 def test_a_training_that_goes_on_behind_anothers_lines_writes_its_own(tmp_path: Path) -> None:
-    """The row comes from another state file, in the same metrics file."""
+    """The metrics file already has lines of a training with another state file."""
     asyncio.run(run_until_done(config(steps=4), FakeStack(), tmp_path))
     (tmp_path / "state.json").unlink()
     stack = FakeStack(delay=0.001)
@@ -485,8 +486,8 @@ def test_a_group_that_fails_after_it_was_dropped_as_stale_is_left_out_once(tmp_p
     stack = FakeStack()
 
     class SlowToLeave(Environment):
-        """A rollout of the first task fails. The rollouts beside it are discarded when the trainer
-        has passed the bound."""
+        """A rollout of the first task fails. The other rollouts of this task end only when the
+        trainer has passed the bound."""
 
         first: int | None = None
 
@@ -536,7 +537,7 @@ def test_state_files_whose_names_differ_behind_the_last_dot_have_locks_of_their_
     with (
         file_lock(tmp_path / "lr-1e-5.lock"),
         file_lock(tmp_path / "lr-1e-5.0.lock"),
-    ):  # a thread may take its own again
+    ):  # a thread may take its own locks again
         asyncio.run(asyncio.to_thread(asyncio.run, loop.run()))
     check(stack, 1, 0)
 
@@ -636,7 +637,7 @@ def test_an_evaluation_whose_rollouts_all_fail_ends_the_loop_and_is_made_again(
 
 
 def scored(stack: FakeStack, rewards: dict[int, float]) -> Environment:
-    """Every answer of a step earns the same in an evaluation."""
+    """An environment in whose evaluations every answer of step s has the reward `rewards[s]`."""
 
     class Scored(Environment):
         async def rollout(self, task: int, sampler: Any) -> Trajectory:
@@ -659,7 +660,7 @@ def test_the_best_step_is_pinned_and_named_and_nothing_better_ends_the_loop(tmp_
     asyncio.run(loop.run())
     assert loop.evaluations.best() == (2, 0.9)
     assert stack.pinned == {2}
-    # The evaluation of step 5 ends it, and step 6 may be in training then.
+    # The evaluation of step 5 ends the training, and step 6 may be in training then.
     assert stack.newest == loop.last in (5, 6)
     made = stack.newest
     assert any("no evaluation was better than that of step 2" in line for line in said)
@@ -715,7 +716,7 @@ def test_evaluations_have_names_sampling_and_pass_at(tmp_path: Path) -> None:
     ("rewards", "k", "expected"),
     [
         ([[1, 0, 0, 0]], 1, 1 / 4),
-        ([[1, 0, 0, 0]], 2, 1 / 2),  # 3 of 6 pairs have it
+        ([[1, 0, 0, 0]], 2, 1 / 2),  # 3 of 6 pairs have a 1
         ([[1, 1, 0, 0]], 2, 5 / 6),
         ([[1, 0, 0, 0], [0, 0, 0, 0]], 4, 1 / 2),
         ([[1], [0, 0]], 2, 0.0),  # the first task lost a sample
@@ -764,7 +765,7 @@ def test_jobs_get_the_bounds_of_the_file(tmp_path: Path) -> None:
 
 
 def test_on_shared_gpus_no_job_trains_beside_an_evaluation(tmp_path: Path) -> None:
-    """vLLM would not answer until the job has ended."""
+    """If a job trained beside an evaluation, vLLM would not answer until the job has ended."""
     stack, beside = FakeStack(), []
     stack.shared_gpus = True
 
@@ -788,7 +789,8 @@ def test_on_shared_gpus_no_job_trains_beside_an_evaluation(tmp_path: Path) -> No
 
 
 def test_rollouts_longer_than_a_row_are_cut_and_counted(tmp_path: Path) -> None:
-    """If the job refuses these groups, the whole request is lost, and the loop ends."""
+    """Jobs truncate long rollouts. If a job refused their groups, the whole request would be lost,
+    and the loop would end."""
     stack = FakeStack()
     settings = config(steps=2, packing={"sequence_length": 3})
     run(settings, stack, tmp_path)

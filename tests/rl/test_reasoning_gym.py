@@ -10,7 +10,8 @@ from tandem.client.rl.config import EnvironmentSection
 from tandem.client.rl.environment import Environment
 from tandem.errors import InvalidInput
 
-# Three of its dependencies are built from source, so the locked environment does not have it.
+# Three dependencies of reasoning-gym are built from source, so the locked environment does not have
+# the package.
 pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: uv sync --extra reasoning-gym")
 
 

@@ -37,7 +37,7 @@ def line_of(mark: str) -> int:
 
 
 class Playing(Environment):
-    """`nth`: the number of the rollout."""
+    """An environment that counts its rollouts. `nth`: the number of the newest rollout."""
 
     nth = 0
 
@@ -109,7 +109,7 @@ def test_where_everything_is_discarded_the_loop_ends_with_the_reason(tmp_path: P
 
 
 class Plain(Environment):
-    """A plain function. Each of its calls gets a thread."""
+    """An environment whose `rollout` is a plain function. Each call of it gets a thread."""
 
     threads: set[int]
     never = False
@@ -169,7 +169,7 @@ def test_a_coroutine_that_takes_no_cancellation_is_left_behind(
     async def scene() -> None:
         nonlocal released
         await loop.run()
-        released = True  # otherwise the event loop of this test would wait for ever
+        released = True  # without the release, the test's event loop would wait for ever
 
     asyncio.run(scene())
     check(stack, 2, 0)
@@ -238,7 +238,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("kind", ["blocks", "waits", "ends"])
 def test_ctrl_c_and_the_end_wait_for_no_rollout(kind: str) -> None:
-    # A shell that starts the tests in the background has them ignore SIGINT.
+    # Tests that a shell starts in the background ignore SIGINT.
     heeds = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, "-c", BLOCKED, kind],
