@@ -50,7 +50,8 @@ ROUND = 40
 LAUNCHES = {"fork": 70, "resident": 15, "torchrun": 15}
 STOP_SECONDS, JOBS_SECONDS, SERVED_SECONDS = 90.0, 240.0, 180.0
 LATE_SECONDS = 20.0
-"""So far behind its pace the soak waits for no moment that seldom comes."""
+"""A soak that is more than these seconds behind its pace does not wait for moments that seldom
+come."""
 VOLUME_MIB = 320
 
 
@@ -91,7 +92,8 @@ class Soak:
         self.kills = 0
 
     def round(self, kills: int, launch: str) -> list[str]:
-        """Strike `kills` times. Returns the violations after that."""
+        """Strike programs with signals `kills` times, and then let everything end. Returns the
+        violations."""
         self.counts["launch"][launch] += kills
         problems = []
         if self.stack.launch_kind != launch:
@@ -156,8 +158,8 @@ class Soak:
         self._count(program, moment, how)
 
     def _strike_again(self, program: str) -> None:
-        """The next runner dies while it starts and settles the jobs of the runner before it. At
-        that time it has not imported torch."""
+        """Strikes the program again, so that the next runner dies while it starts and settles the
+        jobs of the runner before it. At that time the next runner has not imported torch."""
         end = time.monotonic() + self._rng.uniform(0.3, 2.0)
         while time.monotonic() < end:
             self._meanwhile()
@@ -215,7 +217,7 @@ class Soak:
             self.client.request("POST", f"/v1/runs/{run}/rollback", {"step": newest - step})
 
     def _kill_soon(self, victim: Victim) -> None:
-        """From another thread, within some milliseconds."""
+        """Kills the victim from another thread, within 30 ms."""
         threading.Timer(self._rng.uniform(0, 0.03), lambda: victim.send(signal.SIGKILL)).start()
         self._ledger.write("strike", program=victim.program, how="kill")
 
@@ -230,8 +232,8 @@ class Soak:
         return [str(path.relative_to(self.root)) for path in paths if check.JUNK not in path.name]
 
     def _not_served(self) -> list[str]:
-        """The publisher writes the record of the served step, and then the event of the step's
-        job."""
+        """The newest steps that are not served yet. The publisher writes the record of the served
+        step, and then the event of the step's job. A served step has both."""
         missing = []
         for run in self.root.glob("runs/[!.]*/checkpoints"):
             newest, served, told = max(run.glob("0*"), default=run), None, False
@@ -248,7 +250,8 @@ class Soak:
         return [] if self._victims(program) else [program]
 
     def _trainer_is_gone(self) -> list[str]:
-        """After a kill of `tandem up`, its supervisord may still be stopping programs."""
+        """Waits until no process of the trainer is left. After a kill of `tandem up`, its
+        supervisord may still be stopping programs."""
         return self._wait(
             "no process of the trainer", STOP_SECONDS, lambda: self._victims(CONTAINER)
         )

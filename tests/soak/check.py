@@ -32,7 +32,7 @@ ORDER = (
 # attempt begins.
 CHAIN = ("claimed", "started", "loaded", "step", "checkpoint")
 JUNK = "soak-junk"
-"""Part of the names of files that the soak itself put among the spool's."""
+"""A part of the names of files that the soak itself put among the spool's files."""
 
 
 @dataclass
@@ -40,14 +40,15 @@ class Ledger:
     """The soak's actions and the answers that it got, one JSON object per line: `{"kind": ...,
     ...}`."""
 
-    # Job id -> run; every request that was sent.
+    # Job id -> run, of every request that was sent.
     asked: dict[str, str] = field(default_factory=dict)
     accepted: set[str] = field(default_factory=set)  # job ids that were answered with success
     refused: set[str] = field(default_factory=set)  # job ids that were answered with a refusal
     damaged: set[str] = field(default_factory=set)  # job ids whose queued file was damaged
     repeated: set[str] = field(default_factory=set)  # accepted job ids that were submitted again
     runs: set[str] = field(default_factory=set)  # runs whose creation was answered with success
-    # Job id -> how many events it had when the volume became full, and when it had space again.
+    # Job id -> for each full volume: the number of the job's events when the volume became full,
+    # and the number when the volume had space again.
     full: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     torn: int = 0  # half lines that were written to event files
     strikes: int = 0  # signals to programs
@@ -99,8 +100,8 @@ class JobFile:
 
     @property
     def made_by_attempt(self) -> dict[int, list[int]]:
-        """The optimizer steps of each attempt that made any: those with an event, and those whose
-        event a full volume refused."""
+        """The optimizer steps of each attempt that made steps. A step counts if it has an event, or
+        if a full volume refused its event."""
         loaded = [event["attempt"] for event in self.events if event["type"] == "loaded"]
         found = {}
         for attempt in sorted({*loaded, *self.steps_by_attempt}):
@@ -111,8 +112,8 @@ class JobFile:
         return found
 
     def _left_out(self, attempt: int, ended: bool) -> list[int]:
-        """The steps without an event whose place among the events was reached while the volume was
-        full. `ended`: the attempt's checkpoint says that it made all of its steps."""
+        """The attempt's steps that have no event because the volume was full when the event was
+        due. `ended`: the attempt's checkpoint says that the attempt made all of its steps."""
         missing: list[int] = []
         told, place = 0, 0
         for number, event in enumerate(self.events):
@@ -127,8 +128,8 @@ class JobFile:
 
     @property
     def steps(self) -> int:
-        """The optimizer steps that the job's events name, else one for each epoch: the soak's jobs
-        have one batch."""
+        """The number of the job's optimizer steps, as the job's events name it. Without such events
+        it is the number of epochs, because the soak's jobs have one batch."""
         told = [data["steps"] for steps in self.steps_by_attempt.values() for data in steps]
         return int(told[0] if told else self.record["spec"]["optimizer"]["epochs"])
 
@@ -153,7 +154,8 @@ def violations(
 
 
 def _jobs(root: Path, ledger: Ledger, found: list[str]) -> dict[str, JobFile]:
-    """Every job, by id. It must have one directory, among the ended jobs or the damaged ones."""
+    """Every job, by id. A job must have one directory, among the ended jobs or among the damaged
+    jobs."""
     jobs = {}
     for path in (root / "jobs" / "damaged").iterdir():
         if JUNK in path.name:
@@ -286,9 +288,9 @@ def _check_order(job: JobFile, wrong: Any) -> None:
 
 
 def _check_steps(job: JobFile, wrong: Any) -> None:
-    """Each attempt's optimizer steps are 1, 2, 3, ...; the last attempt of a succeeded job has all
-    steps. A step that another attempt repeats, from the same checkpoint, has the same loss and
-    gradient, bit for bit."""
+    """Checks that each attempt's optimizer steps are 1, 2, 3, ..., and that the last attempt of a
+    succeeded job has all steps. If another attempt repeats a step from the same checkpoint, the
+    step has the same loss and the same gradient norm, bit for bit."""
     known: dict[int, dict[str, Any]] = {}
     for attempt, made in job.made_by_attempt.items():
         if made != list(range(1, len(made) + 1)):
@@ -312,8 +314,8 @@ def _check_steps(job: JobFile, wrong: Any) -> None:
 def _check_remains(
     root: Path, ledger: Ledger, jobs: dict[str, JobFile], found: list[str], swept: bool
 ) -> None:
-    """Files that a job needs only until its end are gone, and strikes left few temporary names.
-    With `swept` no temporary name is left."""
+    """Checks that files that a job needs only until its end are gone, and that strikes left few
+    temporary names. With `swept` no temporary name may be left."""
     for job in jobs.values():
         for path in job.directory.iterdir():
             if path.name not in ("job.json", "events.jsonl", "log"):

@@ -43,7 +43,8 @@ def check(root: Path, ledger: Any, jobs: dict[str, Any], found: list[str], *, se
 
 
 def _manifest(path: Path, run: str, found: list[str]) -> dict[str, Any] | None:
-    """The manifest, after comparing every file with it; None if it can't be read."""
+    """The manifest of a checkpoint; None if it can't be read. Every file is compared with the
+    manifest."""
     try:
         manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
         step = int(path.name.split("-")[0])
@@ -76,8 +77,8 @@ def _manifest(path: Path, run: str, found: list[str]) -> dict[str, Any] | None:
 
 
 def _check_origin(path: Path, manifest: dict[str, Any], job: Any, found: list[str]) -> None:
-    """The checkpoint was made by a succeeded job of its run, from the step before it, by that job's
-    last step."""
+    """Checks that a succeeded job of the run made the checkpoint: from the step before it, and by
+    the job's last optimizer step."""
     name = f"{manifest['run']}/{path.name}"
     if job is None or job.state == "damaged":
         if job is None:
@@ -104,8 +105,8 @@ def _check_origin(path: Path, manifest: dict[str, Any], job: Any, found: list[st
 def _check_weights(
     run: str, chain: dict[Path, dict[str, Any]], jobs: dict[str, Any], found: list[str]
 ) -> None:
-    """All adapters have the shapes of step 0 and finite numbers, and Adam counts every optimizer
-    step once."""
+    """Checks that all adapters have the shapes of step 0 and finite numbers, and that Adam counts
+    every optimizer step once."""
     shapes: dict[str, tuple[int, ...]] | None = None
     count = 0
     for path, manifest in chain.items():
@@ -141,8 +142,8 @@ def _check_served(
     found: list[str],
     served: bool,
 ) -> None:
-    """`served.json` names a step of the chain, with the bytes that it has, verified; `served`: the
-    newest step."""
+    """Checks that `served.json` names a verified step of the chain, with the hash of the step's
+    adapter. With `served` it must be the newest step."""
     try:
         record = json.loads((run / "served.json").read_text())
     except FileNotFoundError:

@@ -14,7 +14,7 @@ from soak.stack import API_KEY
 
 RUNS = ("a", "b", "c")
 PENDING = 3
-"""Jobs of a run that wait at the same time."""
+"""The number of a run's jobs that wait at the same time."""
 # The statuses with which the API answers when it can't serve now.
 LATER = (500, 502, 503, 504)
 
@@ -43,7 +43,7 @@ class Client:
             timeout=10,
             trust_env=False,
         )
-        # Of accepted jobs: run and request.
+        # Id of each accepted job -> its run and its request.
         self._bodies: dict[str, tuple[str, dict[str, Any]]] = {}
         self._made: set[str] = set()
         self._count = 0
@@ -118,7 +118,7 @@ class Client:
             time.sleep(self._rng.uniform(0.05, 0.5))
 
     def _repeat(self, job: str) -> None:
-        """The same request again is the same job."""
+        """Sends a job's request again, which must be the same job."""
         run, body = self._bodies[job]
         self._ledger.write("repeated", id=job)
         answer = self.request("POST", f"/v1/runs/{run}/train", body)

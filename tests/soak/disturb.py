@@ -18,9 +18,9 @@ from tandem.spool.locks import LockHeldError, file_lock
 from tandem.spool.paths import Paths
 
 CONTAINER = "trainer container"
-"""All of the trainer's processes at once, with SIGKILL."""
+"""A victim that stands for all of the trainer's processes at once; they get SIGKILL."""
 HOSTS = "hosts' containers"
-"""All processes of the hosts, the same way."""
+"""A victim that stands for all processes of the hosts at once; they get SIGKILL."""
 WEIGHTS = {
     "rank": 34,
     "leader": 4,
@@ -40,10 +40,10 @@ HOSTS_WEIGHTS = {name: weight for name, weight in WEIGHTS.items() if name != "ag
     "runner": 14,
     HOSTS: 3,
 }
-"""With the executor `hosts`, which has no torchrun."""
+"""The weights of victims with the executor `hosts`, which has no torchrun."""
 IMPORTS = {"runner", "forkserver", "agent", "up", "supervisord", CONTAINER}
-"""After their death somebody imports torch again, which takes seconds: they are struck less
-often."""
+"""Programs that are struck less often. After their death another process imports torch again, which
+takes seconds."""
 HOSTS_IMPORTS = {"forkserver", "host", HOSTS}
 EVENTS = ("claimed", "started", "loaded", "step", "checkpoint", "released", "requeued", *TERMINAL)
 SIGNALS = {"kill": 70, "term": 15, "stop-kill": 8, "stop-continue": 7}
@@ -51,8 +51,8 @@ CLOCKS = (-400 * 86400.0, -3600.0, -90.0, 90.0, 3600.0, 400 * 86400.0)
 
 
 class Moments:
-    """Waits for a random time, or for a moment: the newest event of a job, a request or a file with
-    this name."""
+    """Waits for a random time, or for a moment. A moment is the type of a job's newest event, or
+    `request`: the client's request is under way."""
 
     def __init__(self, root: Path, client: Client, rng: random.Random) -> None:
         self._root, self._client, self._rng = root, client, rng
@@ -67,8 +67,8 @@ class Moments:
         return "request" if program == "controller" else self._rng.choice(EVENTS)
 
     def wait(self, moment: str, longest: float, meanwhile: Callable[[], None]) -> str:
-        """Returns the moment, or "random" if it did not come within `longest` seconds. Calls
-        `meanwhile`."""
+        """Waits for the moment. Returns the moment, or "random" if it did not come within `longest`
+        seconds. Calls `meanwhile` while it waits."""
         if moment == "random":
             time.sleep(self._rng.uniform(0, min(1.5, longest)))
             return moment
@@ -85,8 +85,8 @@ class Moments:
         return "random"
 
     def _came(self, moment: str, known: dict[str, str]) -> bool:
-        """Whether the newest event of a job that runs, or ran at an earlier call, is new and of
-        type `moment`."""
+        """Whether a job has a new newest event of type `moment`. The jobs are those that run, and
+        those that ran at an earlier call."""
         came = False
         active = [path.name.split(",")[-1] for path in (self._root / "jobs/active").glob("[!.]*")]
         for job in {*active, *known}:
@@ -116,7 +116,7 @@ class Strikes:
         return bool(killed)
 
     def strike(self, victim: Victim, how: str) -> bool:
-        """Whether the victim still lived."""
+        """Signals the victim. Returns whether it still lived."""
         first = {"kill": signal.SIGKILL, "term": signal.SIGTERM}.get(how, signal.SIGSTOP)
         if not victim.send(first):
             return False
@@ -134,13 +134,14 @@ class Strikes:
 
 
 class Conditions:
-    """At most one of each kind at a time, for a second or two."""
+    """Conditions of the volume and of the clocks. There is at most one condition of each kind at a
+    time, and it lasts 0.5 to 8 s."""
 
     def __init__(self, stack: Stack, volume: Volume, rng: random.Random, ledger: Ledger) -> None:
         self._stack, self._volume, self._rng, self._ledger = stack, volume, rng, ledger
         self._now: dict[str, float] = {}  # kind -> when it ends
         self._clock: dict[str, float] = {}
-        self._events: dict[str, int] = {}  # by job: its events when the volume became full
+        self._events: dict[str, int] = {}  # job -> number of its events when the volume became full
         self.kinds = ["slow", "clocks", *(["full", "read-only"] if volume.mounted else [])]
 
     def begin(self) -> str | None:
@@ -194,7 +195,7 @@ class Conditions:
             self._tell()
 
     def _counted(self, also: Iterable[str] = ()) -> dict[str, int]:
-        """The events of each job that has not ended, and of `also`."""
+        """The number of events of each job that has not ended, and of each job in `also`."""
         counts, also = {}, {*also}
         for pattern in ("live/[!.]*/*/[!.]*", "ended/*/[!.]*"):
             for path in (self._volume.root / "jobs").glob(pattern):
@@ -248,7 +249,7 @@ class Damage:
         return self._rng.choice(paths) if paths else None
 
     def _spoil(self, path: Path) -> None:
-        """Truncate, empty, overwrite or flip."""
+        """Truncates the file, overwrites its beginning, or flips a bit of its first byte."""
         with path.open("r+b") as file:
             content = file.read()
             match self._rng.randrange(3):
@@ -278,8 +279,8 @@ class Damage:
         return True
 
     def _half_an_event(self) -> bool:
-        """Writes half of a line without its end, under the job's lock, as a writer that died. More
-        events follow."""
+        """Writes the beginning of a line under the job's lock, as a writer does that dies. Other
+        writers append more events after it."""
         if (path := self._some("jobs/live/[!.]*/*/[!.]*/events.jsonl")) is None:
             return False
         job = path.parent.name.split(",")[-1]

@@ -26,8 +26,8 @@ CONTAINERS: dict[str, dict[str, tuple[str, ...]]] = {
     "local": {"trainer": (*_PROGRAMS, *RANKS)},
     "hosts": {"trainer": _PROGRAMS, "hosts": ("host", *RANKS)},
 }
-"""Executor -> the programs of each kind of container. All hosts are struck together: their ranks
-do not tell their host."""
+"""Executor -> the programs of each kind of container. All hosts are struck together, because a
+rank's process does not show its host."""
 HOSTS = 2
 _MODULES = {
     "tandem": "up",
@@ -95,8 +95,8 @@ class Volume:
         self._filler.unlink(missing_ok=True)
 
     def read_only(self) -> bool:
-        """Files that are opened from now on are on a read-only mount of the same volume. Open files
-        are not affected. False if that did not succeed."""
+        """Mounts the volume onto itself read-only, for files that are opened from now on. Open
+        files are not affected. Returns False if the mount did not succeed."""
         subprocess.run(["mount", "--bind", str(self.root), str(self.root)], check=True)
         command = ["mount", "-o", "remount,bind,ro", str(self.root)]
         for _ in range(20):
@@ -209,7 +209,7 @@ class Stack:
         threading.Thread(target=self._keep_running, daemon=True).start()
 
     def set_conditions(self, conditions: dict[str, Any]) -> None:
-        """See `site/sitecustomize.py`."""
+        """Sets the conditions that `site/sitecustomize.py` reads."""
         staged = self.conditions.with_suffix(".new")
         staged.write_text(json.dumps(conditions))
         staged.replace(self.conditions)
@@ -298,8 +298,8 @@ class Stack:
         ]
 
     def _program(self, pid: int, found: dict[int, tuple[str, int, str]]) -> str:
-        """The fork server's children have its command line: leaders, and their children, the
-        ranks."""
+        """The program of a process. The fork server's children (leaders) and their children (ranks)
+        have the fork server's command line."""
         program, parent, _ = found[pid]
         depth = 0
         while program == "forkserver" and found.get(parent, ("",))[0] == "forkserver":
@@ -315,7 +315,7 @@ class Stack:
         return problems
 
     def keep_evidence(self) -> Path:
-        """A copy of the spool beside the logs."""
+        """Copies the spool beside the logs. Returns the directory of both."""
         shutil.copytree(
             self.root, self.work / "spool", ignore=shutil.ignore_patterns("soak-junk-filler")
         )

@@ -277,7 +277,7 @@ def test_a_job_that_was_refused_and_exists_is_found(good: Path) -> None:
 
 
 def test_the_soaks_own_damage_is_no_violation(good: Path, tmp_path: Path) -> None:
-    """A queued job that the soak damaged, as the spool sets it aside."""
+    """The spool sets aside a queued job that the soak damaged."""
     root = tmp_path / "spool"
     shutil.copytree(good / "spool", root)
     spool, ledger = Spool(root), Ledger.read(good / "ledger")
@@ -298,7 +298,7 @@ def test_the_soaks_own_damage_is_no_violation(good: Path, tmp_path: Path) -> Non
 def test_steps_that_a_full_volume_refused_are_no_violation(
     good: Path, tmp_path: Path, steps: tuple[int, ...]
 ) -> None:
-    """This is allowed only if the volume was full at this number of events, and only if the
+    """Steps may lack events only if the volume was full at this number of events, and only if the
     checkpoint says that the steps were made."""
     root, ledger = tmp_path / "spool", Ledger.read(good / "ledger")
     shutil.copytree(good / "spool", root)

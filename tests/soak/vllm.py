@@ -35,7 +35,7 @@ class ProbeVllm(FakeVllm):
             if long is not None and tokens == long["tokens"][: len(tokens)]:
                 found = dict(zip(long["positions"], long["logprobs"], strict=True))
                 return [found.get(position, -1.0) for position in range(1, len(tokens))]
-        return logprobs(tokens, 0.0)  # the identity's
+        return logprobs(tokens, 0.0)  # by the identity adapter
 
     def _probes(self, sha256: str) -> Iterator[dict[str, Any]]:
         for path in self._root.glob("runs/*/*/*/manifest.json"):
