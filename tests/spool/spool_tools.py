@@ -77,7 +77,7 @@ def submit(
     created: float | None = None,
     **more,
 ) -> Job:
-    """`created`: the time by the clock."""
+    """Submits a job. `created`: the time of the submission by the clock."""
     named = {"run": run, "job_id": job_id, "fingerprint": "f", "base_step": base_step}
     return spool.queue.submit(
         maker(run, **more), **named, now=time.time if created is None else lambda: created

@@ -90,7 +90,7 @@ class Case:
     # Each of these calls completes the operation after a death. If there is none, the operation is
     # repeated.
     complete: tuple[Callable[[Spool], object], ...] = ()
-    # An operation of several commits may show this state too, after a death between them.
+    # A state that an operation of several commits may show, too, after a death between the commits.
     between: Callable[[dict], bool] = lambda state: False
 
 
@@ -156,7 +156,8 @@ def recover_then_claim(spool: Spool) -> None:
     recover(spool, "new")
     claimed = spool.queue.claim("new")
     assert claimed.attempt in (1, 2)
-    # Removes the difference between the two, for the comparison with the undisturbed claim.
+    # Removes the difference between attempts 1 and 2, for the comparison with the undisturbed
+    # claim.
     path = job_path(spool, "j")
     path.write_text(claimed.model_copy(update={"attempt": 1, "last_error": None}).model_dump_json())
 

@@ -1,5 +1,5 @@
-"""One damaged file: the error names it, and everything else goes on. `tests/fuzz` looks for more of
-these."""
+"""One damaged file: the error names it, and everything else goes on. `tests/fuzz` damages more
+files in more ways."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def make_loop(path: Path) -> None:
 
 
 def make_link(path: Path) -> None:
-    """The link leads to an intact file, so that only the link is wrong."""
+    """Puts a link to the intact file in the file's place, so that only the link is wrong."""
     target = path.with_name(f".tmp-{path.name}")
     if path.exists():
         path.rename(target)
@@ -182,7 +182,7 @@ def test_links_that_lead_nowhere_have_no_size(tmp_path: Path) -> None:
 def test_a_job_that_one_look_finds_cut_off_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A FUSE mount that caches sizes shows a recently replaced file in this way."""
+    """A FUSE mount that caches sizes can cut off the content of a recently replaced file."""
     spool = spool_with_run(tmp_path)
     job = start(spool)
     looks, read_bytes = list[Path](), fs.read_bytes
@@ -200,7 +200,7 @@ def test_a_job_that_one_look_finds_cut_off_is_not_damaged(
 
 @pytest.mark.parametrize("state", ["queued", "running", "failed"])
 def test_a_damaged_job_goes_with_its_data(tmp_path: Path, state: str) -> None:
-    """Without a runner. Another job keeps its own."""
+    """A damaged job's data are removed without a runner. Another job keeps its data."""
     spool = spool_with_run(tmp_path)
     job, other = submit(spool), submit(spool)
     if state != "queued":

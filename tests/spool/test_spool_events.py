@@ -75,7 +75,8 @@ def test_a_torn_last_line_is_skipped_and_then_closed(spool, size):
 
 
 def test_several_processes_and_threads_append_while_others_read(spool):
-    """4 processes of 2 threads; seq is 0, 1, 2, …; every reader sees a growing, gapless prefix."""
+    """4 processes append, each with 2 threads. The events' seq are 0, 1, 2, …, and every reader
+    sees a growing part of them from 0 on, without gaps."""
 
     def write(marker):
         for i in range(25):

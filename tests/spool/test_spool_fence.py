@@ -1,5 +1,6 @@
-"""An ended attempt can't commit, append or offer, however late its processes go on. The tests use
-one mount, and a second mount (bindfs) that caches names and shares no locks."""
+"""An ended attempt can't commit a checkpoint, append an event or offer weights, however late its
+processes go on. The tests use one mount, and a second mount (bindfs) that caches names and shares
+no locks."""
 
 import multiprocessing
 import os
@@ -23,7 +24,7 @@ from tandem.spool.schema import Event, Job
 
 FORK = multiprocessing.get_context("fork")
 RACES = {False: 30, True: 1000}
-"""Without and with --all-cases."""
+"""The number of races between commit and fence, without and with --all-cases."""
 
 
 @pytest.fixture(params=["one mount", "bindfs"])
@@ -47,8 +48,9 @@ def seen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 def commit_as_rank(attempt: Attempt, job: Job, check: Callable[[], None], *, handle: int) -> None:
-    """Commits the staged checkpoint. `handle` (of the attempt's directory; -1: none): the rename
-    takes the name from there, as an NFS client does that has opened the directory before."""
+    """Commits the staged checkpoint. `handle`: a handle of the attempt's directory, or -1. With a
+    handle the rename finds the checkpoint by the handle, as an NFS client does that has opened the
+    directory before."""
 
     def rename(source: Path, target: Path) -> None:
         os.rename(source.name, target, src_dir_fd=handle)
@@ -70,7 +72,7 @@ def stage_for(spool: Spool, job: Job, content: bytes) -> Attempt:
 def test_a_frozen_rank_that_thaws_late_changes_nothing(
     tmp_path: Path, seen: Path, by_handle: bool
 ) -> None:
-    """It is stopped between its last look at the job and its rename."""
+    """The rank is stopped between its last look at the job and its rename."""
     runner = Spool(tmp_path / "spool")
     job = start(runner, "j")
     stage_for(runner, job, b"of the zombie")

@@ -113,7 +113,7 @@ def test_rename_dir_refuses_an_existing_target(tmp_path, monkeypatch):
     for target in ("b", "empty"):
         with pytest.raises(FileExistsError):
             fs.rename_dir(tmp_path / "a", tmp_path / target)
-    monkeypatch.setattr(fs, "exists", lambda _: False)  # it is made a moment later
+    monkeypatch.setattr(fs, "exists", lambda _: False)  # as if the target were made a moment later
     with pytest.raises(FileExistsError):
         fs.rename_dir(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "a").is_dir()
@@ -121,7 +121,7 @@ def test_rename_dir_refuses_an_existing_target(tmp_path, monkeypatch):
 
 
 def test_a_volume_that_syncs_no_directories_is_taken(tmp_path, monkeypatch):
-    """CIFS answers EINVAL."""
+    """CIFS answers EINVAL to fsync of a directory."""
 
     def fsync(fd, real=os.fsync):
         if Path(f"/proc/self/fd/{fd}").is_dir():
@@ -155,8 +155,8 @@ def test_locks_exclude_processes_and_die_with_their_holder(tmp_path):
 
     with file_lock(lock):
         assert in_child(held_elsewhere) == 0
-        # Another descriptor closed by this process doesn't give the lock away, as long as it goes
-        # through file_lock.
+        # A process keeps the lock when it closes another descriptor of the file, as long as
+        # file_lock has opened this descriptor.
         (tmp_path / "alias").symlink_to(tmp_path)
         for name in (lock, tmp_path / "alias/lock"):
             with file_lock(name):
@@ -173,7 +173,7 @@ def test_locks_exclude_processes_and_die_with_their_holder(tmp_path):
 
 
 def test_a_lock_that_can_not_be_asked_is_no_dead_runner(tmp_path, monkeypatch):
-    """Otherwise vLLM would wake on the GPUs of a job."""
+    """If the runner counted as dead, vLLM would wake on the GPUs of a job."""
     spool, now = spool_with_run(tmp_path), time.time()
     spool.hold.put(
         Hold(

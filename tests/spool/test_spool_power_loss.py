@@ -19,7 +19,7 @@ class Disk:
     """The content of the disk: each file and directory as of its last sync."""
 
     def __init__(self) -> None:
-        # Directory -> inode of each name, and if it is one.
+        # Directory -> name in it -> the name's inode, and whether this is a directory.
         self._names: dict[int, dict[str, tuple[int, bool]]] = {}
         self._contents: dict[int, bytes] = {}
 

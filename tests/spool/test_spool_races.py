@@ -37,7 +37,7 @@ FORK = multiprocessing.get_context("fork")
 
 @contextmanager
 def may_conflict(field: str) -> Iterator[None]:
-    """A Conflict about `field` is fine here."""
+    """Allows a Conflict about `field` in the context."""
     try:
         yield
     except Conflict as error:
@@ -168,8 +168,8 @@ def test_claims_cancels_requeues_and_submissions_race(spool):
 
 
 def _check_story(spool: Spool, job_id: str) -> None:
-    """claimed 1, requeued 1, claimed 2, …, at most one terminal event, which is the last and is the
-    state."""
+    """Checks a job's events: claimed 1, requeued 1, claimed 2, …, and at most one terminal event.
+    The terminal event is the last event, and its type is the job's state."""
     events = spool.events.read(job_id)
     assert [event.seq for event in events] == list(range(len(events)))
     state, job = spool.jobs.get(job_id)

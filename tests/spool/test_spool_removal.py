@@ -45,7 +45,7 @@ def train_logged(spool: Spool, run: str = "r") -> str:
 
 
 def hours_ago(spool: Spool, job_id: str, hours: float) -> None:
-    """Makes an ended job as old as this."""
+    """Makes an ended job `hours` old."""
     path = spool.paths.job_file(job_id)
     os.utime(path, (time.time() - hours * 3600,) * 2)
 
@@ -170,7 +170,7 @@ def test_whole_weights_of_the_two_newest_and_the_served_step_stay(spool):
     prune(spool, Settings())
     assert list(spool.merged.steps("r").values()) == [2, 4, 5]
     spool.served.withdraw("r")
-    spool.checkpoints.rollback("r", 3)  # its newest are 2 and 3
+    spool.checkpoints.rollback("r", 3)  # the run's newest steps are 2 and 3
     prune(spool, Settings())
     assert list(spool.merged.steps("r").values()) == [2]
     assert not list(spool.root.glob("runs/r/merged/.*"))
@@ -228,7 +228,8 @@ def test_what_can_not_be_removed_keeps_nothing_of_the_others(spool, monkeypatch)
 
 
 def test_a_fork_that_takes_long_is_not_swept_away(spool, monkeypatch):
-    """The time of its directory is the time of its first file."""
+    """The time of the fork's directory stays the time at which its first file was made, so newer
+    files in it count."""
     monkeypatch.setattr(recovery, "STALE_SECONDS", 3600.0)
     staged = spool.root / "runs" / f"{fs.TEMPORARY}{fs.new_ulid()}"
     (staged / "checkpoints").mkdir(parents=True)
@@ -243,7 +244,7 @@ def test_a_fork_that_takes_long_is_not_swept_away(spool, monkeypatch):
 
 
 def test_a_fork_whose_files_take_long_to_hash_is_not_swept_away(spool, monkeypatch):
-    """Each removal takes 50 minutes."""
+    """In this test each file takes 50 minutes to hash."""
     train_one(spool)
     monkeypatch.setattr(recovery, "STALE_SECONDS", 3600.0)
     sha256_file = fs.sha256_file

@@ -324,7 +324,7 @@ def test_a_job_is_queued_where_a_request_waits(spool: Spool, run: str):
 
     assert queued() == []
     spool.requests.append(run, 2, STEP)
-    assert queued() == []  # the first is missing
+    assert queued() == []  # the run's first request is missing
     spool.requests.append(run, 1, STEP)
     assert queued() == queued() == [run]
     job = spool.queue.claim("runner")
@@ -343,7 +343,8 @@ def test_a_job_is_queued_where_a_request_waits(spool: Spool, run: str):
 
 
 def test_a_run_that_trains_itself_keeps_nobody_waiting(spool: Spool, run: str):
-    """A session's ranks stay beside running jobs of other runs; they leave if a run has no room."""
+    """A session's ranks stay while jobs of other runs run beside them. The ranks leave if another
+    run waits and has no room."""
     other = spool.sessions.run_name(session_of(spool, run), 2)
     add_run(spool, other, session=session_of(spool, run))
     add_run(spool, "batch")

@@ -1,5 +1,5 @@
-"""The volume itself: made and opened, full, read-only, a file, moved, shared by two users; names;
-the runner's lock."""
+"""The volume itself: how it is made and opened; volumes that are full, read-only, a plain file,
+moved, or shared by two users; names; and the runner's lock."""
 
 import os
 import shutil
@@ -124,7 +124,8 @@ LATER = ("create", "cancel queued", "finish", "requeue", "commit")
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_disk_full_at_any_write_loses_nothing(memory_path, monkeypatch, name):
-    """`os.write` fails with ENOSPC from its `after`-th call on, having written half of that one."""
+    """The first `after` calls of `os.write` succeed. The next call writes half of its data, and all
+    later calls fail with ENOSPC."""
     for after in range(5):
         root = memory_path / str(after)
         spool = two_jobs(root)

@@ -41,9 +41,9 @@ class DiedError(BaseException):
 
 @contextmanager
 def dying_at(count: int) -> Iterator[None]:
-    """Raises DiedError instead of the `count`-th call within that changes the file system, and of
-    all calls after it: a dead process can't clean up. A write that dies writes half of its bytes
-    first; an open that dies empties its file."""
+    """Raises DiedError in place of the `count`-th call in the context that changes the file system.
+    All such calls after it raise DiedError too, because a dead process can't clean up. A write that
+    dies writes half of its bytes first; an open that dies empties its file."""
     calls = 0
 
     def mortal(real: Callable) -> Callable:
@@ -76,8 +76,8 @@ def full_disk(*args: object) -> NoReturn:
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Runs `work` in a forked child; its exit status: 0 if it ended well, -9 if it killed
-    itself."""
+    """Runs `work` in a forked child. Returns the child's exit status: 0 if it ended well, -9 if it
+    killed itself."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -104,7 +104,7 @@ def mounted(directory: Path, *options: str) -> Iterator[None]:
 
 @contextmanager
 def read_only(directory: Path) -> Iterator[None]:
-    """The directory, bind-mounted onto itself read-only."""
+    """Bind-mounts the directory onto itself, read-only, while the context lasts."""
     with mounted(directory, "--bind", str(directory)), mounted(directory, "-o", "remount,bind,ro"):
         yield
 
