@@ -26,7 +26,8 @@ from tandem.spool.schema import Job
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RUN = "learns"
 COARSE, SECOND_RL = 0, 3
-"""Steps from which the jobs start whose runner is killed: many optimizer steps, and one."""
+"""The runner is killed in the jobs that start from these two steps. The first job has many
+optimizer steps, and the second has one."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,22 @@ class Learned:
 
     report: dict[str, Any]
     data: list[str]
-    """Of each job, in their order: the fingerprint of its request, all rollouts included."""
+    """The fingerprint of each job's request with all its rollouts, in the order of the jobs."""
     files: list[dict[str, str]]
-    """Of each step's checkpoint: name → sha256."""
+    """For each step, the files of its checkpoint: name → sha256."""
     jobs: list[Job]
     claims: list[int]
-    """Of each job: how often a runner claimed it. One that adopts an attempt claims nothing."""
+    """The number of times that a runner claimed each job. A runner that adopts an attempt does not
+    claim the job."""
     hosts: list[int]
-    """Of each job: how many released their devices; 0 by the runner's own host."""
+    """The number of hosts that released their devices after each job; 0 if the ranks run on the
+    runner's own host."""
     ranks: set[int]
 
 
 class Killer(threading.Thread):
-    """Kills the runner with SIGKILL while ranks train a job from each of these steps."""
+    """Kills the runner with SIGKILL once for each of `steps`, while ranks train the job that starts
+    from this step."""
 
     def __init__(self, stack: LocalStack, steps: set[int]) -> None:
         super().__init__(daemon=True)
@@ -133,7 +137,7 @@ def test_the_same_bits_are_learned(local: Learned, executor: str, tmp_path: Path
     assert set(found.hosts) == ({0} if executor == "local" else {2})
     killed = [job.spec.base_step in (COARSE, SECOND_RL) for job in found.jobs]
     if executor == "local":
-        # The ranks end with their runner, and the next one begins the attempt again.
+        # The ranks end with their runner, and the next runner begins again with the job.
         assert found.claims[COARSE] == 2
         assert all(again or claims == 1 for again, claims in zip(killed, found.claims, strict=True))
     else:

@@ -1,8 +1,8 @@
 """The whole stack with a tiny model of each newer family. The trained step is verified and served,
 and gives the trained answers. With `--all-cases` the tests also serve the model that `tandem
-export` merges, on a stack of its own. For families that Tandem merges into vLLM's weights, they
-also use `TANDEM_WEIGHTS=merged`. tests/model/test_vision_wrappers.py compares merged models with
-their adapters."""
+export` merges, on a stack of its own. For families whose adapters Tandem merges into vLLM's
+weights, the tests also use `TANDEM_WEIGHTS=merged`. tests/model/test_vision_wrappers.py compares
+merged models with their adapters."""
 
 import subprocess
 import sys
@@ -27,9 +27,10 @@ class Family:
     model_type: str
     shape: dict[str, Any]
     targets: tuple[str, ...]
-    """The targets of a run that names none."""
+    """The targets of a run that names no targets."""
     error: float = 1e-4
-    """The error of served log-probs, in nats: some 1e-6 in fp32, and nats with a wrong kernel."""
+    """The largest allowed error of served log-probs, in nats. The error is some 1e-6 nats in fp32,
+    and whole nats with a wrong kernel."""
     variables: dict[str, str] = field(default_factory=dict)
 
 
@@ -142,7 +143,7 @@ def export(stack: LocalStack, step: int, directory: Path) -> None:
 def test_what_is_trained_is_served(name: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     family, first, second = FAMILIES[name], tmp_path / "first", tmp_path / "second"
     write_model(first, family.model_type, family.shape)
-    # Delta nets keep a state beside the cache, for as many requests as vLLM takes at once.
+    # In addition to the cache, delta nets keep a state for each request that vLLM takes at once.
     variables = {"TANDEM_VLLM_ARGS": "", **family.variables}
     with LocalStack(first, **variables) as stack:
         run = stack.client.create_run(RUN, lora={"rank": 8})
@@ -169,7 +170,7 @@ def test_what_is_trained_is_served(name: str, tmp_path: Path, pytestconfig: pyte
 @pytest.mark.sample(0)
 @pytest.mark.parametrize("model_type", MERGED)
 def test_merged_weights_are_served(model_type: str, tmp_path: Path) -> None:
-    """Only with `--all-cases`."""
+    """This test runs only with `--all-cases`."""
     write_model(tmp_path, model_type, MERGED[model_type])
     with LocalStack(tmp_path, TANDEM_WEIGHTS="merged") as stack:
         stack.client.create_run(RUN, lora={"rank": 8})

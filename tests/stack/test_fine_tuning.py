@@ -50,8 +50,7 @@ def command(stack: LocalStack, *arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell that starts the tests in the background has them ignore SIGINT, and so would this
-        # process.
+        # Tests that a shell starts in the background ignore SIGINT, and so would this process.
         preexec_fn=partial(  # noqa: PLW1509
             signal.signal, signal.SIGINT, signal.default_int_handler
         ),
@@ -130,8 +129,8 @@ def test_the_examples_learn(stack: LocalStack, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_client_without_extras_on_another_machine(stack: LocalStack, tmp_path: Path) -> None:
-    """The wheel in an environment of its own, with nothing but its dependencies, in a directory
-    without the source."""
+    """The wheel is installed in its own environment, with only its dependencies, and runs in a
+    directory without the source."""
     subprocess.run(
         [
             UV,
@@ -152,7 +151,7 @@ def test_a_client_without_extras_on_another_machine(stack: LocalStack, tmp_path:
         [UV, "venv", "-q", "--python", sys.executable, str(tmp_path / "venv")], check=True
     )
     install = [UV, "pip", "install", "-q", "--python", python, str(wheel)]
-    for attempt in range(3):  # the index sometimes refuses
+    for attempt in range(3):  # the package index sometimes refuses
         if subprocess.run(install, check=attempt == 2).returncode == 0:
             break
     extras = ("torch", "numpy", "transformers", "fastapi")

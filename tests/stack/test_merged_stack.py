@@ -1,7 +1,8 @@
-"""The whole stack with merged weights, by each way to vLLM.
+"""The whole stack with merged weights, by each way in which weights reach vLLM.
 
-`merge` has a mixture of experts and adapters on its experts too, which the CPU's vLLM can't serve
-as adapters. In the other ways the ranks of real jobs send whole weights.
+In the way `merge`, vLLM merges adapters. Its model is a mixture of experts with adapters on the
+experts, too. The CPU's vLLM can't serve such adapters unmerged. In the other ways the ranks of real
+jobs send whole weights.
 """
 
 import os
@@ -24,11 +25,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.one_of("st
 RUN = "merged"
 ON_GPUS = DEVICES["TANDEM_DEVICE"] == "cuda"
 ERROR = 0.05 if ON_GPUS else 1e-3
-"""Of the served log-probs, in nats."""
+"""The largest allowed error of the served log-probs, in nats."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Files are for --all-cases: tests/inference/test_whole_vllm.py has them too."""
+    """The way `volume`, which uses files, is tested only with --all-cases, because
+    tests/inference/test_whole_vllm.py tests it, too."""
     ways = [
         "merge",
         "nccl",
@@ -132,7 +134,7 @@ def test_a_run_of_all_weights_takes_the_place_of_a_deleted_one(stack: LocalStack
 def test_a_vllm_that_starts_again_answers_nobody_before_it_has_the_newest_step(
     stack: LocalStack,
 ) -> None:
-    """All weights are read from the checkpoint again."""
+    """The new vLLM reads all weights from the checkpoint again."""
     (run,) = (found.spec.name for found in stack.client.list_runs())
     before, expected = stack.spool.served.get(run), sample(stack, run).json()["choices"]
     for pid in stack.pids("vllm"):

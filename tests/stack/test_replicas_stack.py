@@ -1,6 +1,6 @@
 """Two real vLLM servers behind the real HAProxy: yes/no/maybe learns as with one server, although
 one of the servers dies by kill -9. Requests from outside never get an older step than the announced
-one."""
+step."""
 
 import asyncio
 import shutil
@@ -63,7 +63,7 @@ def stack(
         "OMP_NUM_THREADS": "2",
     }
     root = tmp_path_factory.mktemp(request.param) / "spool"
-    tiny_model.write_tiny_qwen3(root / "models" / "tiny")  # the demo's
+    tiny_model.write_tiny_qwen3(root / "models" / "tiny")  # the demo's model
     with LocalStack(root, **variables) as running:
         yield running
 
@@ -93,7 +93,7 @@ class Stranger(threading.Thread):
         while not self.stopped:
             time.sleep(0.05)
             record = None
-            with suppress(NotFound):  # it is not made yet
+            with suppress(NotFound):  # the run is not made yet
                 record = self.stack.spool.served.get(RUN)
             if record is None:
                 continue

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RUN = "faulty"
 CPU = DEVICES["TANDEM_DEVICE"] == "cpu"
 SERVED_BOUND = 180
-"""Longest until a step is served, in seconds."""
+"""The longest time until a step is served, in seconds."""
 SETTINGS = {
     **DEVICES,
     # If a process computes before it forks, its children wait for a second thread that does not
@@ -102,8 +102,8 @@ def test_the_demo_learns(stack: LocalStack, out: Path) -> None:
 
 
 def test_vllm_serves_the_demos_steps_exactly(stack: LocalStack) -> None:
-    """float32 on both sides: the error is far below the tolerance, though the adapters changed the
-    log-probs a lot."""
+    """Trainer and vLLM compute in float32, so the error is far below the tolerance, although the
+    adapters changed the log-probs a lot."""
     moved = []
     for step in stack.spool.checkpoints.steps(demo.RUN)[1:]:
         manifest = stack.spool.checkpoints.manifest(demo.RUN, step)
@@ -214,8 +214,8 @@ def kill(stack: LocalStack, program: str, job: str) -> None:
 
 
 def test_an_engine_that_stops_is_noticed_while_the_trainers_programs_die(stack: LocalStack) -> None:
-    """In the middle of a request. The next vLLM serves all steps. tests/soak kills at many more
-    moments."""
+    """vLLM's engine stops in the middle of a request. The next vLLM serves all steps. tests/soak
+    kills at many more moments."""
     (server,) = stack.pids("vllm")
     engine = engine_of(server)
     threading.Thread(target=ask, args=(stack, "base", 4000), daemon=True).start()

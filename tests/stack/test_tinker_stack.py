@@ -109,7 +109,7 @@ def test_what_vllm_samples(client: tinker.ServiceClient) -> None:
     assert all(len(best) == 2 and best[0][1] >= best[1][1] for best in one.topk_logprobs)
     again = sampler.sample(prompt(given), 8, asked).result()
     assert [seq.tokens for seq in again.sequences] == [seq.tokens for seq in found.sequences]
-    # The stop token is one of the tokens.
+    # The stop token is the last token of the sample.
     at = next(i for i, token in enumerate(one.tokens) if token not in one.tokens[:i] and i > 0)
     stopping = types.SamplingParams(max_tokens=12, seed=2, stop=[one.tokens[at]])
     stopped = sampler.sample(prompt(given), 8, stopping).result().sequences[chosen]
