@@ -29,7 +29,7 @@ def main(name: str) -> None:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     if order == "orphans":
         for _ in range(3):
-            # Its parent ends at once. The child ends a little later, as the child of another
+            # The shell ends at once. Its child `sleep` ends 0.2 s later, as the child of another
             # process.
             subprocess.run(["sh", "-c", "sleep 0.2 &"], check=True)
             print("orphaned", flush=True)

@@ -1,5 +1,5 @@
-"""python -m start_up: `tandem up`, with short bounds, of the role and programs (as JSON) that the
-environment names."""
+"""python -m start_up: runs `tandem up` with short bounds. The environment names the role and, as
+JSON, the programs."""
 
 import json
 import os

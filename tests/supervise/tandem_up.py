@@ -21,8 +21,8 @@ AB = (
 
 
 class Up:
-    """`programs`: fields of `Program`. The constructor does not wait. No process is left after
-    `close`."""
+    """A `tandem up`. `programs`: the fields of each `Program`. The constructor does not wait for
+    the programs. No process is left after `close`."""
 
     def __init__(
         self, root: Path, role: str = "all", programs: tuple[dict, ...] = AB, **variables: str
@@ -65,7 +65,7 @@ class Up:
         """The pid of the process whose command line ends with these words, or has them after
         `-m`."""
         for process in self.left():
-            with suppress(OSError):  # another one, which has ended by now
+            with suppress(OSError):  # another process, which has ended by now
                 line = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")
                 if "-m" in line and line[line.index("-m") + 1 :][: len(words)] == list(words):
                     return process.pid
@@ -81,5 +81,5 @@ class Up:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        print(f"---- {self.out.name}", self.text(), sep="\n")  # shown where the test failed
+        print(f"---- {self.out.name}", self.text(), sep="\n")  # pytest shows it if the test failed
         processes.kill_all(self.left, timeout=10)

@@ -1,5 +1,5 @@
-"""The images' health check, against programs under a real supervisord that stand in for the real
-ones."""
+"""The images' health check, against programs under a real supervisord. The programs stand in for
+those of the images."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from waiting import until
 
 
 def check(environment, role):
-    """(exit status, the line)"""
+    """Runs the health check of `role`. Returns (exit status, the printed line)."""
     done = subprocess.run(
         [sys.executable, "-m", "tandem.supervise.health"],
         check=False,
@@ -57,8 +57,8 @@ def test_a_trainer_is_healthy_while_its_runner_runs_and_holds_the_lock(up, tmp_p
 
 @contextmanager
 def server(port: int, answers: dict[str, tuple[int, Any]]) -> Iterator[set]:
-    """Answers each path with (status, body); if this is None, with half of a body. Yields the
-    requested paths and keys."""
+    """A server that answers each path with (status, body). If the body is None, it sends only a
+    part of a body. Yields the requested paths and keys."""
     requests = set()
 
     class Handler(BaseHTTPRequestHandler):
@@ -149,7 +149,7 @@ def test_a_loop_that_does_not_turn_any_more_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_ROLE", "trainer")
     settings, directory = Settings(root=tmp_path), runtime_dir(tmp_path, "trainer")
     monkeypatch.setenv("TANDEM_ALIVE_DIR", str(directory))
-    assert stopped_loops(settings, "trainer") == []  # it has not begun
+    assert stopped_loops(settings, "trainer") == []  # no loop has begun
     for program in ("up", "runner", "publisher"):
         liveness.beat(program)
         os.utime(directory / f"{program}.alive", (0, time.time() - 100))

@@ -38,8 +38,8 @@ needs_haproxy = pytest.mark.skipif(
 
 
 class Server:
-    """Answers with its name and the request if it has permission; otherwise with 503, as a
-    replica's vLLM does."""
+    """Answers with its name and the request while it is ready, and with 503 while it is not ready,
+    as a replica's vLLM does."""
 
     def __init__(self, name: str, port: int) -> None:
         self.name, self.port = name, port
@@ -175,7 +175,7 @@ def test_requests_of_a_server_that_dies_or_is_not_ready_are_answered_by_the_othe
     first = proxied.ask_all(keys)
     mine = [key for key, server in zip(keys, first, strict=True) if server == "s0"][:10]
     proxied.servers["s0"].ready = False
-    time.sleep(1.5)  # two checks; a replica answers for 2 s still
+    time.sleep(1.5)  # two health checks; a replica still answers for 2 s
     asked = len(proxied.servers["s0"].asked)
     after = [proxied.ask(*key)["server"] for key in mine]
     assert "s0" not in after
@@ -222,13 +222,13 @@ def test_a_request_that_a_server_takes_to_its_grave_is_sent_to_another(tmp_path:
         url = f"http://127.0.0.1:{port}/v1/chat/completions"
 
         def ask(number: int) -> int:
-            # Odd ones are as long as a conversation.
+            # Requests with odd numbers are as long as a conversation.
             body = b"x" * (60_000 if number % 2 else 100)
             headers = {GROUP_HEADER: f"g{number}"}
             return httpx.post(url, content=body, headers=headers, timeout=60).status_code
 
         other.ready = False
-        time.sleep(1.5)  # all of them go to the one that dies
+        time.sleep(1.5)  # all requests go to the server that dies
         with ThreadPoolExecutor(20) as pool:
             answers = [pool.submit(ask, number) for number in range(20)]
             assert process.stdout is not None
@@ -335,7 +335,7 @@ def test_a_server_that_is_about_to_be_stopped_ends_its_requests(
     thread.start()
     until("the publisher is told", leaving.exists)
     time.sleep(2)
-    vllm.ready_until = 0.0  # its publisher has read it
+    vllm.ready_until = 0.0  # its publisher has read the file
     time.sleep(2)
     assert not ended, "a request runs"
     vllm.in_use = set()

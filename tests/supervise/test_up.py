@@ -82,8 +82,8 @@ def test_a_program_that_does_not_stay_up_ends_everything_and_is_named(up, how, c
 
 
 def test_a_costly_program_that_is_about_to_start_again_stays_up(tmp_path, monkeypatch):
-    """A program has no process for a moment. At this moment another program that can't be started
-    does not end the stack."""
+    """The costly program has no process for a moment. If another program can't be started at this
+    moment, the stack does not end."""
     monkeypatch.setattr(supervisord, "start_again", lambda *_: None)
     programs = [Program("a", "a", 1, costly=True), Program("b", "b", 1)]
     for name in "ab":
@@ -165,7 +165,7 @@ def test_what_a_killed_one_left_ends_before_the_next_starts_its_programs(up):
     first.until("a runs")
     left = first.pid("fake_program", "a")
     supervisord = first.pid("supervisor.supervisord")
-    os.kill(supervisord, signal.SIGSTOP)  # so that it stops nothing any more
+    os.kill(supervisord, signal.SIGSTOP)  # so that supervisord stops nothing any more
     first.process.kill()
     os.kill(supervisord, signal.SIGKILL)
     first.process.wait()
@@ -208,7 +208,8 @@ TWINS = tuple(
 
 
 def test_programs_of_a_kind_stop_at_once(up):
-    """So several inference servers stop within the time of one."""
+    """Programs of one kind stop at the same time, so several inference servers stop within the time
+    of one server."""
     stack = up(programs=(AB[0], *TWINS), FAKE_B0="stubborn", FAKE_B1="stubborn")
     for n in range(2):
         stack.until(f"b-{n} | b{n} runs")
@@ -248,8 +249,8 @@ def test_as_json_every_line_is_an_object_that_names_its_program(up):
 
 
 def test_the_runner_gets_no_way_to_vllm(tmp_path, monkeypatch):
-    """Its environment has the variables of vLLM's address and admin token, empty: settings take
-    them for unset."""
+    """The runner's environment has empty variables for vLLM's address and admin token. Settings
+    treat an empty variable as unset."""
     config = ConfigParser(interpolation=None)
     config.read(supervisord.write_config(tmp_path, tmp_path, supervisord.PROGRAMS["all"]))
     for name in ("vllm", "publisher", "runner"):

@@ -1,6 +1,6 @@
 """`tandem up --role` as a pod's container runs it: the first process; a user without name, groups
 and capabilities; a root file system that is read-only but for /tmp, /run and the volume.
-tests/docker has it under an init.
+tests/docker runs it under an init process.
 """
 
 import json
@@ -106,5 +106,5 @@ def test_first_process_without_name_on_a_read_only_root(tmp_path):
     finally:
         container.kill()
         container.wait()
-        print(out.read_text())  # shown where the test failed
+        print(out.read_text())  # pytest shows it if the test failed
         processes.kill_all(lambda: processes.marked("VOLUME", str(volume)), timeout=10)

@@ -45,7 +45,7 @@ def test_what_metrics_say():
 
 
 class Watched:
-    """A `Progress` asked every 10 s; stall_seconds 300."""
+    """A `Progress` that is asked every 10 s, with 300 as its stall_seconds."""
 
     def __init__(self) -> None:
         self.progress = Progress(300, 10)
@@ -80,7 +80,7 @@ def test_no_token_while_requests_run_is_a_stall():
 def test_idle_asleep_or_paused_is_no_stall(sample, paused):
     watched = Watched()
     assert watched.see(3000, sample, paused=paused) is None
-    # It counts from its end.
+    # The time of a stall counts from the end of this state.
     assert watched.see(300, Sample(2, 5)) is None
     assert watched.see(40, Sample(2, 5)) is not None
 
@@ -105,14 +105,14 @@ def test_loading_is_no_stall_however_long_and_not_answering_any_more_is():
 
 
 def test_who_may_let_vllm_sleep(tmp_path):
-    """On shared GPUs only a hold whose deadline has not passed counts. Without the volume the
-    answer is unknown."""
+    """On shared GPUs, vLLM may sleep only while there is a hold whose deadline has not passed.
+    Without the volume the answer is unknown."""
     spool, now = Spool.create(tmp_path / "spool"), time.time()
 
     def may_sleep(root=spool.root, **settings) -> bool:
         return Watchdog(Settings(root=root, **settings), "", print)._may_sleep()
 
-    assert may_sleep()  # requests of its own users
+    assert may_sleep()  # by requests of vLLM's own users
     assert not may_sleep(gpu_mode="shared")
     for seconds in (60, -60):
         spool.hold.put(
