@@ -35,7 +35,8 @@ def test_directories_that_others_can_use_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", [{}, {"TORCHINDUCTOR_CACHE_DIR": "i", "TRITON_CACHE_DIR": "t"}])
 def test_compiled_code_lies_in_directories_of_this_user(tmp_path: Path, monkeypatch, given) -> None:
-    """torch uses /tmp/torchinductor_<uid> even if another user made it, and unpickles its files."""
+    """torch uses the directory /tmp/torchinductor_<uid> even if another user made it, and unpickles
+    the directory's files."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)

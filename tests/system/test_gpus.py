@@ -29,10 +29,10 @@ def test_devices_are_known_by_uuid(three, monkeypatch):
     with pytest.raises(InvalidInput, match="TANDEM_TRAINER_DEVICES: '7' does not name one"):
         devices("7")
     with pytest.raises(InvalidInput):
-        devices("GPU-bb")  # two begin so
+        devices("GPU-bb")  # two UUIDs begin with this
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     assert devices().uuids == (C,)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # none, as CUDA has it
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # no GPUs, as for CUDA
     assert devices(device="auto").uuids == ()
     assert devices("1").uuids == (B,)
     with pytest.raises(InvalidInput, match="CUDA_VISIBLE_DEVICES: empty"):
@@ -47,7 +47,7 @@ def test_a_mig_device_is_known_by_its_own_uuid_and_measured_by_itself(nvml):
     assert devices().uuids == ("MIG-1", "MIG-2", B)
     assert devices("MIG-2", "1").used() == {"MIG-2": USED, B: 0}
     with pytest.raises(InvalidInput, match="MIG-1"):
-        devices("0")  # both are on it
+        devices("0")  # both MIG devices are on GPU 0
 
 
 def test_in_use_and_not_answering_are_both_not_free(three, caplog):

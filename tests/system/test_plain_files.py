@@ -1,4 +1,5 @@
-"""Files that others wrote are opened in one way: no link, no FIFO, no more bytes than expected."""
+"""Files that others wrote are opened in one way, which accepts no link, no FIFO and no more bytes
+than expected."""
 
 import ast
 import os
@@ -66,7 +67,7 @@ EXCEPTIONS = {
     "trainer/rank/model_files.py ModelFiles.create": "the base model",
     "trainer/rank/model_files.py ModelFiles.write": WRITTEN,
 }
-"""Functions that open files in another way, and why they may."""
+"""Functions that open files in another way, and the reason why this is safe."""
 
 OPENERS = {"open", "read_text", "read_bytes", "copyfile", "copy2", "copytree", "memmap"}
 OPENERS |= {"open_memmap", "safe_open", "load_file"}
@@ -91,10 +92,10 @@ def _opens(call: ast.Call) -> bool:
     called = ast.unparse(call.func)
     if called in NO_OPENERS or called.rpartition(".")[2] not in OPENERS:
         return False
-    if called == "np.memmap":  # of a file that is open
+    if called == "np.memmap":  # a memmap of an open file
         return ast.unparse(call.args[0]) != "file"
     modes = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
-    return "xb" not in modes  # which opens nothing that exists
+    return "xb" not in modes  # "xb" opens nothing that exists
 
 
 def test_every_other_way_to_open_a_file_has_a_reason():
