@@ -94,14 +94,14 @@ def server(root: Path) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def no_jobs_left(server: Server) -> Iterator[None]:
-    """Cancels the jobs that a test left in the queue, so that the next test claims its own."""
+    """Cancels the jobs that a test left in the queue, so that the next test claims its own jobs."""
     yield
     for _, job in server.spool.jobs.list(states=("queued", "running")):
         server.spool.queue.cancel(job.spec.id)
 
 
 class Process:
-    """`python -m tandem.controller`."""
+    """A process of `python -m tandem.controller`."""
 
     def __init__(self, root: Path, **variables: str) -> None:
         self.held = ports.reserve()

@@ -53,7 +53,7 @@ LEAST_COMPOSE = (2, 24)  # the compose files use `!reset` and `!override`
 
 
 def require_engine() -> None:
-    """Skip the test without a Docker engine and its Compose, or fail it where
+    """Skip the test without a Docker engine and its Compose, or fail it if
     TANDEM_REQUIRE_DOCKER=1."""
     require_compose()
     if os.environ.get("TANDEM_REQUIRE_DOCKER") == "1":

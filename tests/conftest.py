@@ -17,8 +17,8 @@ import every_process.sitecustomize
 from fake_nvml import FakeNvml
 from tandem.system.environment import omp_waiting
 
-# The variable of OpenMP's waiting threads is set before torch is loaded, because other programs
-# compute beside this process, too.
+# GOMP_SPINCOUNT is set before torch is loaded. It is needed because other programs compute beside
+# this process, too.
 os.environ.update(omp_waiting(os.environ))
 # If several programs share two cores, a tiny model's two threads only wait for each other. The
 # waiting took a fifth of the CPU time of tests with a real vLLM. tests/stack/test_stack.py and the
@@ -84,8 +84,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _begins(group: list[pytest.Item]) -> tuple[bool, bool, bool, int]:
     """The sort key of a group of tests. Workers take groups in this order: the group of the Docker
-    engine, groups with only slow tests, groups with a slow test, and then groups with most tests.
-    So the last groups are short."""
+    engine, groups with only slow tests, groups with a slow test, and then larger groups before
+    smaller groups. So the last groups are short."""
     slow = [item.get_closest_marker("slow") is not None for item in group]
     docker = any(item.get_closest_marker("docker") for item in group)
     return not docker, not all(slow), not any(slow), -len(group)

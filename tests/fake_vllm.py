@@ -52,7 +52,7 @@ class FakeVllm:
         self.max_model_len = 4096
         self.statuses: dict[str, list[int]] = {}  # statuses of the next answers, by path
         self.problem = "not now"  # the message of answers with these statuses
-        self.list_seconds = 0.0  # that an answer with the list of models takes
+        self.list_seconds = 0.0  # duration of an answer with the list of models
         self.used: dict[str, float] = {}  # adapter -> Unix seconds of its last request
         self.merged_phase = ""  # with merged weights: the answer to GET /tandem/merged
         self.asleep = False

@@ -66,8 +66,8 @@ def without_buffers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def saved(model, directory: Path, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The values of the model's parameters by the names of its files, as transformers writes
-    them."""
+    """Writes `values` as transformers writes the model's parameters. Returns the written tensors by
+    their names in the files."""
     other = transformers.AutoModelForCausalLM.from_config(model.config)
     with torch.no_grad():
         for name, parameter in other.named_parameters():

@@ -23,8 +23,8 @@ from tandem.system import processes
 
 
 def fork_ranks(count: int, run: Callable[..., None], *arguments: object) -> None:
-    """`run(rank, count, port, *arguments)` in each of `count` processes at once. All processes must
-    succeed.
+    """Calls `run(rank, count, port, *arguments)` in each of `count` processes at once. All
+    processes must succeed.
 
     The processes are forked from this process, so they have its imports.
     """
@@ -40,8 +40,8 @@ def fork_ranks(count: int, run: Callable[..., None], *arguments: object) -> None
 
 
 def start_rank(environment: dict[str, str], log: Path, script: str, *arguments: str) -> BaseProcess:
-    """`python <script> <arguments>` in this environment, forked from a server that has imported the
-    modules that ranks import.
+    """Starts `python <script> <arguments>` in this environment, forked from a server that has
+    imported the modules that ranks import.
 
     The imports take a process 5 s of CPU time. The rank's output goes to `log`.
     """
@@ -105,8 +105,8 @@ def run_ranks(count: int, script: str, *arguments: str) -> None:
 
 
 def run_program(script: str, *arguments: str, seconds: float) -> str:
-    """`python <script> <arguments>`, forked like `start_rank`. It must succeed within `seconds`.
-    Returns its output."""
+    """Runs `python <script> <arguments>`, forked as by `start_rank`. The program must succeed
+    within `seconds`. Returns its output."""
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "log"
         program = start_rank(os.environ | {"OMP_NUM_THREADS": "1"}, log, script, *arguments)

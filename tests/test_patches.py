@@ -163,7 +163,8 @@ DOCUMENTED = {
 
 
 class Finder:
-    """The assignments in one file to names of other packages, and of methods to objects."""
+    """The assignments in one file: those to names of other packages, and those of methods to
+    objects."""
 
     def __init__(self, source: str, modules: dict[str, dict[str, str]] | None = None) -> None:
         """`modules`: the imported names of each of Tandem's modules."""

@@ -115,7 +115,8 @@ VISIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": ("ministral3", PIXTRAL),
     "gemma4": ("gemma4_text", GEMMA4_VISION),
 }
-"""Families of checkpoints with a vision tower: the text model's, and the tower's config."""
+"""Family of checkpoints with a vision tower -> the family of its text model, and the tower's
+config."""
 GEMMA4: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 3,
     "sliding_window": 7,
@@ -226,7 +227,7 @@ def write_random_model(
                     )
     directory.mkdir(parents=True, exist_ok=True)
     model.to(torch.float32).save_pretrained(directory)
-    if family == "qwen3_vl_moe":  # published files have these dimensions in the other order
+    if family == "qwen3_vl_moe":  # published files have the experts' tensors transposed
         file = directory / "model.safetensors"
         stacked = load_file(file)
         for name, value in stacked.items():

@@ -161,7 +161,8 @@ def test_a_job_is_cancelled_on_all_hosts(stack: AgentStack) -> None:
 def test_ranks_without_a_runner_end_by_themselves(
     stack: AgentStack, request: pytest.FixtureRequest
 ) -> None:
-    """A later runner puts the job back into the queue."""
+    """Ranks end by themselves after their runner has died. A later runner puts the job back into
+    the queue."""
     if not request.config.option.all_cases:
         pytest.skip("runs with --all-cases; test_one_attempt.py has the agent's part")
     job_id = stack.submit(stack.run("orphans"), do="wait", until=1)

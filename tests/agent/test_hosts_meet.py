@@ -353,8 +353,8 @@ def test_a_store_whose_port_is_silent_is_named_with_its_address_and_port(
 
 
 def test_the_stores_port_is_open_on_the_hosts_own_address_alone_and_to_everybody_there() -> None:
-    """Only the network's own rules keep other hosts away from the port, as docs/topologies.md
-    says."""
+    """Only the network's own rules keep other hosts away from the store's port, as
+    docs/topologies.md says."""
     with routed_hosts() as net:
         host, third = net.hosts[0], net.router
         done(f"ip -n {host} addr add 10.231.79.1/24 dev eth0")

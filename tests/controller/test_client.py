@@ -165,7 +165,7 @@ class LosesAnswers(httpx.HTTPTransport):
 
 @pytest.fixture
 def lossy(server):
-    """A client, and its transport, which loses answers."""
+    """A client and its transport. The transport loses answers."""
     with Tandem(server.url, KEY, patience=20) as client:
         client._client._transport = LosesAnswers()
         yield client, client._client._transport

@@ -116,7 +116,7 @@ def test_train_and_wait_until_served(client, server, run):
     )
     thread.join()
     assert job.state == "succeeded"
-    assert "succeeded" in [e.type for e in seen]  # `served` may arrive with it
+    assert "succeeded" in [e.type for e in seen]  # `served` may arrive at the same time
     assert client.job_events(job.id)[-1].type == "served"
 
 

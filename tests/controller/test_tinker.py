@@ -220,7 +220,7 @@ def test_a_model_begins_from_a_checkpoint(
 
 
 def test_large_data_go_in_parts_side_by_side(spool: Spool, model: tinker.TrainingClient) -> None:
-    """The first part is sent last, and the ranks wait for it."""
+    """The client sends the first part of large data last, and the ranks wait for this part."""
     data = [datum([1, 2, 3]) for _ in range(2500)]
     result = model.forward_backward(data, "cross_entropy").result(timeout=120)
     assert len(result.loss_fn_outputs) == 2500

@@ -25,7 +25,7 @@ def stack(images: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Co
     """One running stack for `test_running_stack` and then `test_stack_faults`, on a data volume of
     1.2 GB in memory.
 
-    A container keeps the volume in use, because the engine empties an unused one.
+    A container keeps the volume in use, because the engine empties an unused volume.
     """
     directory = tmp_path_factory.mktemp("stack")
     volume = f"tandem-test-{secrets.token_hex(3)}-data"

@@ -178,7 +178,8 @@ def test_preflight_refuses_a_model_that_its_user_cannot_read(images, tmp_path):
 
 
 def test_nvlink_has_the_four_things_that_nccl_needs():
-    """One network, one /dev/shm, one NCCL_HOSTID, and all GPUs visible in both containers."""
+    """NCCL needs one network, one /dev/shm, one NCCL_HOSTID, and all GPUs visible in both
+    containers."""
     given = {"TANDEM_TRAINER_DEVICES": "0,2", "TANDEM_INFERENCE_DEVICES": "1,3"}
     config = Compose(MAIN, NVLINK).config(**given)
     host_ids = set()
@@ -400,7 +401,7 @@ def test_each_of_several_hosts_has_an_agent_with_its_gpus_and_the_runner_has_non
 NOT_PASSED = {
     f"TANDEM_{name}"
     for name in (
-        # Set by the images; docker-compose.cpu.yml sets the device too.
+        # The images set these variables; docker-compose.cpu.yml sets the device, too.
         "ROOT",
         "LOG_DIR",
         "DEVICE",
@@ -409,8 +410,8 @@ NOT_PASSED = {
         "METRICS_HOST",
         # `tandem up` gives each inference server of a container its name.
         "REPLICA",
-        # Fixed in the containers. TANDEM_CONTROLLER_PORT and TANDEM_INFERENCE_PORT are the
-        # published ports.
+        # These ports are fixed in the containers. TANDEM_CONTROLLER_PORT and TANDEM_INFERENCE_PORT
+        # are the published ports.
         "CONTROLLER_PORT",
         "INFERENCE_PORT",
         "METRICS_PORT",
@@ -493,7 +494,7 @@ def example() -> dict[str, tuple[str, bool]]:
     return {name: (value, bool(comment)) for comment, name, value in lines}
 
 
-# Compose's own variables. The file itself uses COMPOSE_PROJECT_NAME.
+# Compose's own variables. The compose file itself uses COMPOSE_PROJECT_NAME.
 OF_COMPOSE = {"COMPOSE_FILE", "COMPOSE_PROFILES"}
 
 

@@ -1,7 +1,7 @@
 """Jobs under a real runner whose attempts are Kubernetes Jobs; their pods are real agents.
 
 Whatever happens to a Job, its pods, its queue, the API server or the runner, the job ends exactly
-once. Other files have the rest: an image that is not there, what admission refuses, and another
+once. Other files test the rest: an image that is not there, what admission refuses, and another
 release's template (test_kubernetes.py); a second runner (runner/test_runner_lives.py); a cable that
 is cut, and clocks that differ (rank/test_hosts.py); volumes that are slow or gone
 (spool/test_spool_fence, agent/test_one_attempt.py and test_hosts_meet.py).

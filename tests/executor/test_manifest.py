@@ -44,7 +44,7 @@ def test_a_filled_template_is_a_job_of_kubernetes(tmp_path, job, version, uid):
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
     assert (spec["backoffLimit"], spec["podReplacementPolicy"]) == (0, "Failed")
     assert pod["restartPolicy"] == "Never"
-    # The sum of the start, the job's own deadline, and the grace period.
+    # The sum of the time to start, the job's own deadline, and the grace period.
     assert (
         pod["activeDeadlineSeconds"] == START_SECONDS + 100 + pod["terminationGracePeriodSeconds"]
     )

@@ -1,5 +1,5 @@
-"""A real runner, real agents and a real Slurm of two nodes: whatever Slurm, a user or the end of
-the runner does to a Slurm job, Tandem's job ends exactly once."""
+"""A real runner, real agents and a real Slurm of two nodes. Whatever Slurm or a user does to a
+Slurm job, and whenever the runner ends, Tandem's job ends exactly once."""
 
 import os
 import time

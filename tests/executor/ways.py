@@ -29,7 +29,7 @@ def two_ranks(executor: str, root: Path) -> Iterator[dict[str, str]]:
     `executor` is local."""
     variables = {
         "TANDEM_TRAINER_RANKS": "2",
-        # the agents have the same number, because it decides the order of sums
+        # the agents have the same number of threads, because this number decides the order of sums
         "OMP_NUM_THREADS": "1",
     }
     with ExitStack() as opened:

@@ -26,7 +26,7 @@ GPUS = 8  # 8 GPUs train, and 8 others serve
 EMPTY = {
     "overview: Firing alerts A",
     "jobs: Full in A",  # the volume does not shrink
-    "jobs: Attempts that failed A",  # only intervals with a failure
+    "jobs: Attempts that failed A",  # it shows only intervals with a failure
     *(
         f"{name}: {annotation}"
         for name in DASHBOARDS

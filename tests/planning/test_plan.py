@@ -118,7 +118,7 @@ def test_memory_is_what_was_measured_on_one_gpu():
         needs = rank_memory(workload, Sizes(data=row["ranks"]))
         # torch's peak has neither CUDA's nor NCCL's memory.
         bytes_ = needs.total(levels) - needs.context
-        if row["way"] == "auto":  # no Adam was measured, and gradients came after the peak
+        if row["way"] == "auto":  # these rows had no Adam, and gradients came after the peak
             bytes_ -= needs.gradients + needs.optimizer
         difference = bytes_ / GIB - row["peak GiB"]
         print(

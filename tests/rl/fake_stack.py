@@ -49,7 +49,7 @@ class FakeStack:
         self.created = 1.0  # the time when the run was created; 0 without a run
         self.jobs: dict[str, Job] = {}
         self.trained: list[Job] = []
-        self.sampled: list[tuple[int, int]] = []  # (asked step, newest served then) of each request
+        self.sampled: list[tuple[int, int]] = []  # of each request: (asked step, served step)
         self.serving: Callable[[int], bool] = lambda _: True
         self.fail_jobs = fail_jobs
         self.refuses = 100  # the first step that the publisher refuses

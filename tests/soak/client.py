@@ -118,7 +118,7 @@ class Client:
             time.sleep(self._rng.uniform(0.05, 0.5))
 
     def _repeat(self, job: str) -> None:
-        """Sends a job's request again, which must be the same job."""
+        """Sends a job's request again. The API must take it for the same job."""
         run, body = self._bodies[job]
         self._ledger.write("repeated", id=job)
         answer = self.request("POST", f"/v1/runs/{run}/train", body)

@@ -1,4 +1,5 @@
-"""The programs of the soak on one volume, started again when they end, and their processes."""
+"""The programs of the soak on one volume, and their processes. A program that ends is started
+again."""
 
 import json
 import os

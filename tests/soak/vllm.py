@@ -1,8 +1,8 @@
 """`python -m soak.vllm`: the tests' fake vLLM as a program, for a spool with real checkpoints.
 
-The log-probs of a probe's tokens under an adapter are those that the trainer wrote into the
-manifest of the checkpoint with these very bytes, so the publisher's verification works. Starting
-takes a third of a second.
+The log-probs of a probe's tokens under an adapter come from the manifest of the checkpoint with the
+same bytes, into which the trainer wrote them. So the publisher's verification works. The program's
+start takes a third of a second.
 """
 
 import hashlib

@@ -2,8 +2,8 @@
 
 Each executor has the whole loop of the example to itself: the controller, a runner, the real vLLM
 and its publisher. Sampling is seeded, so the same weights answer with the same tokens and
-log-probs, and the next job has the same data. A test says which of the two differs first: the data
-of a step, or the weights that a job made from the same data.
+log-probs, and the next job has the same data. If the results of two executors differ, a test says
+what differs first: the data of a step, or the weights that a job made from the same data.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """The whole stack with merged weights, by each way in which weights reach vLLM.
 
-In the way `merge`, vLLM merges adapters. Its model is a mixture of experts with adapters on the
-experts, too. The CPU's vLLM can't serve such adapters unmerged. In the other ways the ranks of real
-jobs send whole weights.
+In the way `merge`, vLLM merges adapters. The model is a mixture of experts with adapters on the
+experts, too. The CPU's vLLM can't serve such adapters without a merge. In the other ways the ranks
+of real jobs send whole weights.
 """
 
 import os

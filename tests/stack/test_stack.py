@@ -122,8 +122,8 @@ def submit(stack: LocalStack, epochs: int = 25) -> str:
 
 
 def succeeds(stack: LocalStack, job: str) -> int:
-    """Wait for the job's success and check what holds after any end. Returns the number of
-    attempts."""
+    """Wait for the job's success, and check the conditions that hold after each job's end. Returns
+    the number of attempts."""
     status, events = succeeded(stack.client, job)
     steps = stack.spool.checkpoints.steps(RUN)
     assert steps == list(range(len(steps)))

@@ -38,8 +38,8 @@ needs_haproxy = pytest.mark.skipif(
 
 
 class Server:
-    """Answers with its name and the request while it is ready, and with 503 while it is not ready,
-    as a replica's vLLM does."""
+    """A server that answers with its name and the request while it is ready, and with 503 while it
+    is not ready, as a replica's vLLM does."""
 
     def __init__(self, name: str, port: int) -> None:
         self.name, self.port = name, port

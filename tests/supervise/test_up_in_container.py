@@ -1,6 +1,6 @@
-"""`tandem up --role` as a pod's container runs it: the first process; a user without name, groups
-and capabilities; a root file system that is read-only but for /tmp, /run and the volume.
-tests/docker runs it under an init process.
+"""`tandem up --role` as a pod's container runs it: as the first process, for a user without name,
+groups and capabilities, and on a root file system that is read-only but for /tmp, /run and the
+volume. tests/docker runs it under an init process.
 """
 
 import json

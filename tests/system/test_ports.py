@@ -23,7 +23,7 @@ def test_a_held_port_is_given_to_nobody_who_asks_for_any_port():
 
 
 def test_the_program_it_is_for_listens_while_it_is_held():
-    # Sets SO_REUSEADDR, as servers do.
+    # create_server sets SO_REUSEADDR, as servers do.
     with reserve() as held, socket.create_server(("127.0.0.1", held.port)):
         socket.create_connection(("127.0.0.1", held.port), timeout=5).close()
 

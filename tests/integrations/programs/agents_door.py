@@ -1,5 +1,5 @@
 """OpenAI's Agents SDK, which uses the Responses API, through `/rollout/v1`: a tool call, then an
-answer; once without streaming and once with it."""
+answer; once without streaming and once with streaming."""
 
 import asyncio
 import sys

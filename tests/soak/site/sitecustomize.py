@@ -1,9 +1,9 @@
 """The soak's programs import this module at Python's start. It makes their clocks wrong and their
 volume slow.
 
-The file that SOAK_CONDITIONS names says how, as JSON: `clock` maps a program's module to seconds by
-which its `time.time` is wrong, `slow` is the most seconds that an fsync or a rename takes. It may
-change at any time.
+SOAK_CONDITIONS names a JSON file with these errors: `clock` maps a program's module to the seconds
+by which its `time.time` is wrong, and `slow` is the longest time in seconds that an fsync or a
+rename takes. The file may change at any time.
 """
 
 import json
