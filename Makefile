@@ -55,8 +55,8 @@ test-all: CASES := --all-cases
 test-all: style  ## the same with every case of the large matrices, of which `make test` runs a sample
 	$(TEST)
 
-test-fast: setup  ## the tests that start neither vLLM nor a whole stack, and compute for less than 7 seconds each
-	$(PYTEST) -n 5 -m "not gpu and not docker and not slow"  # they wait as much as they compute
+test-fast: setup  ## the tests that start neither vLLM nor a whole stack, and compute for less than 5 seconds each
+	$(PYTEST) -n 4 -m "not gpu and not docker and not slow"  # they wait as much as they compute
 
 # An environment of its own, without torch: the site's builder and nothing else.
 docs: | $(UV)  ## the documentation as a site in out/site; a broken link is an error

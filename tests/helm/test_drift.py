@@ -88,6 +88,7 @@ def chart_variables() -> dict[str, set[str]]:
     return {role: {key for one in found for key in one.get(role, ())} for role in ROLES}
 
 
+@pytest.mark.slow
 def test_compose_and_chart_set_the_same_variables():
     chart = chart_variables()
     for role in ROLES:

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tiny import write_random_model
 
 # The test runs without a GPU. There CUDA fails to start, so code that needs CUDA fails visibly.
@@ -39,6 +41,7 @@ for model in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_only_to_be_placed_the_model_needs_the_device(tmp_path: Path) -> None:
     models = [
         str(write_random_model(tmp_path / family, family=family))
@@ -55,6 +58,7 @@ def built_for_a_gpu(models: list[str]) -> list[str]:
     return ran.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_heads_that_are_too_wide_for_a_gpu_are_refused(tmp_path: Path) -> None:
     model = write_random_model(tmp_path, family="gemma4_text", global_head_dim=512)
     (refusal,) = built_for_a_gpu([str(model)])

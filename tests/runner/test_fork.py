@@ -215,6 +215,7 @@ def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path,
         server.close()
 
 
+@pytest.mark.slow
 def test_a_job_that_waits_for_its_next_attempt_keeps_no_other_run_waiting(stack):
     """The job `unlucky` waits 1 s after its first attempt, and 2 s after its second attempt. The
     other run's job starts during these pauses."""

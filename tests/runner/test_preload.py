@@ -32,6 +32,7 @@ torch._C._cuda_getDeviceCount()
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.slow
 def test_preload_makes_no_call_to_cuda(tmp_path: Path) -> None:
     source, library = tmp_path / "runtime.c", tmp_path / "runtime.so"
     source.write_text(RUNTIME)

@@ -332,6 +332,7 @@ def test_a_vllm_that_says_it_sleeps_and_keeps_its_memory_fails_the_job(stack):
     awake_and_unheld(stack)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_runner_that_waits_for_the_publisher(stack):
     assert stack.wait(stack.submit(stack.name))[0] == "succeeded"
     # The stopped publisher stands for a publisher that loads an adapter for a long time.

@@ -39,6 +39,7 @@ def loss(history, kind: str):
     return curves(kind, history.directory, history.run, "loss")
 
 
+@pytest.mark.slow
 def test_the_loaders_of_all_trackers_find_the_same_run(history):
     history.train(1, 0.9, 0.8)
     history.train(3, 0.7)
