@@ -163,7 +163,7 @@ family(
 )
 
 
-# (Template, kind of turn) for which the mask of the template's own tags has no stop token.
+# (Template, kind of turn) whose `{% generation %}` block does not end with a stop token.
 ENDLESS = {("diffusion_gemma_training", "call"), ("gptoss_training", "earlier")}
 
 

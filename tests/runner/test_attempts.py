@@ -357,8 +357,8 @@ ACTIONS = [
 @example(["stage", "cancel", "commit", "run"], True, False, False)
 @example(["run", "stage", "kill the runner", "late", "commit", "exit 0"], True, False, True)
 @example(["run", "kill the runner", "cancel", "kill the runner", "commit"], False, True, True)
-# The ranks commit after the runner's last check before the fence. They try the commit again after
-# the fence.
+# The ranks commit between the runner's last check for the checkpoint and the fence. They try the
+# commit again after the fence.
 @example(["stage", "exit 1", "run", "run"], True, True, False)
 @example(["stage", "kill the runner", "run", "run"], True, True, False)
 def test_any_order_of_events_leads_to_one_end(
