@@ -1,2 +1,2 @@
-"""Benchmarks. Benchmarks. `python -m bench` runs the benchmarks that need no GPU. Compared figures
-are measured in the same run."""
+"""Benchmarks. `python -m bench` runs the benchmarks that need no GPU. Figures that are compared
+with each other are measured in the same run."""

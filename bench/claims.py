@@ -7,10 +7,10 @@ spools of several sizes.
                           checkpoints streams]
 
 Each size has a spool of its own, filled with copies of one small RL job (8 trajectories of 16
-tokens), and a controller process of its own; clients and claims run in this process. They share the
-machine's cores with each other and with other programs: `load` is the machine's load average at
-that moment, and CPU times depend on it least. `between two jobs`: from the call that ends a job to
-the next one being claimed.
+tokens), and a controller process of its own; clients and claims run in this process. All of these
+share the machine's cores with other programs. `load` is the machine's load average during the
+measurement; CPU times depend on the load least. `between two jobs`: milliseconds from the call that
+ends a job until the next job is claimed.
 """
 
 import argparse
@@ -56,7 +56,8 @@ def timed(times: int, action: Callable[[], object]) -> list[float]:
 async def submissions(
     controller: Controller, count: int, clients: int, runs: int
 ) -> tuple[list[float], float]:
-    """The seconds of each submission by `clients` at once, and of all submissions together."""
+    """Sends `count` submissions from `clients` clients at once. Returns the seconds of each
+    submission, and of all submissions together."""
     seconds: list[float] = []
     numbers = iter(range(count))
 
@@ -74,7 +75,8 @@ async def submissions(
 
 
 def ask_health(url: str, parent: Connection) -> None:
-    """Asks /healthz again and again until the parent says something, and sends it the seconds."""
+    """Asks /healthz again and again until the parent process sends a message. Then sends the parent
+    the seconds of each request."""
     seconds = []
     with httpx.Client(base_url=url, trust_env=False, timeout=60) as http:
         http.get("/healthz")
@@ -85,10 +87,10 @@ def ask_health(url: str, parent: Connection) -> None:
 
 
 def crowd(controller: Controller, clients: int, runs: int) -> tuple[list[float], list[float]]:
-    """`clients` submit one job each at one moment. Returns their seconds, and the seconds of
-    concurrent requests to /healthz.
+    """`clients` clients submit one job each at the same moment. Returns the seconds of each
+    submission, and the seconds of each concurrent request to /healthz.
 
-    Another process asks /healthz, because this one is as busy as the controller.
+    Another process asks /healthz, because this process is as busy as the controller.
     """
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(
@@ -105,7 +107,8 @@ def crowd(controller: Controller, clients: int, runs: int) -> tuple[list[float],
 
 @contextlib.contextmanager
 def syncs() -> Iterator[list[float]]:
-    """The seconds of each fsync of this process, which the volume needs."""
+    """Within the block, collects the seconds that the volume needs for each fsync of this
+    process."""
     seconds: list[float] = []
     real = os.fsync
     os.fsync = lambda fd: seconds.extend(timed(1, lambda: real(fd)))  # type: ignore[assignment]
@@ -125,7 +128,7 @@ def claims(spool: Spool, count: int) -> dict[str, float]:
         if job is not None:
             error = JobError(type="rank_error", message="bench")
             spool.queue.finish(job, JobResult(state="failed", error=error, finished=time.time()))
-        assert any(spool.jobs.index.heads())  # what the runner asks before it claims
+        assert any(spool.jobs.index.heads())  # the runner asks this before it claims a job
         claim_begin = time.perf_counter()
         with syncs() as synced:
             job = spool.queue.claim("bench")
@@ -167,10 +170,10 @@ def measure_jobs(queued: int, options: argparse.Namespace) -> dict[str, Any]:
         _, job = spool.jobs.get(first.id)
         spool.queue.cancel(first.id)
         fill(spool, job, "succeeded", options.ended, options.runs)
-        for number in range(options.runs):  # the base step from which the copies go on
+        for number in range(options.runs):  # a job of the base step from which the copies continue
             tandem.train(f"run-{number}", request(number))
         fill(spool, job, "queued", max(0, queued - options.runs), options.runs)
-        os.sync()  # otherwise the measured syncs would write the copies
+        os.sync()  # so that the measured syncs don't write the copies
         time.sleep(3)  # directories settle
         tandem.get_run("run-0")
         row: dict[str, Any] = {"queued": queued, "ended": options.ended}
@@ -245,8 +248,8 @@ def measure_checkpoints(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def follow(controller: Controller, job: str, streams: int, events: int) -> dict[str, Any]:
-    """Half of the streams read everything, half nothing; the controller's memory meanwhile and
-    after."""
+    """Opens `streams` event streams. One half reads all events, the other half reads nothing.
+    Returns the controller's memory in MiB while the streams are open and after they are closed."""
     before = controller.memory()
     peak, reading = before, True
     host, port = controller.url.removeprefix("http://").split(":")

@@ -35,7 +35,8 @@ HEADS = ("bfloat16", "float32")
 
 
 def by_vllm(model: str, head: str, sequences: Sequences) -> list[float]:
-    """In this process, which ends afterwards."""
+    """The log-probs by vLLM, in this process. The process ends afterwards, which frees vLLM's
+    memory."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -87,7 +88,8 @@ def merged(model: str, adapter: Path, directory: str) -> None:
 
 
 def scores(model: str, adapter: Path, sequences: Sequences) -> dict[str, torch.Tensor]:
-    """Log-probs of one merged adapter: exact, and by each way and head."""
+    """Log-probs under one merged adapter: by transformers in float32 ("exact"), and by the trainer
+    and vLLM with each dtype of the head."""
     with tempfile.TemporaryDirectory() as work:
         directory = f"{work}/model"
         merged(model, adapter, directory)
@@ -117,7 +119,7 @@ def main() -> None:
         sequences = json.loads((options.adapters / "tokens.json").read_text())
         values = by_vllm(options.model, options.child, sequences)
         (options.adapters / "found.json").write_text(json.dumps(values))
-        os._exit(0)  # without vLLM's own end, which a busy machine makes wait
+        os._exit(0)  # skips vLLM's own shutdown, which takes long on a busy machine
     device.activate(options.device)
     parallel.init_parallel()
     sequences = sums(options.model, options.count, seed=1)

@@ -82,7 +82,7 @@ class Controller:
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
     def cpu(self) -> float:
-        """Seconds that it has computed."""
+        """CPU seconds that the controller has used."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
@@ -117,8 +117,8 @@ def deployment(options: argparse.Namespace) -> Iterator[tuple[Spool, Controller,
 
 
 def fill(spool: Spool, job: Job, state: JobState, count: int, runs: int) -> None:
-    """`count` copies of `job` in one state, without syncing them; ended ones were submitted every
-    30 seconds."""
+    """Writes `count` copies of `job` in the state `state`, without syncing the volume. The
+    submission times of ended copies are 30 seconds apart."""
     result = (
         JobResult(state="succeeded", step=1, finished=time.time()) if state == "succeeded" else None
     )

@@ -7,10 +7,10 @@ the memory after `kill -9` of one rank.
 Controller, runner and exporter run as in their containers, on the first GPUs, with Qwen3-0.6B's
 layers and a small vocabulary. The first job runs to its end: while it trains, each GPU has its
 own rank's process and no other, the exporter names each rank with its GPU and shows that GPU's
-memory; then `tandem memory` has every rank, and nothing is left. The last rank of the second job,
-which has one attempt, is killed: all GPUs are empty within 30 s (docs/jobs.md). A third job
-succeeds. The exporter's pages stay in DIR. With --device cpu, ranks and processes are checked,
-memory is not.
+memory; after the job `tandem memory` has every rank, and no memory is left in use. The second job
+has one attempt, and its last rank is killed: all GPUs must be empty within 30 s (docs/jobs.md). A
+third job must succeed. The exporter's pages stay in DIR. With --device cpu, ranks and processes are
+checked, memory is not.
 """
 
 import argparse
@@ -74,14 +74,15 @@ def alive(pid: int) -> bool:
 
 
 def train(client: Tandem, epochs: int, **options: Any) -> str:
-    """Submit a job of a step per epoch; its id."""
+    """Submits a job of one optimizer step per epoch, and returns its id."""
     optimizer = {"learning_rate": 1e-4, "epochs": epochs}
     packing = {"sequence_length": 128}
     return client.train_sft(RUN, EXAMPLES, packing=packing, optimizer=optimizer, **options).spec.id
 
 
 def first_step(client: Tandem, job: str) -> None:
-    """Wait for the first optimizer step of a job, which must not end before."""
+    """Wait for the first optimizer step of a job. Raises AssertionError if the job ends before this
+    step."""
 
     def stepped() -> bool:
         kinds = {event.type for event in client.job_events(job)}
@@ -98,7 +99,8 @@ def nvidia_smi(query: str) -> list[list[str]]:
 
 
 class Gpus:
-    """The trainer's GPUs as nvidia-smi shows them, in the order of the ranks. None on the CPU."""
+    """The trainer's GPUs as nvidia-smi shows them, in the order of the ranks. On the CPU there are
+    no GPUs."""
 
     def __init__(self, ranks: int, device: str) -> None:
         self.uuids = [row[0] for row in nvidia_smi("gpu=uuid")][:ranks] if device == "cuda" else []
@@ -175,8 +177,8 @@ class Trainer:
         ).stdout
 
     def page(self, name: str) -> dict[str, dict[tuple[str, ...], float]]:
-        """What the exporter says now, by metric, then by the values of the labels in their order;
-        kept as a file."""
+        """The exporter's page of now, as values by metric and then by the values of the labels, in
+        their order. The page is kept as a file."""
         text = httpx.get(self.metrics_url, timeout=10).raise_for_status().text
         (self.out / f"{name}.prom").write_text(text)
         found: dict[str, dict[tuple[str, ...], float]] = {}
@@ -279,8 +281,8 @@ def watched_job(trainer: Trainer, gpus: Gpus, epochs: int) -> dict[str, Any]:
 
 
 def killed_job(trainer: Trainer, gpus: Gpus, epochs: int) -> dict[str, Any]:
-    """`kill -9` of the last rank in the middle of a job: seconds until all ranks have ended and the
-    GPUs are empty."""
+    """Kills the last rank with SIGKILL in the middle of a job. Returns the seconds until all ranks
+    have ended and until the GPUs are empty."""
     empty = gpus.used()
     job = train(trainer.client, epochs, max_attempts=1)
     first_step(trainer.client, job)
@@ -326,7 +328,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=100, help="of each job, a step each")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    # So that nothing goes on.
+    # After SIGTERM no child process may continue, so SIGTERM raises SystemExit.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     options.out = options.out or Path(tempfile.mkdtemp(prefix="tandem-many-ranks-"))
     options.out.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,8 @@
     python -m bench.many_runs [--runs 20000] [--limit 200] [--pages 20]
 
 A controller process on a spool with copies of one new run, all of them served. The first page is
-the first request after the controller's start; the others are asked for in turn. `load` is the
-machine's load average at that moment; CPU times depend on it least.
+the first request after the controller's start; the other pages are requested one after another.
+`load` is the machine's load average during the measurement; CPU times depend on the load least.
 """
 
 import argparse
@@ -22,7 +22,8 @@ from tandem.spool.schema import Served
 
 
 def fill(spool: Spool, count: int) -> None:
-    """`count` runs with the first, without syncing them. vLLM serves each."""
+    """Copies the first run until there are `count` runs, without syncing the volume. The records
+    say that vLLM serves each run."""
     first = spool.paths.run_dir("run-0")
     files = [path for path in first.rglob("*") if path.is_file()]
     for number in range(count - 1):

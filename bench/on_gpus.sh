@@ -9,14 +9,14 @@
 # Parts only where they are named, of four GPUs: starts4 swap4 learn4 ranks4 groups4 small plan4 (plan4-large: the models of 60 GB).
 # SHAPE=tiny DEVICE=cpu JOBS=2 show what of it runs without a GPU.
 set -uo pipefail
-# As in the images, where everything is compiled: otherwise each process compiles torch and Megatron again.
+# The images contain bytecode. With this variable each process would compile torch and Megatron again.
 unset PYTHONDONTWRITEBYTECODE
 work=${WORK:-/tmp/tandem-bench}
 shape=${SHAPE:-qwen3-8b} device=${DEVICE:-cuda} jobs=${JOBS:-20}
 out=$work/out
 mkdir -p "$out"
 
-wants() {  # PART: is it to be run?
+wants() {  # PART: whether it is to be run
     [ -z "$parts" ] || [[ " $parts " == *" $1 "* ]]
 }
 
@@ -24,7 +24,7 @@ named() {
     [ -n "$parts" ] && wants "$1"
 }
 
-into() {  # NAME SECONDS COMMAND...: its output to $out/NAME.txt, its rows beside it, the end of it here
+into() {  # NAME SECONDS COMMAND...: runs the command; its output goes to $out/NAME.txt, its rows go beside it
     local name=$1 seconds=$2 begin=$SECONDS
     shift 2
     mkdir -p "$work/$name"
@@ -36,14 +36,14 @@ into() {  # NAME SECONDS COMMAND...: its output to $out/NAME.txt, its rows besid
     echo "== $name, at $SECONDS s"; tail -n 8 "$out/$name.txt" | cut -c1-300
 }
 
-model() {  # DIRECTORY: the one model of 16 GB, linked there
+model() {  # DIRECTORY: makes the model of 16 GB once, and links it into $work/DIRECTORY
     [ -d "$work/model" ] || python3 -c 'from pathlib import Path; from bench.restart import make_model; import sys
 make_model(Path(sys.argv[1]), *sys.argv[2:])' "$work/model" "$shape" "$device"
     mkdir -p "$work/$1/$shape"
     ln -sf "$work"/model/* "$work/$1/$shape/"
 }
 
-tests() {  # GPU FILE...: each in a process of its own, since one wants an idle GPU
+tests() {  # GPU FILE...: runs each file in a process of its own, because a file's tests need an idle GPU
     local gpu=$1
     shift
     for file; do
@@ -78,7 +78,8 @@ merged() {
     if named swap; then
         into swap 500 python3 -m bench.swap --shape 8b --swaps 5 --many 0 --name swap-whole --out "$work/models" \
             --ways nccl-device merge-host &
-        # With 0.68 the ranks of the other vLLM have room on this GPU. A second vLLM could not start beside them.
+        # With a utilization of 0.68, the ranks of the other benchmark have room on this GPU. A second vLLM could not start
+        # beside these ranks.
         into swap-merge 500 python3 -m bench.swap --shape 8b --swaps 5 --gpus 1 --utilization 0.68 --many 0 \
             --name swap-merge --out "$work/models-1" --ways merge-device &
         wait
@@ -88,7 +89,7 @@ merged() {
     named swap30 && into swap30 900 python3 -m bench.swap --shape 30b-a3b --swaps 4 --many 0 --utilization 0.92 \
         --out "$work/models" --ways merge-auto nccl-auto
     named faults-merged && TANDEM_TEST_GPU=0 into faults-merged 600 $faults tests/inference/test_merged_faults.py &
-    # One GPU, which trainer and vLLM share.
+    # Trainer and vLLM share one GPU.
     named learn && experts=4 controller=8081 inference=8001 CUDA_VISIBLE_DEVICES=1 learned 1 adapter merge volume
     wait
     named faults-whole && TANDEM_TEST_GPU=0 into faults-whole 600 $faults tests/inference/test_whole_vllm.py
@@ -128,7 +129,7 @@ four() {
 
 run() {
     touch "$work/begun"
-    # vLLM finds Tandem's plugin by the metadata of an installed package, also where only the tree is there.
+    # vLLM finds Tandem's plugin by a package's metadata, so the tree needs such metadata if Tandem is not installed.
     local metadata=$work/site/tandem_rl-0.1.0.dist-info
     mkdir -p "$metadata"
     printf 'Metadata-Version: 2.1\nName: tandem-rl\nVersion: 0.1.0\n' >"$metadata/METADATA"
@@ -136,14 +137,14 @@ run() {
     export PYTHONPATH="$PWD/src:$PWD:$work/site${PYTHONPATH:+:$PYTHONPATH}"
     merged
     four
-    # Each twice: where the interpreter may write its bytecode, the second time is what a job pays.
+    # Each import runs twice: if the interpreter may write bytecode, a job pays the time of the second import.
     wants imports && into imports 120 bash -c 'for what in "import torch.distributed.run" "from tandem.trainer.rank import entry; entry.preload('cuda')"; do
         for _ in 1 2; do time python3 -c "$what"; done
     done' &
     for part in shared one tensor data; do wants "$part" && model "$part"; done
     wait
     wants shared && into shared 600 python3 -m bench.shared --shape "$shape" --work "$work/shared" --out "$work/shared"
-    # Alone on the machine: readers of other ranks would take from the memory's bandwidth.
+    # This part runs alone on the machine: ranks of other parts would read too, and take memory bandwidth.
     restart one 720 --jobs "$jobs" --seconds 650
     restart data 300 --ranks 2 --jobs 4
     wants memory && tests 0 tests/rank/test_memory_gpu.py tests/training/test_offload_gpu.py &

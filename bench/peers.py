@@ -8,15 +8,15 @@
 Each with PYTHONPATH=src:examples. The task is `examples/sums.py` with sums of numbers from 10 to
 99: 32 groups of 8 answers of at most 24 tokens per step, 4 optimizer steps of 8 groups each, LoRA
 of rank 16 on all linear layers. Every `--every` steps 200 other sums are evaluated, sampled once at
-temperature 1. `--task noise` is for speed alone: a reward that says nothing, of answers as long as
-`--tokens` allows, and no evaluation.
+temperature 1. `--task noise` is for speed alone: the reward is a checksum's parity, the answers are
+as long as `--tokens` allows, and nothing is evaluated.
 
 Tandem's stack runs already (TANDEM_URL, TANDEM_INFERENCE_URL). TRL's server does too:
 `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "nccl"}'
 --logprobs-mode processed_logprobs`. Both trainers have their own loss (CISPO, DAPO) and their own
-correction for the sampler's rounding; all else that both have is equal. A row ends after `--steps`
-steps or `--seconds`, whichever is first. `idle`: the share of time in which nothing ran on a GPU
-(NVML); `peak MiB`: the most memory in use on each.
+correction for the sampler's rounding; all other settings that both have are equal. A row ends after
+`--steps` steps or `--seconds`, whichever is first. `idle`: the share of time in which nothing ran
+on a GPU (NVML); `peak MiB`: the most memory in use on each.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def noise(said: str) -> float:
 
 
 class Gpus:
-    """What nvidia-smi says of these GPUs, five times a second."""
+    """Reads use and memory of these GPUs from nvidia-smi, five times a second."""
 
     def __init__(self, indices: list[int]) -> None:
         self._looks: list[tuple[float, int, int, int]] = []
@@ -88,7 +88,7 @@ class Gpus:
 
 
 class Record:
-    """Steps and evaluations with the time at which each was known."""
+    """The steps and the evaluations, each with the time at which it was recorded."""
 
     def __init__(self, options: argparse.Namespace, name: str) -> None:
         self._options, self._name, self._gpus = options, name, Gpus(options.gpus)
@@ -97,7 +97,7 @@ class Record:
         self.evaluations: list[dict[str, Any]] = []
 
     def step(self, step: int, parts: dict[str, float], **more: Any) -> bool:
-        """Whether it is time to end."""
+        """Records a step. Returns whether the measurement ends with this step."""
         self.steps.append({"at": time.time() - self.began, "step": step, "parts": parts} | more)
         print(self.steps[-1], flush=True)
         return step >= self._options.steps or self.is_late
@@ -146,7 +146,8 @@ class Record:
 
 def trl_side(options: argparse.Namespace) -> None:
     record = Record(options, f"TRL, {options.mode}" if options.mode else "TRL, transformers")
-    os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # else found by the route to 8.8.8.8
+    # without this, vLLM finds it by the route to 8.8.8.8
+    os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoTokenizer, TrainerCallback
@@ -202,7 +203,7 @@ def trl_side(options: argparse.Namespace) -> None:
         save_strategy="no",
         logging_strategy="no",
         max_steps=options.steps * per_step,
-        # All that Tandem has too.
+        # The settings below exist in Tandem too, and have the same values there.
         learning_rate=options.learning_rate,
         lr_scheduler_type="constant",
         adam_beta2=0.99,
@@ -218,7 +219,7 @@ def trl_side(options: argparse.Namespace) -> None:
         temperature=1.0,
         beta=0.0,
         reward_weights=[1.0, 0.0],
-        # What makes it fastest where memory allows it.
+        # The settings below make TRL fastest, if the memory is large enough.
         bf16=options.device == "cuda",
         use_cpu=options.device == "cpu",
         model_init_kwargs={"dtype": "bfloat16" if options.device == "cuda" else "float32"},
@@ -289,7 +290,7 @@ def tandem_side(options: argparse.Namespace) -> None:
 
 
 def configuration(options: argparse.Namespace) -> str:
-    """`examples/sums.toml` with this name, these sizes and that many steps."""
+    """`examples/sums.toml` with the name, the sizes and the number of steps of `options`."""
     wanted = tomllib.loads((Path(sums.__file__).parent / "sums.toml").read_text())
     rl, evaluation = wanted["rl"], wanted["eval"]
     rl |= {"steps": options.steps, "groups_per_step": options.groups, "group_size": GROUP}
@@ -325,7 +326,7 @@ def _toml(value: Any) -> str:
 
 
 def table(options: argparse.Namespace) -> None:
-    """The rows; what takes long to read is in the file alone."""
+    """Prints the rows' evaluations and the table."""
     rows = [json.loads(Path(row).read_text()) for row in options.rows]
     for row in rows:
         for evaluation in row["evaluations"]:

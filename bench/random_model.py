@@ -20,8 +20,8 @@ THREADS = 16
 
 
 def write_random_model(directory: Path, config: dict[str, Any], device: str) -> Path:
-    """Makes `config.json` and shards, unless they exist already. Written by another process, so
-    that this one holds no GPU memory."""
+    """Makes `config.json` and shards, unless they exist already. Another process writes them, so
+    that this process uses no GPU memory."""
     if not (directory / "model.safetensors.index.json").exists():
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(json.dumps({"rms_norm_eps": 1e-6} | config))
@@ -32,8 +32,8 @@ def write_random_model(directory: Path, config: dict[str, Any], device: str) -> 
 
 
 def _write_shards(directory: Path, device: str) -> None:
-    """Each tensor is a stretch of one block of normal noise, scaled by 1 / sqrt(its input
-    features)."""
+    """Each tensor is a part of one block of normal noise, scaled by 1 / sqrt(number of the tensor's
+    input features)."""
     shapes = {
         name: shape
         for rule in weight_rules(read_arch(str(directory)))
@@ -72,7 +72,7 @@ class _Noise:
         self._scaled: dict[int, memoryview] = {}
 
     def write(self, fd: int, at: int, number: int, shape: tuple[int, ...]) -> None:
-        """Tensor `number` of the model at byte `at` of the file."""
+        """Writes tensor `number` of the model at byte `at` of the file."""
         features = shape[-1] if len(shape) > 1 else 0
         if features not in self._scaled:
             values = 1 + 0.1 * self._unit[: 2**20] if not features else self._unit * features**-0.5

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Answers per second of one and of two inference servers behind one address, on two GPUs, and their
-# prefix-cache hit rates: `bench/replicas.sh MODEL [CONVERSATIONS IN FLIGHT PER SERVER]`. Needs haproxy and tandem-rl[gpu].
+# Measures the answers per second and the prefix-cache hit rates of one inference server, and of two
+# servers behind one address, on two GPUs: `bench/replicas.sh MODEL [CONVERSATIONS IN FLIGHT PER SERVER]`. Needs haproxy and tandem-rl[gpu].
 # Each stack is a `tandem up --role inference` on a spool of its own; bench.rollouts asks it.
 set -eu
 model=$1 flight=${2:-512}
@@ -18,7 +18,7 @@ for servers in 1 2; do
         kill -0 $up || { tail -50 "$directory/$servers.log" >&2; exit 1; }
         sleep 2
     done
-    # Both must be ready: one alone would answer everything.
+    # Both servers must be ready: otherwise one server would answer all requests.
     if [ $servers = 2 ]; then
         until grep -l '"ready":true' "$directory"/2/replicas/*.json 2>/dev/null | wc -l | grep -qx 2; do sleep 2; done
     fi

@@ -15,7 +15,8 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def report(name: str, title: str, rows: list[dict[str, Any]]) -> None:
-    """Print `rows` (same keys in each) and write `<name>.json` with what machine they come from."""
+    """Print `rows` (all with the same keys), and write them to `<name>.json` with a description of
+    the machine."""
     table = Table(title=title, box=box.SIMPLE_HEAD)
     for key in rows[0]:
         table.add_column(key, justify="right")
@@ -23,7 +24,7 @@ def report(name: str, title: str, rows: list[dict[str, Any]]) -> None:
         table.add_row(
             *(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values())
         )
-    # The table is not cut to the terminal's width here.
+    # If the output is not a terminal, the table is wide enough for all columns.
     Console(width=None if sys.stdout.isatty() else 40 + 14 * len(rows[0])).print(table)
     RESULTS.mkdir(exist_ok=True)
     machine = {

@@ -5,12 +5,12 @@ on GPUs.
                             [--ranks 1] [--tensor-parallel 1] [--gpus 0 1 2] [--side-by-side] [--out
                             DIR]
 
-The base model has random weights of the shape named (made here, once), the run a LoRA of rank 16;
-each job is two optimizer steps of SFT. Times are those of the job's own events; `left` is what
-nvidia-smi shows between two jobs. After each job the memory of everything that stays is read too,
-so that growth shows: `--jobs 20`. Needs as many GPUs as ranks, or as many for each way with
---side-by-side, which runs them all at once; with --device cpu and the shape `tiny` or `tiny-moe` it
-shows that it runs.
+The base model has the shape `--shape` and random weights, which are made once. The run has a LoRA
+of rank 16; each job is two optimizer steps of SFT. Times come from the job's own events; `left` is
+the memory that nvidia-smi shows between two jobs. After each job the memory of all remaining
+processes is read too, so that many jobs (`--jobs 20`) show its growth. Needs as many GPUs as ranks.
+With --side-by-side all ways run at once, and each way needs as many GPUs. With --device cpu and the
+shape `tiny` or `tiny-moe` the program only shows that it works.
 """
 
 import argparse
@@ -141,7 +141,7 @@ for i, shard in enumerate(shards):
 
 
 def make_model(directory: Path, shape: str, device: str) -> Path:
-    """config.json and random bf16 shards; kept where they are there already."""
+    """Makes config.json and random bf16 shards, unless they exist already."""
     if not (directory / "model.safetensors.index.json").exists():
         directory.mkdir(parents=True, exist_ok=True)
         config = {
@@ -191,8 +191,9 @@ def submit(spool: Spool, job_id: str, vocabulary: int, row: int) -> None:
 
 @contextlib.contextmanager
 def sampled_memory(out: Path, device: str) -> Iterator[None]:
-    """Used MiB of every GPU with the time, every second, as lines of `out`. Not more often: what
-    starts CUDA or allocates meanwhile waits for the driver to answer."""
+    """Within the block, writes the used MiB of every GPU and the time to `out`, every second.
+    Reading more often would slow the ranks down: a process that starts CUDA or allocates waits
+    while the driver answers nvidia-smi."""
     if device != "cuda":
         yield
         return
@@ -221,7 +222,7 @@ def measure(
     """Runs all jobs one after another with one launcher. Returns a dict of seconds per job, the
     losses, and a digest of each job's adapter."""
     spool, arch = Spool.create(root), read_arch(str(model))
-    # Of a mixture of experts, attention alone, as the controller would have it.
+    # In a mixture of experts only attention is adapted, as by the controller's default.
     targets = [
         t for t in LORA_TARGETS if not arch.moe or options.expert_lora or t not in EXPERT_TARGETS
     ]
@@ -238,11 +239,12 @@ def measure(
         "TANDEM_TRAINER_RANKS": str(options.ranks),
         "TANDEM_TENSOR_PARALLEL": str(options.tensor_parallel),
         "TANDEM_TRAINER_DEVICES": ",".join(map(str, gpus)) if options.device == "cuda" else "",
-        # As in the images: on the volume, so that a second job compiles nothing.
+        # As in the images, the compilers' caches outlive a job, so that a second job compiles
+        # nothing.
         "TORCHINDUCTOR_CACHE_DIR": str(options.out / f"inductor.{way}"),
         "TRITON_CACHE_DIR": str(options.out / f"triton.{way}"),
     }
-    # In the images everything is compiled.
+    # The images contain bytecode, so this process's children may write it too.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     log = options.out / f"runner.{way}.log"
     stays: list[dict[str, float]] = []
@@ -250,7 +252,7 @@ def measure(
         command = [sys.executable, "-m", "tandem.trainer.runner", entry]
         runner = subprocess.Popen(command, env=environment, stdout=errors, stderr=errors)
         try:
-            # The others have their imports ahead of the first job.
+            # Except for torchrun, the runner's children finish their imports before the first job.
             time.sleep(3 if way == "torchrun" else 12)
             for number in range(options.jobs):
                 submit(
@@ -260,7 +262,7 @@ def measure(
                 stays.append(
                     {"device MiB": max(used(gpus, options.device))} | host_memory(runner.pid)
                 )
-                # Now, in case the end is never seen.
+                # Printed after each job, so that the numbers are not lost if the program is killed.
                 told = parts(list(spool.events.read(f"job-{number}")))
                 print(json.dumps({"way": way, "job": number, **told, **stays[-1]}), flush=True)
                 if time.monotonic() > options.end:
@@ -281,7 +283,7 @@ def measure(
 
 
 def wait(spool: Spool, job: str, log: Path, wanted: JobState = "succeeded") -> None:
-    """Until the job has ended, in this state."""
+    """Waits until the job has ended. Raises AssertionError if its state is not `wanted`."""
     end = time.monotonic() + 300
     while (state := spool.jobs.get(job)[0]) not in TERMINAL:
         assert time.monotonic() < end, f"{job} did not end\n{log.read_text()[-3000:]}"
@@ -299,8 +301,8 @@ def used(gpus: list[int], device: str) -> list[int]:
 
 
 def host_memory(runner: int) -> dict[str, float]:
-    """MiB of host memory of the runner and all that descends from it (but for files, which others
-    read too) and of /dev/shm, and their open files."""
+    """The host memory in MiB and the open files of the runner and its descendants, and the MiB in
+    /dev/shm. Mapped files are not counted, because other processes read them too."""
     members = [runner, *(process.pid for process in processes.descendants(runner))]
     pss, files = 0, 0
     for pid in members:
@@ -332,7 +334,7 @@ def growth(stays: list[dict[str, float]]) -> dict[str, float]:
 
 
 def parts(events: list[Any]) -> dict[str, float]:
-    """Seconds of one job's parts. NaN: it was cancelled before."""
+    """Seconds of one job's parts. A part is NaN if the job was cancelled before it."""
     at = {event.type: event.time for event in events}
     last_step = max(event.time for event in events if event.type == "step")
     loaded = next(event.data["seconds"] for event in events if event.type == "loaded")
@@ -351,8 +353,8 @@ def parts(events: list[Any]) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Every way, the same jobs; losses and adapters must be the same. `arguments`: those of the
-    command line."""
+    """Runs the same jobs with every way; losses and adapters must be the same. `arguments`: the
+    arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

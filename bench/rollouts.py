@@ -7,18 +7,19 @@ server.
 
 URL is a vLLM's, its key is in TANDEM_API_KEY or TANDEM_API_KEY_FILE. The model is the first step
 that vLLM lists. One side is `Environment.play` with the `Sampler` of `tandem rl`, without training:
-each conversation is a session of the rollout door. The other is the function with which `vllm
-bench serve` sends chat completions, which asks for no log-probs and reads a stream. Both play the
-same conversations at temperature 1: the first message is a task of its own, each later one asks for
-more, and an answer has at most `--tokens` tokens; the model may end it sooner. `--in-flight`
-conversations run at once, `--answers` times as many in all, each side in a process of its own, in
-turn. A round of `--in-flight` conversations before each opens the connections and is not counted.
-`of vLLM's` is the rate of answers as a share of that of vLLM's client; `server CPU ms`: of vLLM's
-API process, where it is on this machine.
+each conversation is a session of the rollout door (`/rollout`). The other side is the function with
+which `vllm bench serve` sends chat completions; this function asks for no log-probs and reads a
+stream. Both sides play the same conversations at temperature 1. Each conversation begins with a
+task of its own, and each later message of the user asks the model to go on. An answer has at most
+`--tokens` tokens. `--in-flight` conversations run at once, and `--answers` times as many run in
+all. The two sides run in turn, each in a process of its own. Before each measurement, a round of
+`--in-flight` conversations opens the connections and is not counted. `of vLLM's` is the rate of
+answers divided by the rate of vLLM's client. `server CPU ms` is the CPU time of vLLM's API process,
+if the process is on this machine.
 
-`--client` needs no vLLM: a server on loopback answers after 0.2 s, and rows say what the client's
-process computes for each answer: aiohttp as `tandem.client.vllm` uses it, alone and with all that a
-rollout does; httpx with one pool; httpx with a client for each request in flight.
+`--client` needs no vLLM: a server on loopback answers after 0.2 s, and the rows have the client's
+CPU time per answer. The clients are aiohttp as `tandem.client.vllm` uses it, alone and in a whole
+rollout; httpx with one pool; httpx with a client for each request in flight.
 """
 
 import argparse
@@ -100,7 +101,7 @@ def tandem_side(vllm: Vllm, model: str, tokens: int, turns: int) -> Conversation
 def vllm_side(
     session: Any, url: str, key: str, model: str, tokens: int, turns: int
 ) -> Conversation:
-    """The same with the function of `vllm bench serve`."""
+    """A conversation by the function with which `vllm bench serve` sends requests."""
     from vllm.benchmarks.lib import endpoint_request_func as vllm_client
 
     async def play(number: int) -> int:
@@ -128,14 +129,15 @@ def vllm_side(
 
 
 async def measure(play: Conversation, in_flight: int, conversations: int) -> dict[str, Any]:
-    """A round to open the connections, then so many conversations, `in_flight` at once."""
+    """Plays a round that opens the connections, and then `conversations` conversations, `in_flight`
+    at once. Returns the figures of the latter."""
     numbers, total = itertools.count(), 0
 
     async def worker(end: int) -> None:
         nonlocal total
         while (number := next(numbers)) < end:
             new = await play(number)
-            total += new  # in one statement the sum would be read before the answer is there
+            total += new  # `total += await play(number)` would read `total` before the await
 
     async def all_of(end: int) -> None:
         async with asyncio.TaskGroup() as workers:
@@ -157,8 +159,8 @@ async def measure(play: Conversation, in_flight: int, conversations: int) -> dic
 
 
 def listener(url: str) -> Callable[[], float]:
-    """The CPU seconds so far of the process on this machine that listens at `url`; 0 where there is
-    none."""
+    """A function that returns the CPU seconds used so far by the process that listens at `url`. It
+    returns 0 if no process on this machine does."""
     port = httpx.URL(url).port
     found = [
         one.pid
@@ -176,7 +178,7 @@ async def side(of: str, model: str, in_flight: int, tokens: int, turns: int, cou
         if of == "tandem":
             play = tandem_side(vllm, model, tokens, turns)
         else:
-            # As `vllm bench serve` makes its session.
+            # The session has the settings of the session in `vllm bench serve`.
             connector = aiohttp.TCPConnector(
                 limit=in_flight, limit_per_host=in_flight, keepalive_timeout=60, ttl_dns_cache=300
             )

@@ -1,16 +1,17 @@
-"""Rounding in bfloat16: the trainer's log-probs, and those of transformers with PEFT, against
+"""Rounding in bfloat16: the log-probs by the trainer and by transformers with PEFT, compared with
 float32.
 
     python -m bench.rounding --model DIRECTORY --adapters ROOT [--train 20] [--parts]
 
 Every adapter under `ROOT`, a spool for example, scores the same sequences; adapters of step 0 are
-left out. `--train N` makes the adapters first, by the trainer itself. The sequences are sums with
-their answers, or those of `--tokens FILE`, a JSON list of lists of token ids.
+left out. With `--train N` the trainer first makes N adapters. The sequences are sums with their
+answers, or the sequences in `--tokens FILE`, a JSON list of lists of token ids.
 
 An error is the absolute difference of a token's log-prob from float32 by transformers and PEFT.
-`ratio` is the mean error over that of transformers in bf16, and `±` is its standard error by a
-bootstrap over adapters. `--parts` computes the trainer's layers with one part in float32 at a time.
-Those ways go through torch instead of one kernel each, for dense models without an FP8 base.
+`ratio` is the mean error divided by the mean error of transformers in bf16, and `±` is the ratio's
+standard error by a bootstrap over adapters. `--parts` computes the trainer's layers with one part
+in float32 at a time. With `--parts`, the layers are computed by torch's functions instead of the
+trainer's kernels. This works for dense models without an FP8 base.
 """
 
 import argparse
@@ -148,7 +149,8 @@ def make_policy(model: str, lora: LoraShape) -> Policy:
 
 
 def train(model: str, root: Path, sequences: Sequences, steps: int, rate: float) -> None:
-    """An adapter after each of `steps` optimizer steps on the sequences' log-probs."""
+    """Writes an adapter after each of `steps` optimizer steps that raise the sequences'
+    log-probs."""
     lora = LoraShape(rank=16, alpha=32.0)
     first = root / "step-0"
     first.mkdir(parents=True)
@@ -182,7 +184,7 @@ def scores(
 
 
 def errors(options: argparse.Namespace, sequences: Sequences) -> dict[str, list[torch.Tensor]]:
-    """The tokens' errors by way and adapter."""
+    """Each token's error: for each way to compute log-probs, a tensor per adapter."""
     found = collections.defaultdict[str, list[torch.Tensor]](list)
     adapters = sorted(path.parent for path in options.adapters.rglob(CONFIG_FILE))
     trained = [path for path in adapters if not re.fullmatch(r"\D*0+", path.name)]
@@ -203,7 +205,7 @@ def errors(options: argparse.Namespace, sequences: Sequences) -> dict[str, list[
 
 
 def ratio(one: list[float], other: list[float]) -> tuple[float, float]:
-    """The ratio of the means, and its standard error over adapters."""
+    """The ratio of the two means, and the ratio's standard error over adapters."""
     chance, drawn = random.Random(0), []
     for _ in range(1000):
         chosen = chance.choices(range(len(one)), k=len(one))

@@ -26,8 +26,8 @@ READY_SECONDS, SENT_SECONDS = 300.0, 120.0
 
 
 class Senders:
-    """Tensor-parallel ranks of `bench.restart`'s run. `variables`: vLLM's address, the way and
-    other settings."""
+    """Tensor-parallel ranks for the run of `bench.restart`. `variables`: environment variables with
+    vLLM's address, the transport and other settings."""
 
     def __init__(
         self, directory: Path, spool: Spool, ranks: int, vocabulary: int, variables: dict[str, str]
@@ -61,8 +61,8 @@ class Senders:
             rank.wait(30)
 
     def offer(self, adapter: Path) -> str:
-        """A job that runs, and whose ranks offer these weights; its id. The job before has ended
-        then."""
+        """Ends the previous job, and starts a job whose ranks offer these weights. Returns the new
+        job's id."""
         self._end_job()
         self._number += 1
         job = f"{self._directory.name}-{self._number}"
@@ -74,11 +74,12 @@ class Senders:
         return job
 
     def send(self, step: int) -> None:
-        """Begin to send what was offered, which the checkpoint of this step has."""
+        """Lets the ranks send the offered weights, which are those of the checkpoint of `step`."""
         self._write("send", {"step": step})
 
     def sent(self) -> dict[str, Any]:
-        """The event of the ranks that have sent it, or have given up."""
+        """Waits until the ranks have sent the weights or have given up. Returns the ranks' event
+        `sent`."""
         self._until("sent", SENT_SECONDS)
         return dict(json.loads((self._directory / f"sent.{self._number}").read_text()))
 
@@ -117,7 +118,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def main(directory: Path, ranks: int) -> None:
-    """One rank: it follows the orders until it is killed."""
+    """One rank. It follows the orders of `Senders` until it is killed."""
     import torch
 
     from tandem.families.registry import read_arch

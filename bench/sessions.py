@@ -4,10 +4,11 @@ leave.
     python bench/sessions.py --model DIR [--shape qwen3-8b] [--calls 50] [--row 4096]
                              [--device cuda] [--gpu 0] [--out DIR]
 
-A real runner, one rank, a LoRA of rank 16. First a job of `--calls` optimizer steps, of one row
-each. Then a session's client appends a pass over such a row and an optimizer step, and waits for
-both results, `--calls` times. The ranks idle out; the GPU's memory is read; and one more call
-starts them again. Prints a line of JSON for each figure.
+A real runner, one rank, a LoRA of rank 16. First a job of `--calls` optimizer steps runs, each on
+one row. Then a session's client makes `--calls` calls: it appends a pass over a row of the same
+size and an optimizer step, and waits for both results. After that the ranks leave because no call
+arrives, and the GPU's memory is read. One more call starts the ranks again. Prints a line of JSON
+for each figure.
 
 With `--shape` the model's weights are random, and are written to DIR if nothing is there.
 """
@@ -52,7 +53,7 @@ RUN = "job"
 
 
 def token_rows(options: argparse.Namespace, vocabulary: int) -> Iterator[np.ndarray]:
-    """Rows of sequences, int32 [SEQUENCES, tokens]; the job's are the session's."""
+    """Rows of sequences, int32 [SEQUENCES, tokens]. The job and the session get the same rows."""
     rng = np.random.default_rng(0)
     while True:
         yield rng.integers(0, vocabulary, (SEQUENCES, options.row // SEQUENCES)).astype(np.int32)
@@ -66,7 +67,7 @@ class Client:
         self._rows, self._seq = token_rows(options, vocabulary), 0
 
     def call(self) -> float:
-        """A pass and a step; seconds until both have results."""
+        """Appends a pass and an optimizer step. Returns the seconds until both have results."""
         ids = next(self._rows)
         ones = np.ones(ids.shape[1] - 1, np.float32)
         begin = time.perf_counter()
@@ -88,7 +89,7 @@ class Client:
 
 
 def submit(spool: Spool, options: argparse.Namespace, vocabulary: int) -> None:
-    """A job with the rows of as many calls."""
+    """Queues a job with the rows of `--calls` calls."""
     rows = token_rows(options, vocabulary)
     examples = [
         SFTExample(token_ids=tokens.tolist(), trainable=[False] + [True] * (len(tokens) - 1))
@@ -119,7 +120,8 @@ def submit(spool: Spool, options: argparse.Namespace, vocabulary: int) -> None:
 
 
 def steps(spool: Spool, job: str) -> tuple[list[float], list[float]]:
-    """When each step ended, and the seconds of its phases."""
+    """For each step of a job, the time at which it ended, and the seconds of its passes and its
+    optimizer."""
     events = [event for event in spool.events.read(job) if event.type == "step"]
     computed = [
         sum(
@@ -132,7 +134,7 @@ def steps(spool: Spool, job: str) -> tuple[list[float], list[float]]:
 
 
 def ended(spool: Spool, job: str, log: Path) -> float:
-    """Waits for the job's success; its time."""
+    """Waits for the job's success. Returns the time of its terminal event."""
     limit = time.monotonic() + 900
     while (state := spool.jobs.get(job)[0]) not in TERMINAL:
         assert time.monotonic() < limit, f"{job} does not end\n{log.read_text()[-3000:]}"
@@ -151,7 +153,7 @@ def used(options: argparse.Namespace) -> int:
 
 
 def random_model(directory: Path, shape: str, device: str) -> None:
-    # Run as a program, this file's package is not found by itself.
+    # If this file is run as a program, Python does not find its package without this line.
     sys.path.append(str(Path(__file__).parents[1]))
     from bench.restart import make_model
 
@@ -159,7 +161,7 @@ def random_model(directory: Path, shape: str, device: str) -> None:
 
 
 def make_runs(spool: Spool, model: Path) -> str:
-    """A run for the job, and one of a session, whose name is returned."""
+    """Creates a run for the job and a run of a session. Returns the name of the session's run."""
     arch = read_arch(str(model))
     targets = tuple(t for t in LORA_TARGETS if not arch.moe or t not in EXPERT_TARGETS)
     lora = LoraShape(rank=16, alpha=32, targets=targets)
@@ -187,7 +189,7 @@ def measure(options: argparse.Namespace, out: Path) -> Iterator[tuple[str, float
         "TORCHINDUCTOR_CACHE_DIR": str(out / "inductor"),
         "TRITON_CACHE_DIR": str(out / "triton"),
     }
-    # In the images everything is compiled.
+    # The images contain bytecode, so this process's children may write it too.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-m", "tandem.trainer.runner", DEFAULT_ENTRY]
     with log.open("wb") as errors:

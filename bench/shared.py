@@ -5,10 +5,10 @@ bytes.
     DIR]
 
 vLLM, publisher and runner are processes of their own, as in their containers. The base model has
-random weights, the run a LoRA of rank 16, each job is two optimizer steps of SFT (both as in
-bench.restart). A rollout asks the newest served step for a fixed number of tokens. Times are those
-of the job's events and the client's clock, bytes are nvidia-smi's. Fails where vLLM's KV cache is
-not the size it had, or anything ran out of memory.
+random weights, the run has a LoRA of rank 16, and each job is two optimizer steps of SFT (all as in
+bench.restart). A rollout asks the newest served step for a fixed number of tokens. Times come from
+the job's events and the client's clock, and bytes come from nvidia-smi. The program fails if the
+size of vLLM's KV cache changes, or if any program runs out of memory.
 """
 
 import argparse
@@ -49,7 +49,8 @@ _BLOCKS = re.compile(r'^vllm:cache_config_info\{.*?num_gpu_blocks="(\d+)"', re.M
 
 
 def write_tokenizer(directory: Path, vocabulary: int) -> None:
-    """A token for each id of the model, so that whatever it samples can be written down."""
+    """Writes a tokenizer with a token for each id of the model, so that every sampled token can be
+    written as text."""
     tokenizer = Tokenizer(
         models.WordLevel(vocab={f"t{i}": i for i in range(vocabulary)}, unk_token="t0")
     )
@@ -116,7 +117,7 @@ class Parts:
             )
 
     def check(self) -> None:
-        """AssertionError with the end of its log for a program that ended."""
+        """Raises AssertionError with the end of the log if a program has ended."""
         for name, program in self._running.items():
             code = program.poll()
             assert code is None, f"{name} ended with {code}\n{self.tail(name)}"
@@ -165,8 +166,8 @@ def parts(root: Path, model: Path, options: argparse.Namespace) -> Iterator[Part
 def rollout(
     made: Parts, model: str, options: argparse.Namespace, vocabulary: int, seed: int
 ) -> float:
-    """Tokens per second of one request with all prompts, each continued by the same number of
-    tokens."""
+    """Sends one request with all prompts, each of which gets the same number of new tokens. Returns
+    the new tokens per second."""
     prompts = (
         np.random.default_rng(seed)
         .integers(2, vocabulary, (options.prompts, options.prompt_tokens))
@@ -204,7 +205,7 @@ def used() -> int:
 
 
 def available() -> int:
-    """Bytes of the host's memory that programs could still get."""
+    """Bytes of host memory that are available to programs."""
     (line,) = (
         line
         for line in Path("/proc/meminfo").read_text().splitlines()
@@ -216,7 +217,8 @@ def available() -> int:
 def cycle(
     made: Parts, spool: Spool, number: int, options: argparse.Namespace, vocabulary: int
 ) -> dict[str, Any]:
-    """One rollout on the newest step, one job on it, until its step is served."""
+    """One cycle: rollouts on the newest step, and a job that starts from it. Returns the cycle's
+    row."""
     name = f"{RUN}@{number}"
 
     def served() -> Served | None:
@@ -227,7 +229,7 @@ def cycle(
         return found if found is not None and found.step == number else None
 
     error = made.until(f"{name} is served", SERVED_SECONDS, served).mean_abs_logprob_error
-    # The adapter's first use, and whatever compiles.
+    # Rollouts before the measurement: the adapter's first use, and requests that compile kernels.
     for warm_up in range(1 if number else 1 + options.rounds):
         rollout(made, name, options, vocabulary, seed=10_000 + 100 * warm_up + number)
     rates = [rollout(made, name, options, vocabulary, seed=1 + r) for r in range(options.rounds)]
@@ -284,8 +286,8 @@ def _gib(devices: dict[str, int]) -> float:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table for docs/performance.md: a line for each number, a column each for the first cycles
-    and the last."""
+    """The table for docs/performance.md: a line for each figure, and columns for the first two
+    cycles and the last one."""
     chosen = [rows[0], *rows[1:2], *rows[-1:]] if len(rows) > 2 else rows
     lines = [
         "| | " + " | ".join(f"cycle {row['cycle']}" for row in chosen) + " |",
@@ -300,7 +302,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def troubles(made: Parts, spool: Spool) -> list[str]:
-    """Lines of any log that tell of missing memory."""
+    """The lines of all logs that report missing memory."""
     logs = [*made.logs.glob("*.log"), *spool.paths.jobs.rglob("log")]
     return [
         f"{path.name}: {line.strip()[:300]}"
@@ -311,7 +313,7 @@ def troubles(made: Parts, spool: Spool) -> list[str]:
 
 
 def main() -> None:
-    """All cycles; rows even of a run that fails half-way."""
+    """Runs all cycles. If a cycle fails, the rows of the cycles before it are still written."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -5,17 +5,18 @@ until the checkpoint is served.
     64] [--swaps 8]
                          [--gpus 0] [--trainer-gpus 1] [--publications 500]
 
-vLLM runs with Tandem's settings, the base model and the adapters (rank 16, all linear layers; of a
-mixture attention's) have random weights. `--requests` streams run all the time. A checkpoint is
-committed, and Tandem's publisher copies, loads, verifies and announces it. The stall of a swap is
-the longest gap between two tokens of a running request around it, less the median gap. With nccl
-and volume the ranks of a trainer send or write whole weights (they don't train: they have the
-random adapters); `sent` is how long that takes, `sending` without the time to connect. These two
-ways share one vLLM. vLLM and the trainer each have as many tensor-parallel ranks as GPUs. Then
-`--many` requests, which are not streamed, measure the throughput with the newest checkpoint, from
-the start of the first to the end of the last. The probe is made of vLLM's own log-probs.
-`--publications`: so many more checkpoints follow one another while nobody samples, and the memory
-of vLLM's processes is read now and then.
+vLLM runs with Tandem's settings, the base model and the adapters (rank 16, on all linear layers, or
+on attention only in a mixture of experts) have random weights. `--requests` streams run all the
+time. The program commits a checkpoint, and Tandem's publisher copies, loads, verifies and announces
+the checkpoint. The stall of a swap is the longest gap between two tokens of a running request
+around the swap, less the median gap. With nccl and volume the ranks of a trainer send or write
+whole weights (these ranks don't train: they have the random adapters). `sent` is the time to
+connect and send, and `sending` is the time without connecting. These two ways share one vLLM. vLLM
+and the trainer each have as many tensor-parallel ranks as GPUs. After the swaps, `--many` requests
+without streams measure the throughput with the newest checkpoint, from the start of the first
+request to the end of the last. The checkpoint's probe consists of vLLM's own log-probs. With
+`--publications N`, N more checkpoints follow one another while nobody samples, and the memory of
+vLLM's processes is read after the 10th and after every 50th.
 """
 
 import argparse
@@ -71,8 +72,9 @@ PROMPTS = [list(range(100, 164)), list(range(400, 448))]
 
 @dataclass
 class Server:
-    """A vLLM that runs, the settings that it runs with, and a publisher that has seen it start:
-    another one would flush the prefix cache for each adapter (before vLLM 0.32)."""
+    """A vLLM that runs, the settings that it runs with, and a publisher that has seen vLLM start. A
+    publisher that has not seen the start would flush the prefix cache for each adapter (before vLLM
+    0.32)."""
 
     settings: Settings
     variables: dict[str, str]
@@ -84,8 +86,8 @@ class Server:
 def server(
     name: str, transport: str, copy: str, model: Path, options: argparse.Namespace
 ) -> Iterator[Server]:
-    """vLLM as the settings describe it; its log is <logs>/vllm.<name>.log. `copy`: where the second
-    copy is; empty: it serves adapters."""
+    """Starts vLLM with these settings; its log is <logs>/vllm.<name>.log. `copy`: the place of the
+    second copy of the weights; if it is empty, vLLM serves adapters."""
     with ports.reserve() as reserved:
         port = str(reserved.port)
     variables = {
@@ -133,7 +135,7 @@ def server(
 
 
 def new_session() -> aiohttp.ClientSession:
-    """For any number of requests at once, which may take any time."""
+    """A session without limits on the number of concurrent requests and on their time."""
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0)
     )
@@ -160,8 +162,8 @@ def completion(
 
 
 class Streams(threading.Thread):
-    """`--requests` streams of `--tokens` new tokens, one after another all the time, and when each
-    token came."""
+    """`--requests` streams, which run all the time. Each stream sends one request after another for
+    `--tokens` new tokens. `times` has the time of each token."""
 
     def __init__(self, settings: Settings, model: str, options: argparse.Namespace) -> None:
         super().__init__(daemon=True)
@@ -181,7 +183,7 @@ class Streams(threading.Thread):
 
     async def _stream(self, session: aiohttp.ClientSession, number: int) -> None:
         generator, whole = np.random.default_rng(number), self._options.tokens
-        # So that later prompts come one by one.
+        # The first requests have different lengths, so that later prompts come one by one.
         first = max(1, whole * (number + 1) // self._options.requests)
         for tokens in itertools.chain([first], itertools.repeat(whole)):
             if self._ended.is_set():
@@ -283,7 +285,8 @@ class Bench:
         self._spool.checkpoints.commit(staged, "bench", step, job, probe=probe)
 
     def publish(self, transport: str, senders: Senders | None) -> tuple[float, float]:
-        """When the next step was committed, and when it was served."""
+        """Commits the next step and publishes it. Returns the times of the commit and of the
+        announcement."""
         self._step += 1
         self._commit(senders)
         begin = time.time()
@@ -328,9 +331,9 @@ class Bench:
         return {"way": way, "swaps": len(rows)} | _summary(rows)
 
     def throughput(self) -> dict[str, float]:
-        """New tokens per second of `--many` requests, from the first one's start to the last one's
-        end: the median of `--rounds`, the lowest and the highest. As RL samples, GROUP requests
-        share a prompt."""
+        """New tokens per second of `--many` requests, from the start of the first request to the
+        end of the last: the median, the lowest and the highest of `--rounds` rounds. As in RL,
+        GROUP requests share a prompt."""
         rates = sorted(asyncio.run(self._round(number)) for number in range(self._options.rounds))
         return {
             "tokens/s": statistics.median(rates),
@@ -360,7 +363,8 @@ class Bench:
 
     @contextlib.contextmanager
     def _load(self) -> Iterator[Streams]:
-        """Streams that are warm when the block begins. None of them may fail."""
+        """Streams that have run for `--warm` seconds when the block begins. Raises AssertionError
+        if a stream's request failed."""
         streams = Streams(self._settings, self.model, self._options)
         streams.start()
         time.sleep(self._options.warm)
@@ -371,7 +375,8 @@ class Bench:
         assert not streams.errors, streams.errors[:3]
 
     def growth(self, way: str) -> list[dict[str, Any]]:
-        """Publish without load; memory after the first, and after each fiftieth."""
+        """Publish while nobody samples. Returns the memory after the 10th publication, and after
+        every 50th."""
         rows, begin = [], time.monotonic()
         for number in range(1, self._options.publications + 1):
             self.publish(way, None)
@@ -402,7 +407,7 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(ways: list[str], model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Groups of ways that one vLLM can serve."""
+    """Measures the ways in `ways`, which one vLLM can serve."""
     name, (transport, _, copy) = "+".join(ways), ways[0].partition("-")
     started, rows = time.monotonic(), []
     with server(name, transport, copy, model, options) as vllm:

@@ -1,5 +1,5 @@
-"""Real jobs under each topology: tokens/s, memory beside `tandem plan`'s, and the start beside one
-GPU's.
+"""Real jobs under each topology: tokens/s, memory compared with `tandem plan`, and the start
+compared with one GPU.
 
     python -m bench.topologies [--cases moe-1 moe-ep2 moe-tp2-sp ...] [--out DIR] [--jobs 2]
     [--device cuda]
@@ -8,13 +8,13 @@ GPU's.
 
 Each case runs jobs of some optimizer steps through the runner, by `fork`, on a model of random
 weights. Cases with the same shape and row have the same data, so their first losses differ by
-rounding alone. tokens/s are those of the job's own steps but the first; memory is that of the
-fullest rank at its peak: what torch allocates, and what CUDA and NCCL use beside it, which the
-cases `groups-…` show for small models. With `--recommended` each case takes the topology that
-`tandem plan` recommends for so many of this machine's GPUs, and a job of all weights is cancelled
-behind its steps, before it writes ten bytes per weight. With `--hosts` each case's ranks belong to
-so many hosts, each an agent on this machine. `DIR` should be in memory: the largest models have 65
-GB.
+rounding alone. tokens/s are measured over all optimizer steps of the job but the first. Memory is
+the peak of the fullest rank: torch's allocations, and what CUDA and NCCL use in addition. The cases
+`groups-…` show the latter for small models. With `--recommended N` each case has the topology that
+`tandem plan` recommends for N of this machine's GPUs. A job of all weights is then cancelled after
+its steps, before it writes ten bytes per weight. With `--hosts N` each case's ranks are divided
+over N hosts, each of which is an agent on this machine. `DIR` should be in memory: the largest
+models have 65 GB.
 """
 
 import argparse
@@ -83,7 +83,7 @@ MODELS: dict[str, dict[str, Any]] = {
         }
     ),
     "8b": QWEN3 | SHAPES["qwen3-8b"],
-    # All of it trains on a GPU of 80 GB.
+    # With 6 layers, all weights can be trained on a GPU of 80 GB.
     "8b-6l": QWEN3 | SHAPES["qwen3-8b"] | {"num_hidden_layers": 6},
     "32b": (
         QWEN3
@@ -103,7 +103,7 @@ MODELS: dict[str, dict[str, Any]] = {
         SHAPES["qwen3-30b-a3b-8l"]
         | {"num_hidden_layers": 48, "architectures": ["Qwen3MoeForCausalLM"]}
     ),
-    # Text models alone; shapes of the published checkpoints.
+    # The text models only, with the shapes of the published checkpoints.
     "qwen3.5-9b": TRAIN["qwen3.5-9b"],
     "qwen3.5-35b-a3b": {
         "model_type": "qwen3_5_moe_text",
@@ -319,7 +319,7 @@ def gpu_memory() -> int:
 
 
 def recommended(case: Case, arch: Arch, gpus: int) -> Case:
-    """The case with the topology that `tandem plan` recommends."""
+    """The case with the topology that `tandem plan` recommends for `gpus` GPUs."""
     job = memory.Workload(arch, lora_of(case, arch), case.row, case.rows)
     sizes = plan.plan(job, gpus, gpu_memory()).recommended.sizes
     settings = {name.upper(): int(size) for name, size in sizes.fields().items()}
@@ -537,7 +537,7 @@ def main() -> None:
         except (AssertionError, InvalidInput) as error:  # InvalidInput: no topology fits
             print(f"{name}: {error}", flush=True)
         if CASES[name].model not in models[number + 1 :]:
-            shutil.rmtree(options.out / CASES[name].model)  # makes room for the next
+            shutil.rmtree(options.out / CASES[name].model)  # makes room for the next model
     if not rows:
         raise SystemExit("no case was measured")
     report(

@@ -10,10 +10,11 @@ Weights and tokens are random. With `--trainable lora`, LoRA of rank 16 is on al
 row is one sequence (`8192`), several (`4x1024`), or `tree`: a group of 16 completions of 512 tokens
 after one prompt of 2048, which Tandem computes once. `--limit`: GiB of the GPU that may be used.
 
-Model TFLOP/s: forward, and the gradient of activations (the base is frozen): 4 FLOPs per weight and
-token, and 3.5 times the forward of causal attention; with `--trainable full` 6 FLOPs per weight and
-token. Recomputation is not counted. A step is forward, backward and Adam; with `--ranks 2`, of
-data-parallel ranks that compute a row each. Each way runs in processes of its own.
+Model TFLOP/s count the forward pass and the gradient of activations, because the base is frozen: 4
+FLOPs per weight and token, and 3.5 times the FLOPs of causal attention's forward pass. With
+`--trainable full` they count 6 FLOPs per weight and token. Recomputation is not counted. A step is
+forward, backward and Adam; with `--ranks 2`, of data-parallel ranks that compute a row each. Each
+way runs in processes of its own.
 """
 
 import argparse
@@ -82,7 +83,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def shape_of(row: str) -> tuple[list[int], int]:
-    """(the lengths of the sequences, the number of tokens without sharing)."""
+    """The lengths of a row's sequences, and the number of tokens that the row has without
+    sharing."""
     if row == "tree":
         return [2048 + 16 * 512], 16 * (2048 + 512)
     count, _, length = row.rpartition("x")
@@ -101,13 +103,13 @@ def model_flops(arch: Arch, lengths: list[int], trainable: str) -> float:
         )
     delta_nets = sum(arch.gdn.layers) if arch.gdn else 0
     with_attention = arch.num_layers - delta_nets
-    queries = (3 if arch.output_gate else 2) * arch.query_size  # q and o, and gates
+    queries = (3 if arch.output_gate else 2) * arch.query_size  # the weights of q, o and gates
     weights = (
         with_attention * hidden * (queries + 2 * arch.kv_size)
         + arch.num_layers * mlp
         + hidden * arch.vocab_size
     )
-    if arch.gdn:  # without the delta rule itself
+    if arch.gdn:  # the delta rule itself is not counted
         features = sum(arch.gdn.sections) + 2 * arch.gdn.value_size + 2 * arch.gdn.value_heads
         weights += delta_nets * hidden * features
     attention = sum(2 * length**2 * arch.query_size for length in lengths) * with_attention
@@ -182,7 +184,7 @@ def tandem_step(
         optimizer.zero_grad()
         with policy.adapter_fixed():
             policy(tensors).logprobs.mean().backward()
-            if not repeated:  # as `Training`, in a job of many rows
+            if not repeated:  # as `Training` does in a job of many rows
                 repeated.append(True)
                 graphs.repeat(policy, tensors, 100)
                 print("graphs", policy.layer_graphs is not None, file=sys.stderr)
@@ -274,7 +276,7 @@ def one(arguments: argparse.Namespace) -> dict[str, Any]:
         "effective tokens/s": arguments.ranks * effective / median,
         "seconds": median,
         "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
-        "reserved GiB": torch.cuda.memory_reserved() / 2**30,  # with that of CUDA graphs
+        "reserved GiB": torch.cuda.memory_reserved() / 2**30,  # including the memory of CUDA graphs
         "TFLOP/s per GPU": (model_flops(arch, lengths, arguments.trainable) / median / 1e12),
     }
 
@@ -305,7 +307,7 @@ def main() -> None:
         row = one(arguments)
         if os.environ.get("RANK", "0") == "0":
             print(json.dumps(row), flush=True)
-        os._exit(0)  # without taking process groups apart
+        os._exit(0)  # skips the destruction of process groups
     rows = []
     for row in arguments.rows:
         for way in arguments.ways:

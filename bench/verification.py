@@ -1,18 +1,20 @@
-"""Verification of right and wrong weights: the numbers of refused right weights and accepted wrong
-weights.
+"""Verification of right and wrong weights: counts right weights that are refused and wrong weights
+that are accepted.
 
     python -m bench.verification --spool ROOT --run RUN --other OTHER --model DIRECTORY
 
-`--rows FILE` gets each case's errors when it is done, so the same command goes on after a kill.
+`--rows FILE` gets each case's errors as soon as the case is done, so the same command continues
+after a kill.
 
 `RUN` and `OTHER` are runs of one base model on a spool that a training has left. vLLM runs in this
 process, so that it can be made to hold an adapter that the file does not have
-(`bench.verification_cases`). Then each case goes through the publisher's own checks: the tensors
-that the worker holds, and the log-probs of the checkpoint's probe. `--mode merged` merges the
-adapter into vLLM's weights instead, and compares rows of them.
+(`bench.verification_cases`). Each case goes through the publisher's own two checks: of the tensors
+that vLLM's worker holds, and of the log-probs of the checkpoint's probe. `--mode merged` merges the
+adapter into vLLM's weights instead, and compares rows of these weights.
 
-A wrong case counts if its log-probs in float32 differ from the right ones by more than vLLM's own
-error of the base model; transformers computes both. Cases below that are listed apart.
+A wrong case counts if its log-probs in float32 differ from those of the right weights by more than
+vLLM's own error of the base model. transformers computes the float32 log-probs. Wrong cases that do
+not count are listed apart.
 """
 
 import argparse
@@ -91,7 +93,8 @@ class Engine:
 
 
 class Adapters(Engine):
-    """vLLM with adapters; `hold` makes it read another directory than the one it is told."""
+    """vLLM with adapters. `hold` makes vLLM read another directory than the directory in the
+    request."""
 
     beside = BASE
 
@@ -205,7 +208,7 @@ def closest_mean(one: Sequence[float], other: Sequence[float]) -> float:
 def judge(
     engine: Adapters | Merged, case: Case, right: Path, probe: Probe, tolerance: Tolerance
 ) -> dict[str, Any]:
-    """One case through both checks."""
+    """Puts a case's weights into vLLM and runs both checks. Returns the case's row."""
     tensors = engine.hold(right, case.directory)
     row: dict[str, Any] = {"kind": case.kind, "step": case.step, "detail": case.detail}
     row["tensors"] = tensors[:160]
@@ -224,7 +227,8 @@ def judge(
 
 
 def rows(options: argparse.Namespace, done: dict[Key, Any]) -> Iterator[dict[str, Any]]:
-    """The cases that are not `done`; a step's right case is repeated for its wrong ones."""
+    """Yields a row for each case that is not in `done`. If a wrong case of a step is missing, the
+    step's right case is computed again."""
     spool = Spool(options.spool)
     steps, other = (
         {

@@ -1,8 +1,9 @@
-"""Cases for `bench.verification`: adapters that vLLM holds in place of a checkpoint's.
+"""Cases for `bench.verification`: adapters that vLLM holds in place of the adapter of a checkpoint.
 
-A right case holds the checkpoint's own adapter. A wrong case holds another one, of a kind that a
-fault could make. The seed chooses steps, layers and tensors, so that the same checkpoints and seed
-give the same cases. This file is older than the rule that `bench.verification` measures.
+In a right case vLLM holds the checkpoint's own adapter. In a wrong case vLLM holds another adapter,
+of a kind that a fault could make. The seed chooses steps, layers and tensors, so that the same
+checkpoints and seed give the same cases. This file was written before the rule that
+`bench.verification` measures.
 """
 
 import json
@@ -22,8 +23,9 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """`kind`: "right", or the fault; `step`: of the checkpoint that is to be served; `detail`: what
-    the seed chose; `directory`: the adapter that vLLM holds."""
+    """`kind`: "right", or the fault; `step`: the step of the checkpoint that is to be served;
+    `detail`: the layer, module or tensor that the seed chose; `directory`: the adapter that vLLM
+    holds."""
 
     kind: str
     step: int
@@ -81,13 +83,13 @@ ALTERATIONS: dict[str, Callable[[Tensors, Tensors, random.Random], str]] = {
 def write_cases(
     steps: dict[int, Path], other_run: dict[int, Path], work: Path, seed: int
 ) -> Iterator[Case]:
-    """For each step its own adapter, and one case of each fault.
+    """Yields for each step the right case, and one case of each fault.
 
     Args:
         steps: directory of each checkpoint's adapter, by step; step 0 is the identity adapter.
-        other_run: the same of another run of the same base model.
+        other_run: the directories of another run of the same base model, by step.
         work: directory for the altered adapters; a case's files live until the next case.
-        seed: of all choices.
+        seed: the seed of all random choices.
     """
     chance = random.Random(seed)
     for step in sorted(steps)[1:]:

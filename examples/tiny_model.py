@@ -1,6 +1,6 @@
 """A tiny random Qwen3 with a byte-level tokenizer, in Hugging Face's format: nothing is downloaded.
 
-Its weights are random but scaled like a trained model's, so that a LoRA alone can make it
+The weights are random but scaled like a trained model's, so that a LoRA alone can make the model
 confident.
 """
 
@@ -57,8 +57,8 @@ def write_tiny_qwen3(
     """Write config.json, model.safetensors (float32, about 0.7 M parameters) and the tokenizer to
     `directory`.
 
-    With `experts` it is a Qwen3-MoE: each layer has so many MLPs of half the size, and a token goes
-    to two of them.
+    With `experts` the model is a Qwen3-MoE: each layer has `experts` MLPs of half the size, and a
+    token goes to two of them.
     """
     vocabulary = write_tokenizer(directory)
     rows = -(-len(vocabulary) // 64) * 64
@@ -94,7 +94,7 @@ def write_tiny_qwen3(
             ("self_attn.k_norm", head_dim),
         ]:
             tensors[f"{at}.{name}.weight"] = np.ones(size, np.float32)
-    # save_file is not used, because only the user could read its files.
+    # save_file is not used, because only the user who runs it could read the files that it writes.
     (directory / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -141,7 +141,8 @@ if __name__ == "__main__":
 
     target = Path(sys.argv[1])
     if not target.exists():
-        # Several processes may write it at once, and each may read it as soon as it exists.
+        # Several processes may write the directory at once, and each may read it as soon as it
+        # exists.
         made = write_tiny_qwen3(target.with_name(f".{target.name}-{uuid.uuid4().hex}"))
         try:
             made.rename(target)

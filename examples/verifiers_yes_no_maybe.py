@@ -16,7 +16,8 @@ import verifiers.v1 as vf
 from tandem.client import AsyncTandem
 from tandem.client.verifiers import VerifiersEnvironment
 
-__all__ = ["YesNoMaybe"]  # so this module is a taskset by its name, for `tandem rl` too
+# by this list the module's name is the name of a taskset, also for `tandem rl`
+__all__ = ["YesNoMaybe"]
 
 REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
 QUESTIONS = ["Is the sky blue?", "Is water wet?", "Do cats like rain?", "Will it snow today?"]

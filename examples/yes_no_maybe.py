@@ -1,8 +1,8 @@
 """Post-train a model through Tandem's public API: SFT, then RL. Copy this file and change the task.
 
 The task is OpenPipe/ART's: answer a question with yes (reward 0.5), no (0.75) or maybe (1.0). SFT
-first teaches the three answers at random, so that RL has something to choose from; RL then finds
-the best one.
+first teaches the model to give the three answers at random. RL can then choose among the answers,
+and finds the best one.
 
     TANDEM_URL=http://127.0.0.1:8080 TANDEM_INFERENCE_URL=http://127.0.0.1:8000 python
     examples/yes_no_maybe.py my-run
@@ -38,7 +38,7 @@ QUESTIONS = [
 
 
 def reward(answer: str) -> float:
-    """The reward of a whole answer; anything but the three words earns nothing."""
+    """The reward of a whole answer. An answer that is not one of the three words gets 0."""
     return REWARDS.get(answer.strip(), 0.0)
 
 
@@ -62,8 +62,8 @@ class Task:
         )
 
     async def rollout(self, model: str, group_size: int, seed: int) -> list[dict[str, Any]]:
-        """One group per question: answers to the same prompt, each a trajectory of one assistant
-        turn."""
+        """One group per question. A group has several answers to the same prompt, and each answer
+        is a trajectory of one assistant turn."""
         responses = await asyncio.gather(
             *(self.ask(model, q, group_size, seed * 1000 + i) for i, q in enumerate(QUESTIONS))
         )
@@ -81,7 +81,8 @@ class Task:
         ]
 
     async def evaluate(self, model: str, samples: int, seed: int) -> float:
-        """Mean reward of `samples` fresh answers, evenly over the questions."""
+        """The mean reward of `samples` new answers, which are distributed evenly over the
+        questions."""
         counts = [
             samples // len(QUESTIONS) + (i < samples % len(QUESTIONS))
             for i in range(len(QUESTIONS))
@@ -100,7 +101,7 @@ class Task:
 
 
 def sft_examples() -> list[dict[str, Any]]:
-    """Every question with every answer: the right thing to learn is to answer at random."""
+    """Every question with every answer. A model that learns these examples answers at random."""
     return [
         {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
         for q in QUESTIONS
@@ -117,7 +118,7 @@ async def train(
     samples: int = 200,
     tell: Callable[[str, dict[str, Any]], None] = lambda what, row: print(what, row, flush=True),
 ) -> dict[str, Any]:
-    """Create `run`, teach it by SFT, improve it by RL; returns the rewards and one row per RL
+    """Creates `run`, and trains it by SFT and then by RL. Returns the rewards, and one row per RL
     step."""
     packing, unit = {"sequence_length": 256}, LEARNING_RATES[trainable]
     sampler = openai.AsyncOpenAI(
@@ -164,7 +165,7 @@ async def train(
                     optimizer={"learning_rate": unit, "grad_accumulation_sequences": 64},
                     wait="served",
                 )
-            except NothingToLearn:  # every answer of every group earned the same
+            except NothingToLearn:  # in each group all answers have the same reward
                 break
             step += 1
             rows.append(
@@ -188,15 +189,15 @@ async def train(
 
 
 def api_key() -> str:
-    """TANDEM_API_KEY, or what the file TANDEM_API_KEY_FILE holds; the same key opens controller and
-    vLLM."""
+    """TANDEM_API_KEY, or the content of the file TANDEM_API_KEY_FILE. Controller and vLLM accept
+    the same key."""
     file = os.environ.get("TANDEM_API_KEY_FILE")
     return os.environ.get("TANDEM_API_KEY") or (Path(file).read_text().strip() if file else "")
 
 
 async def job_numbers(tandem: AsyncTandem, job_id: str) -> dict[str, Any]:
-    """What a job's events say: its duration, where the time went, and the last optimizer step's
-    metrics."""
+    """From a job's events: the job's duration, the seconds of its parts, and the metrics of its
+    last optimizer step."""
     events = await tandem.job_events(job_id)
     at = {event.type: event.time for event in events}
     metrics = next((e.data["metrics"] for e in reversed(events) if e.type == "step"), {})

@@ -37,7 +37,8 @@ class Drawing:
     def box(
         self, kind: str, left: int, top: int, width: int, height: int, title: str, *lines: str
     ) -> None:
-        """A box with its texts: of a container at the top left, of others in the middle."""
+        """A box with its texts. The texts are at the top left in a container's box, and in the
+        middle of other boxes."""
         self._parts.append(
             f'<rect x="{left}" y="{top}" width="{width}" height="{height}" rx="6"'
             f' fill="{FILLS[kind]}" stroke="{FAINT}"/>'
@@ -56,7 +57,7 @@ class Drawing:
     def arrow(
         self, *points: Point, label: str = "", at: Point | None = None, both: bool = False
     ) -> None:
-        """An arrow through `points`. `label` stands at `at`."""
+        """An arrow through `points`, with `label` at the point `at`."""
         path = "L".join(f"{x:g} {y:g}" for x, y in points)
         start = ' marker-start="url(#head)"' if both else ""
         self._parts.append(
@@ -85,7 +86,7 @@ class Drawing:
 
 
 def containers() -> str:
-    """The three containers, the volume between them, and what goes which way."""
+    """The three containers, the volume between them, and arrows for the data that they exchange."""
     it = Drawing(860, 510, "Tandem's containers and the volume that they share")
     it.box("program", 250, 14, 360, 46, "client", "Python, curl, tandem, any OpenAI SDK")
     it.arrow((330, 60), (330, 118), label="jobs, events: HTTP", at=(196, 92))

@@ -10,13 +10,13 @@ from tandem.metrics.catalogue import CATALOGUE
 from tandem.metrics.metric import Metric
 
 DOCUMENT = Path(__file__).parents[1] / "metrics.md"
-# The empty lines end the comments, for renderers that read HTML up to one.
+# The empty lines end the comments, because some renderers read HTML up to the next empty line.
 BEGIN = "<!-- made from the catalogue: begin -->\n\n"
 END = "\n<!-- made from the catalogue: end -->\n"
 
 
 def with_new_tables(text: str) -> str:
-    """`text` of docs/metrics.md, with what is between the two marks made anew."""
+    """`text` of docs/metrics.md, with new tables between the two marks."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     vllm = (

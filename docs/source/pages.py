@@ -36,8 +36,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: object) -> str:
-    """The text with links to the site's pages. A link to a file that is not on the site becomes its
-    text; the file must exist."""
+    """The page's text with links to the site's pages. A link to a file that is not on the site is
+    replaced by the link's text; the file must exist."""
     root = Path(config.config_file_path).parent
     source = next(
         (file for file, name in OUTSIDE.items() if name == page.file.src_uri),

@@ -1,4 +1,4 @@
-"""`python -m docs.source.terminals`: what people see in a terminal, as pictures in docs/pictures/.
+"""`python -m docs.source.terminals`: makes pictures of a terminal's content in docs/pictures/.
 
 live.svg          the view of `tandem rl` at the end of `make demo`, from the lines that it recorded
 data-check.svg    `tandem data check` of examples/data/sums.jsonl, with the demo's tiny model
@@ -36,11 +36,11 @@ VOLUME = ROOT / "tests/releases/volume-0.1.0.tar.xz"
 CONFIG = "examples/sums_cpu.toml"
 WIDTH = 92
 FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
-"""The fonts that rich would have the page load from another host."""
+"""The CSS rules by which a page would load rich's fonts from another host."""
 
 
 def picture(name: str, title: str, shown: RenderableType) -> str:
-    """What a terminal of WIDTH columns shows, as an SVG."""
+    """The content of a terminal of WIDTH columns, as an SVG."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     console.print(shown)
     return FONTS.sub("", console.export_svg(title=title, unique_id=name))

@@ -1,5 +1,5 @@
-"""Makes docs/track.png: one run, followed by TensorBoard, W&B (offline) and MLflow, through a kill
-and a rollback.
+"""Makes docs/track.png: one run in TensorBoard, W&B (offline) and MLflow, with a kill and a
+rollback.
 
     PYTHONPATH=tests:examples python -m docs.source.track DIRECTORY
 

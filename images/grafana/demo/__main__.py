@@ -27,7 +27,8 @@ def write_configuration(directory: Path, ports: dict[str, int], interval: str | 
     """Copies the rules and `prometheus.yml`, with `ports` (Prometheus job -> port on this machine)
     as the targets.
 
-    `interval`: between two scrapes, and two evaluations of the rules; None keeps the shipped ones.
+    `interval`: the time between two scrapes, and between two evaluations of the rules. None keeps
+    the shipped intervals.
     """
     directory.mkdir(parents=True, exist_ok=True)
     shutil.copytree(PROMETHEUS / "rules", directory / "rules", dirs_exist_ok=True)

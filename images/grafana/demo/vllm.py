@@ -78,8 +78,8 @@ _BETWEEN_TOKENS = (
     80,
 )
 _BATCH = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# Histogram -> its buckets in vLLM 0.32, and median and spread of the log-normal distribution to
-# draw from.
+# Histogram -> its buckets in vLLM 0.32, and the median and the spread of the log-normal
+# distribution from which its values are drawn.
 _PER_REQUEST = {
     "vllm:request_prompt_tokens": (_LENGTH, 180, 0.4),
     "vllm:request_generation_tokens": (_LENGTH, 420, 0.7),
@@ -104,7 +104,8 @@ def new_samples() -> Samples:
 
 
 def count_second(samples: Samples, draw: random.Random, *, busy: bool) -> None:
-    """Counts what happens in a second; `busy`: clients sample."""
+    """Adds the events of one second to the counters of `samples`. `busy`: clients sample in this
+    second."""
     requests, iterations = (draw.randint(6, 14), 60) if busy else (draw.randint(0, 1), 4)
     prompt, generated = requests * 180, iterations * (110 if busy else 4)
     totals = {

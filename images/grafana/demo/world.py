@@ -2,8 +2,8 @@
 exporter has a series.
 
 Jobs come and go, some attempts fail, and the trainer's memory rises and falls with them. A second
-of this world is a second of the clock. It begins in the middle of a job, after some minutes of
-history.
+of this made-up world is a second of the clock. The world begins in the middle of a job, after some
+minutes of history.
 """
 
 import math
@@ -70,21 +70,22 @@ class World:
         self.ranks = [
             {"uuid": uuid, "rank": str(rank)} for rank, uuid in enumerate(self.uuids["trainer"])
         ]
-        self.lock = threading.Lock()  # four servers read and advance it
-        self.now = 0.0  # seconds since it began
+        self.lock = threading.Lock()  # the servers of several pages read and advance the world
+        self.now = 0.0  # seconds since the world began
         self.random = random.Random(3)
         self.counts = {exporter: new_samples(exporter, gauges=False) for exporter in ALL}
         self.vllm = vllm.new_samples(), vllm.new_samples()  # of two servers
         self.sampling = False  # whether clients sample for the next job
-        self.held = 0.0  # bytes that each rank holds of its device
+        self.held = 0.0  # bytes that each rank uses of its device
         self._phase = ""
         self.job: tuple[str, str] | None = None  # id and kind of the running job
         self.queued = 0
         self.step = self._jobs_made = 0
         self.newest = self.served = 0  # steps of the run
-        self.publication = dict(_PUBLICATION)  # part -> seconds, of the step that is served
+        # part of the publication -> seconds, for the served step
+        self.publication = dict(_PUBLICATION)
         self.released = 0.0  # bytes that the last job gave back on each GPU
-        self.step_ended = self.checkpoint_made = 0.0  # in seconds of `now`
+        self.step_ended = self.checkpoint_made = 0.0  # seconds on the scale of `now`
         self.last_step: dict[str, float] = {}  # tandem_train_<name> -> value
         self.phase_peaks: dict[str, float] = {}
         self._life = self._live()

@@ -1,6 +1,6 @@
 """Write the dashboards: `python images/grafana/source [directory]`.
 
-What Grafana loads is the JSON in images/grafana/dashboards, which is committed.
+Grafana loads the JSON files in images/grafana/dashboards, which are committed.
 """
 
 import json

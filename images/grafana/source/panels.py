@@ -7,14 +7,14 @@ from typing import Any
 
 Json = dict[str, Any]
 
-SCHEMA_VERSION = 42  # Grafana 12.1 and later; older ones show it, too
+SCHEMA_VERSION = 42  # of Grafana 12.1 and later; older versions show it, too
 DATASOURCE: Json = {"type": "prometheus", "uid": "${datasource}"}
 MATCHERS = {
     "@ns": 'namespace=~"$namespace"',
     "@pod": 'namespace=~"$namespace",pod=~"$pod"',
     "@gpu": 'namespace=~"$namespace",pod=~"$pod",role=~"$role",uuid=~"$uuid"',
 }
-# In every dashboard, so that links between them keep what was chosen.
+# Every dashboard has these variables, so that links between dashboards keep the chosen values.
 VARIABLES = {
     "namespace": ("Namespace", 'label_values(up{job=~"tandem-.*"}, namespace)'),
     "role": ("Role", 'label_values(up{job=~"tandem-.*",namespace=~"$namespace"}, role)'),
@@ -45,8 +45,8 @@ def query(expr: str, legend: str = "", *, kind: str = "range") -> Json:
 
 
 def gpu(expr: str) -> str:
-    """`expr` with the label `gpu`, the beginning of its UUID: enough to tell a machine's devices
-    apart."""
+    """`expr` with the label `gpu`, which is the beginning of the device's UUID. It distinguishes
+    the devices of one machine."""
     return f'label_replace({expr}, "gpu", "$1", "uuid", "(?:GPU-|MIG-)?(.{{0,8}}).*")'
 
 
@@ -65,9 +65,10 @@ def panel(
 ) -> Json:
     """A panel, without its position in the dashboard.
 
-    `text`: what it shows and from which metrics; `limits`: (colour, from this value on), green
-    below; `texts`: words and colours for values; `more`: `options` of the panel, `custom` and
-    further defaults of its fields.
+    `text`: the description, which says what the panel shows and from which metrics. `limits`:
+    (colour, the value from which the colour applies); values below all limits are green. `texts`:
+    words and colours for values. `more`: `options` of the panel, `custom` and further defaults of
+    its fields.
     """
     steps: list[Json] = [{"color": GREEN, "value": None}]
     steps += [{"color": colour, "value": value} for colour, value in limits or []]
@@ -213,7 +214,8 @@ def heatmap(title: str, text: str, unit: str, *queries: Json, **more: Any) -> Js
 def table(
     title: str, text: str, *queries: Json, columns: dict[str, str], unit: str = "none", **more: Any
 ) -> Json:
-    """`columns`: label, or "Value", -> heading, in this order; all else is hidden."""
+    """`columns`: label, or "Value", -> heading. The columns have this order; all other columns are
+    hidden."""
     order = {name: index for index, name in enumerate(columns)}
     organize = {
         "id": "organize",
@@ -249,10 +251,10 @@ def row(title: str) -> Json:
 def dashboard(
     uid: str, title: str, text: str, *panels: Json, extra: dict[str, tuple[str, str]] | None = None
 ) -> Json:
-    """Panels flow from left to right and wrap at 24 columns; those of one line should be of one
-    height.
+    """Panels flow from left to right and wrap at 24 columns. The panels of one line should have the
+    same height.
 
-    `extra`: further variables, name -> (label, query).
+    `extra`: variables that only this dashboard has, as name -> (label, query).
     """
     x = y = lowest = 0
     placed = []
@@ -319,8 +321,8 @@ def _datasource() -> Json:
 
 
 def _variable(name: str, label: str, expr: str) -> Json:
-    # All is ".*" and not the list of existing values, because that list is empty on a machine
-    # without GPUs.
+    # The choice "All" is ".*" and not the list of existing values, because this list is empty on a
+    # machine without GPUs.
     return {
         "name": name,
         "label": label,
