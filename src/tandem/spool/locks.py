@@ -1,5 +1,5 @@
-"""Locks between processes and threads, and the records of what a runner holds: the runner lock,
-leases, and the hold of shared GPUs.
+"""Locks between processes and threads, and the records that a runner keeps while it works: the
+runner lock, the leases of jobs, and the hold of shared GPUs.
 
 Locks are fcntl record locks, which the kernel frees when their holder dies. A record lock belongs
 to the process. A record lock doesn't exclude other threads of the process, and closing *any*
@@ -103,9 +103,9 @@ def _open_locked(path: Path, blocking: bool) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process holds a record lock on `path`. The function does not take the lock,
-    so no other process has to wait. The holder must not call this function: it would return False,
-    and closing the descriptor would release the holder's lock.
+    """Whether another process holds a record lock on `path`. The function only asks the kernel and
+    does not take the lock, so no other process has to wait. The holder must not call this function:
+    it would return False, and closing the descriptor would release the holder's lock.
     """
     fd = descriptor(path, os.O_RDONLY)
     try:
@@ -219,8 +219,8 @@ class HoldRecord:
         fs.remove_file(self._paths.hold)
 
     def live(self) -> Hold | None:
-        """The hold if it is live. The runner itself must not call this method, because it would
-        release its own lock (`is_locked`)."""
+        """The hold if it is live; otherwise None. The runner itself must not call this method,
+        because it would release its own lock (`is_locked`)."""
         hold, path = self.get(), self._paths.runner_lock
         if hold is not None and abs(time.time() - hold.beat) <= hold.lease:
             runner = runner_info(self._paths)

@@ -2,17 +2,18 @@
 committed by one rename before the request is answered. So a repeated request is recognised, and a
 process that computes requests can die and start again.
 
-A request with a known number and the same content is the same request; with other content it is a
-conflict. Requests are computed in the order of their numbers, without gaps. `Manifest.seq` is the
-last request whose effect is in the checkpoint. New ranks, after an idle time or a `kill -9`,
-compute the log's later requests again, to the same bits. Gradients that no optimizer step has
-applied are not stored. A checkpoint every ten minutes limits the work that is repeated. A request's
-arrays are removed once a checkpoint contains its effect.
+Two requests with the same number and the same content are one request; with other content, the
+second is a conflict. Requests are computed in the order of their numbers, without gaps.
+`Manifest.seq` is the last request whose effect is in the checkpoint. New ranks, which start after
+an idle time or a `kill -9`, compute the requests after `Manifest.seq` again, to the same bits.
+Gradients that no optimizer step has applied are not stored. The ranks write a checkpoint every ten
+minutes, which limits the work that is repeated. A request's arrays are removed once a checkpoint
+contains its effect.
 
-A request that can't be computed has an error as its result. A request with an error has changed
-nothing, except that a failed step discards the gradients. A request that has been started five
-times without a result is given up. If the job fails or is cancelled, its waiting requests get the
-job's error as their result.
+A request that can't be computed has an error as its result. A request with an error has not changed
+the weights or the gradients, except that a failed optimizer step discards the gradients. A request
+whose computation has started five times without a result gets an error as its result. If the job
+fails or is cancelled, its waiting requests get the job's error as their result.
 """
 
 import re
@@ -40,8 +41,8 @@ class RequestLog:
 
     def __init__(self, paths: Paths, runs: Runs, sessions: TrainingSessions) -> None:
         self._paths, self._runs, self._sessions = paths, runs, sessions
-        # Two caches. Run -> the number up to which all requests are answered; and up to which all
-        # arrays are removed.
+        # Two caches by run: the number up to which all requests are answered, and the number up to
+        # which the arrays of all requests are removed.
         self._answered: dict[str, int] = {}
         self._trimmed: dict[str, int] = {}
 
@@ -136,8 +137,8 @@ class RequestLog:
         that a power loss takes is computed again, to the same bits.
 
         Args:
-            logprobs: of a pass: its items' log-probs in the client's order, in nats, as the bytes
-                of a little-endian float32 array.
+            logprobs: the log-probs of a pass's items in the client's order, in nats, as the bytes
+                of a little-endian float32 array; None for other requests.
         """
         directory = self._directory(run, seq)
         if self.result(run, seq) is None:
@@ -161,12 +162,14 @@ class RequestLog:
         ]
 
     def next(self, run: str) -> int | None:
-        """The first request without a result; None if a number before it is missing."""
+        """The first request without a result; None if all requests are answered or a number before
+        it is missing."""
         seq = self._answered_to(run) + 1
         return seq if self.has(run, seq) else None
 
     def first_pass(self, run: str, after: int) -> int | None:
-        """The first `PassRequest` after request `after`; None if a number before it is missing."""
+        """The first `PassRequest` after request `after`; None if there is none before the first
+        missing number."""
         seq = after + 1
         while self.has(run, seq):
             if isinstance(self.get(run, seq).request, PassRequest):

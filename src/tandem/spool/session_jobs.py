@@ -1,5 +1,5 @@
-"""Jobs of kind `session`: the runner queues one for each run of a session that has a waiting
-request."""
+"""Jobs of kind `session`: the runner queues a job for each run of a session if the run has a
+waiting request."""
 
 import time
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from tandem.spool.schema import JobSpec, RequestError, RequestResult, SessionJob
 
 def queue_waiting(spool: Spool) -> None:
     """Queues a job for each run of an open session that has an uncomputed request and no job. If
-    the previous job has failed on these requests, answers them with that job's error. Only the
-    spool's runner calls this function."""
+    the run's last job has failed or was cancelled since the request arrived, answers the run's
+    waiting requests with that job's error instead. Only the spool's runner calls this function."""
     for session, run, seq in _waiting(spool):
-        # The run was removed meanwhile, is damaged (`tandem doctor` reports it), or its session has
-        # ended.
+        # Ignored: the run was removed meanwhile, the run is damaged (`tandem doctor` reports the
+        # damage), or its session has ended.
         with suppress(NotFound, CheckpointDamaged, Conflict):
             if not _has_job(spool, run):
                 if (reason := _refusal(spool, run, seq)) is not None:

@@ -141,8 +141,8 @@ class Probe(Record):
     """The trainer's log-probs of fixed token sequences. The publisher compares vLLM's log-probs
     with the trainer's.
 
-    The trainer computes all three kinds of log-probs. Differences between these log-probs cancel
-    rounding that vLLM doesn't share.
+    The trainer computes all three kinds of log-probs: `logprobs`, `previous` and `base`. The
+    difference of two kinds cancels the trainer's rounding, which vLLM doesn't share.
 
     Attributes:
         tokens: the sequences.
@@ -190,8 +190,8 @@ class Manifest(Record):
 
     @property
     def weights_sha256(self) -> str:
-        """The identity of the weights' content: the hash of their file; with several files or none,
-        the hash of the files' hashes."""
+        """The identity of the weights' content: with one file, the SHA-256 of the file; with
+        several files or none, the SHA-256 of the files' hashes."""
         hashes = [entry.sha256 for _, entry in sorted(self.weights_files.items())]
         return hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest()
 
@@ -218,13 +218,13 @@ class Served(Record):
     verified: float  # Unix seconds
     # mean difference between trainer and vLLM over the probe's tokens, in nats
     mean_abs_logprob_error: float
-    # The largest mean error of the closest tokens (`verify.COMPARED`), in nats, at which the step
-    # is served.
+    # The limit, in nats, on the mean error of the closest tokens (`verify.COMPARED`). A step with a
+    # larger mean error is not served.
     allowed_logprob_error: float
     tokens_checked: int
-    # Seconds of each part: copy, load (for merged weights including stage, drain and swap), verify.
-    # since_checkpoint is the time from the commit to `verified`, so it is long if a publisher or
-    # vLLM has started in between.
+    # Seconds of each part: copy, load, verify. For merged weights, load includes stage, drain and
+    # swap. since_checkpoint is the time from the commit to `verified`, so it is long if a publisher
+    # or vLLM started after the commit.
     seconds: dict[str, float] = Field(default_factory=dict)
     # The newest checkpoint that the publisher refused, and the reason. An older step is still
     # served.
