@@ -1,5 +1,5 @@
-"""Handles a full volume: a rank waits for space before the training, and does not fail during the
-training."""
+"""Handles a full volume. A rank waits for space before the training, so that the training does not
+fail later for lack of space."""
 
 import os
 import time
@@ -50,7 +50,7 @@ def _free_bytes(spool: Spool) -> int | None:
 @contextmanager
 def event_left_out() -> Iterator[None]:
     """Skips an event that a full volume refuses. The rank's log, which is on the same volume,
-    records this if possible."""
+    records the error if possible."""
     try:
         yield
     except VolumeFull:

@@ -24,7 +24,7 @@ class RankState:
     groups and the model.
 
     Between jobs, the model's device memory is released. A job that needs other groups or another
-    model does not use the kept ones.
+    model gets new groups and a new model.
     """
 
     def __init__(self) -> None:
@@ -89,4 +89,4 @@ class RankState:
             self.model.optimizer.offload()
         gc.collect()  # frees graphs and buffers in reference cycles
         memory.release_cached()
-        _libc.malloc_trim(0)  # otherwise each job's threads fragment the heap further
+        _libc.malloc_trim(0)  # without this, every job fragments the heap further

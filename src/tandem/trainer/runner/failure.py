@@ -47,7 +47,7 @@ class Heartbeats:
         now = time.monotonic()
         ranks = []
         for rank, (content, changed) in self._last.items():
-            # the file is not written yet, or the volume is gone: both count as silence
+            # the rank has not written the file yet, or the volume is gone: both count as silence
             with suppress(OSError):
                 found = read_plain(self._attempt.beat(rank), most=fs.RECORD_BYTES)
                 if found != content:

@@ -26,7 +26,7 @@ class RunningJobs:
         Args:
             most: the number of jobs that may run at once.
             executor: its `stays` says whether attempts can outlive the runner.
-            stop: requested at the end of the block.
+            stop: this object is asked to stop at the end of the block.
         """
         self._most, self._threads, self._stop = most, executor.stays, stop
         self._running = dict[Future[float], JobRun]()
