@@ -1,10 +1,11 @@
 """ASGI middleware inside the guard that decides whether this vLLM, one of several behind one
 address, answers requests.
 
-The server's publisher permits it to answer for a few seconds at a time
+The publisher of this vLLM permits it to answer requests for a few seconds at a time
 (`inference.publisher.replica`). Without permission requests get 503. The permission ends by itself
-if the publisher is silent. A vLLM that has just started has no permission. `GET /tandem/ready` says
-a little earlier that the permission will end, so that the proxy sends no more requests.
+if the publisher is silent. A vLLM that has just started has no permission. `GET /tandem/ready`
+answers "not ready" a little before the permission ends, so that the proxy sends no more requests in
+time.
 """
 
 import json
