@@ -156,8 +156,8 @@ def run_spec(deployment: Deployment, request: CreateRun) -> RunSpec:
 
 
 def make_run(deployment: Deployment, spec: RunSpec) -> bool:
-    """Creates a run; returns False if it exists. Step 0 is made in the controller, on the CPU, from
-    the model's configuration alone."""
+    """Creates a run; returns False if it exists. The controller makes step 0 on the CPU, and needs
+    only the model's configuration for it, not the weights."""
 
     def write_files(directory: Path) -> None:
         if spec.lora is not None:
