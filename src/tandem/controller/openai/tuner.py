@@ -324,9 +324,8 @@ class Tuner:
 
     def _change(self, tuning: Tuning, **update: Any) -> None:
         """Changes the record, unless the client has paused, resumed or cancelled the fine-tuning
-        since the record was
-        read. If the client has done so, the state of the jobs that led to this change may be the
-        effect of the client's request."""
+        since the record was read. If the client has done so, the state of the jobs that led to this
+        change may be the effect of the client's request."""
 
         def changed(now: Tuning) -> Tuning:
             same = _steered(now) == _steered(tuning)

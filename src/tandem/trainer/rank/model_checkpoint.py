@@ -1,10 +1,10 @@
 """Reads and writes checkpoints of a run that trains all weights.
 
-The directory is a Hugging Face model that transformers and vLLM can load unchanged.
-Each directory `optimizer/<tensor>/` has tensors with the names and shapes of the weights: one of
-Adam's moments in fp32 or, for bfloat16 weights, the int16 remainders of the master values
-(`ShardedAdam.tensors`). `optimizer/adam.json` has the number of steps taken. Ranks of any topology
-can read these files. Step 0 has no files, because it is the base model.
+The directory is a Hugging Face model that transformers and vLLM can load unchanged. Each directory
+`optimizer/<tensor>/` has tensors with the names and shapes of the weights: one of Adam's moments in
+fp32 or, for bfloat16 weights, the int16 remainders of the master values (`ShardedAdam.tensors`).
+`optimizer/adam.json` has the number of steps taken. Ranks of any topology can read these files.
+Step 0 has no files, because it is the base model.
 """
 
 import json

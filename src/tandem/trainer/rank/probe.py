@@ -154,8 +154,7 @@ def logprobs(
 
 def _scores(policy: Policy, row: RowTensors) -> torch.Tensor:
     """The items' log-probs, fp32, on the CPU of every rank. Raises NonFinite if a log-prob is NaN
-    or
-    infinite, because a manifest can't contain such a value, and because vLLM must not serve such
+    or infinite, because a manifest can't contain such a value, and because vLLM must not serve such
     weights."""
     values = policy.stage.from_last(policy(row, temperature=1.0).logprobs.float().cpu())
     if wrong := int((~values.isfinite()).sum()):
