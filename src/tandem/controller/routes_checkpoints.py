@@ -49,7 +49,7 @@ def list_checkpoints(
     pinned = set(deployment.spool.checkpoints.pinned(run))
     found = []
     for step in steps[-limit:]:
-        with suppress(NotFound):  # the checkpoint was removed in between
+        with suppress(NotFound):  # the checkpoint was removed meanwhile
             found.append(_info(deployment, run, step, step in pinned))
     return found
 

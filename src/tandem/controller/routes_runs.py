@@ -204,7 +204,7 @@ def list_runs(
     """List the runs, by name. A damaged run is left out; `tandem doctor` names it."""
     listed: list[RunStatus] = []
     for spec in deployment.spool.runs.after(after or ""):
-        # The run was removed in between, or has no checkpoint.
+        # The run was removed meanwhile, or has no checkpoint.
         with suppress(NotFound, CheckpointDamaged):
             listed.append(run_status(deployment, spec))
         if len(listed) == limit:

@@ -5,8 +5,8 @@ files. `spot_check.py` computes rows of the merged model, to compare with vLLM's
 
 This package and `vllm_client/` protect vLLM from faults that were found in vLLM 0.26 and 0.32:
 
-- A request for prompt log-probs beside a running request ends the engine if LoRA may touch
-  `lm_head`. So the LoRA targets are listed without `lm_head`.
+- If LoRA may change `lm_head`, a request for prompt log-probs ends the engine while another request
+  runs. So the LoRA targets are listed without `lm_head`.
 - An evicted adapter whose files are gone ends the engine. So adapters are loaded from local copies,
   and a copy's name contains a hash of its content.
 - Cached prefixes survive a reload of an adapter under the same name. So the path contains the

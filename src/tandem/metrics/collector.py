@@ -163,7 +163,7 @@ class Collector(abc.ABC):
 
 
 class SpoolCollector(Collector):
-    """A collector that reads the spool, which may be missing for a while."""
+    """The base class of collectors that read the spool. The spool may be missing for a while."""
 
     def __init__(self, open_spool: OpenSpool) -> None:
         super().__init__()

@@ -92,7 +92,7 @@ class MetricsServer(ThreadingTCPServer):
     `targets`: vLLM's name -> its port; if there is only one vLLM, its name is empty.
 
     The class is not an HTTPServer, because an HTTPServer looks up the host's name when it starts,
-    which may take seconds.
+    and this lookup may take seconds.
     """
 
     daemon_threads = True

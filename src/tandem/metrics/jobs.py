@@ -382,8 +382,8 @@ def _device_memory(released: dict[str, Any]) -> dict[str, dict[str, float]]:
         released.get(key) or {} for key in ("before", "devices", "floor", "resident")
     )
     resident = {uuid: size for uuid, size in kept.items() if size is not None}
-    # Neither memory below the floor, which belongs to a sleeping vLLM, nor the memory of resident
-    # ranks was left by the job.
+    # Two kinds of memory do not count as left by the job: memory below the floor, which belongs to
+    # a sleeping vLLM, and the memory of resident ranks.
     before, left = beyond(before, floor), beyond(beyond(left, floor), resident)
     measured = {uuid: size for uuid, size in left.items() if size is not None}
     given_back = {

@@ -157,7 +157,8 @@ class MergedCollector(SpoolCollector):
         for replica, settings in self._servers.items():
             if replica not in self._clients:
                 self._clients[replica] = VllmClient(settings, timeout=5.0)
-            # vLLM is starting, or gone, which Prometheus' metric `up` shows.
+            # If vLLM is starting or gone, this metric is absent, and Prometheus' metric `up` shows
+            # the reason.
             with suppress(InferenceUnavailable):
                 current = self._clients[replica].merged()["phase"]
                 for phase in PHASES:

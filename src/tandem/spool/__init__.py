@@ -102,18 +102,18 @@ Removal by rename (`removal.py`): the controller removes files that the settings
 a checkpoint or an ended job is renamed to a temporary name, and then its files are removed.
 
 Damage stays local. The directory of a job whose `job.json` can't be read is moved to
-`jobs/damaged/`, and the job ends as `failed` with `job_damaged`. A file with keys that only a newer
-version knows stays, and its job waits, because during an upgrade the trainer runs the old image for
-a while. Lists leave out names that are not the name of a job, and runs without a readable
-`run.json`. The log, `tandem_spool_damaged` and `tandem doctor` report such damage. `python -m
-tests.fuzz.files` damages one file after another and lets every program read it.
+`jobs/damaged/`, and the job ends as `failed` with `job_damaged`. A job's file with keys that only a
+newer version knows is left unchanged, and its job waits. This happens during an upgrade, while the
+trainer still runs the old image. Lists leave out names that are not the name of a job, and runs
+without a readable `run.json`. The log, `tandem_spool_damaged` and `tandem doctor` report such
+damage. `python -m tests.fuzz.files` damages one file after another and lets every program read it.
 
 Ids are ULIDs or the client's own. Two submissions with the same id and the same content are one
 job; with the same id and other content, the second is a conflict. A job for base step N starts from
 checkpoint N and makes checkpoint N + 1. If checkpoint N + 1 exists and this job made it, the job is
-done. A job with a result is decided. The job has ended once its terminal event is written. If a
-process died after it wrote the result and before it wrote the terminal event, the next process that
-finds the job completes the change.
+done. A job with a result is called decided. The job has ended once its terminal event is written.
+If a process died after it wrote the result and before it wrote the terminal event, the next process
+that finds the job completes the change.
 
 The fence (`fence.py`): before an attempt ends without success, its staged directories lose their
 names. Then the attempt's directory is removed, repeatedly until the volume confirms that it is
@@ -126,7 +126,8 @@ readers of events skip the events of ended attempts.
 Locks are fcntl locks on separate files (`locks.py`): `runs/<run>/lock`, `jobs/locks/`. The runner
 holds `jobs/runner.lock`, and a second runner is refused. The publisher holds
 `jobs/locks/publisher`; a second publisher reports the holder and waits. With several inference
-servers, each has a name and a publisher, which holds `replicas/<id>.lock`.
+servers, each server has a name and a publisher of its own, and this publisher holds
+`replicas/<id>.lock`.
 
 Events are appended under the job's lock. Readers tolerate a half-written last line.
 

@@ -1,8 +1,8 @@
 """Files on the volume: durable writes that are committed by rename. Errors say what to do.
 
-A write goes to a temporary name beside its target (`.tmp-…`, which listings leave out). Then the
-file is fsynced and renamed, and the directory is fsynced. So a file that exists under its final
-name is complete. A failed write removes its temporary file.
+A write goes to a temporary name in the directory of its target (`.tmp-…`, which listings leave
+out). Then the file is fsynced and renamed, and the directory is fsynced. So a file that exists
+under its final name is complete. A failed write removes its temporary file.
 """
 
 import errno
@@ -260,8 +260,8 @@ def remove_file(path: Path, *, durable: bool = True) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    """Removes a directory if it exists. A directory that can't be removed, for example because NFS
-    keeps files that are still mapped, causes no error. Renames the directory to a temporary name
+    """Removes a directory if it exists. If the directory can't be removed, for example because NFS
+    keeps files that are still mapped, no error is raised. Renames the directory to a temporary name
     first, unless it has a temporary name, so that no reader finds it incomplete."""
     with suppress(OSError):
         if not directory.name.startswith(TEMPORARY):

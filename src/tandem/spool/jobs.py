@@ -1,7 +1,7 @@
 """Reads jobs; `tandem.spool.queue` changes them.
 
 A job is one directory (`tandem.spool.paths`), and `job.json` in it holds the state. A job with a
-result is decided, whichever directory it is in. The job has ended once its terminal event is
+result is called decided, whichever directory it is in. The job has ended once its terminal event is
 written. A job whose `job.json` is damaged fails, and its directory is moved to `jobs/damaged/`. A
 file with keys of a newer version stays, and its job waits for a program of that version.
 """

@@ -185,8 +185,8 @@ class RequestLog:
         return seq
 
     def trim(self, run: str, seq: int) -> None:
-        """Removes the packed arrays of the answered requests up to `seq`, whose effect a checkpoint
-        contains."""
+        """Removes the packed arrays of the answered requests up to number `seq`. A checkpoint
+        contains the effect of these requests."""
         for old in range(self._trimmed.get(run, 0) + 1, min(seq, self._answered_to(run)) + 1):
             fs.remove_file(self._directory(run, old) / _ARRAYS, durable=False)
             self._trimmed[run] = old

@@ -47,8 +47,8 @@ def _waiting(spool: Spool) -> Iterator[tuple[str, str, int]]:
 
 def _has_job(spool: Spool, run: str) -> bool:
     index = spool.jobs.index
-    # Running jobs are read before and after the queue, because a job may meanwhile move from the
-    # queue to the running jobs or back.
+    # Running jobs are read twice, before and after the queue, because a job may move from the queue
+    # to the running jobs, or back, between two reads.
     return bool(index.running(run) or any(index.queued(run)) or index.running(run))
 
 

@@ -34,9 +34,9 @@ from tandem.system.ports import local_url
 from tandem.vllm_client.names import BASE_MODEL_NAME, READY_ROUTE
 
 _TIMEOUT_SECONDS = 4.0
-# The servers are on this machine, so the opener needs no proxy and no TLS. `build_opener` reads all
-# certificates, which takes 25 ms of CPU, and `tandem up` asks eight times per second until all
-# programs are ready.
+# The servers are on this machine, so the opener needs no proxy and no TLS. `urllib`'s
+# `build_opener` would read all certificates, which takes 25 ms of CPU time, and `tandem up` makes
+# eight requests per second until all programs are ready.
 _OPENER = urllib.request.OpenerDirector()
 for _handler in (
     urllib.request.HTTPHandler(),
@@ -90,7 +90,8 @@ def _problem_of_vllm(settings: Settings) -> str:
         return problem
     with suppress(ValueError, LookupError, TypeError):
         names = [model["id"] for model in json.loads(body)["data"]]
-        # With merged weights, the listed names are those of the served run.
+        # With merged weights, vLLM lists the names of the served run instead of the base model's
+        # name.
         if BASE_MODEL_NAME in names or (settings.weights == "merged" and names):
             return ""
     return f"vLLM does not list the model {BASE_MODEL_NAME!r}"

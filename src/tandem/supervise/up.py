@@ -1,5 +1,5 @@
-"""`tandem up`: runs the programs of one container, or of all three on one machine, under one
-supervisord in the foreground.
+"""`tandem up`: runs the programs of one container, or the programs of all three containers on one
+machine, under one supervisord in the foreground.
 
 supervisord restarts a program that crashes. But supervisord alone would restart a crashing program
 for ever, and supervisord exits with 0 whatever happened to its programs. So this process watches

@@ -127,7 +127,7 @@ def compiler_caches(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def vllm_caches(environ: Mapping[str, str]) -> dict[str, str]:
-    """Like `compiler_caches`, for vLLM, which also unpickles its compiled code. The directory
+    """Like `compiler_caches`, but for vLLM. vLLM, too, unpickles its compiled code. The directory
     belongs to this user alone; it is below the directory that `environ` names, by default `vllm` in
     the user's cache. The keys of the content contain the versions of vLLM, torch and Triton."""
     default = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm"

@@ -169,8 +169,8 @@ def nccl_path(settings: Settings, side: Side) -> str | None:
     GPUs, as far as this container can see. Returns None without GPUs, or if the driver does not
     answer. NVLink requires that all GPUs are visible on both sides, and that both sides share
     NCCL_HOSTID, /dev/shm and the network. If GPUs are not visible on both sides, or NCCL_HOSTID
-    differs, NCCL uses TCP, which is 60 times slower (docs/operations.md). /dev/shm and the network
-    can't be checked from here."""
+    differs, NCCL uses TCP, which is 60 times slower (docs/operations.md). This function can't check
+    whether both sides share /dev/shm and the network."""
     other: Side = "inference" if side == "trainer" else "trainer"
     theirs: set[str] = set()
     try:

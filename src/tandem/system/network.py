@@ -104,8 +104,8 @@ def host_address(chosen: str | None) -> tuple[str, str]:
 
 
 def check_interface_names() -> None:
-    """Raises InvalidInput if an environment variable with which Gloo or NCCL choose their interface
-    names an interface that this host does not have."""
+    """Raises InvalidInput if GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names an interface that this
+    host does not have."""
     known = sorted({name for name, _ in interface_addresses()})
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")

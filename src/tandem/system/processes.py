@@ -104,8 +104,8 @@ def marked(variable: str, value: str) -> list[Process]:
 
 
 def reap_orphans(known: Collection[int] = ()) -> None:
-    """Collects the exit status of adopted children. `known`: children that other code waits for,
-    which are left alone."""
+    """Collects the exit status of adopted children. `known`: pids of children for which other code
+    waits; this function does not collect them."""
     with suppress(ChildProcessError):
         # This check is cheap and covers the usual case that no child has ended. The function is
         # called several times a second.

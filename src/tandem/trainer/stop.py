@@ -42,8 +42,9 @@ class Stop:
         """The result of `action`. If `action` raises one of `errors`, for example because the
         volume is full, gone or read-only, it is called again after a pause.
 
-        Returns None if `action` fails after the runner was asked to stop. Raises errors that are
-        not retriable, and after OTHER_ERROR_SECONDS an OSError that the volume did not cause.
+        Returns None if `action` fails after the runner was asked to stop. An error that is not
+        retriable is raised immediately. An OSError that the volume did not cause is raised after
+        OTHER_ERROR_SECONDS.
 
         Args:
             what: the action's name in the log, which gets a line when the action first fails and a

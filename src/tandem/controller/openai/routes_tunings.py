@@ -179,7 +179,7 @@ def list_tunings(
     found: list[dict[str, Any]] = []
     spool = deployment.spool
     for tuning_id in after_id(spool.tunings.ids(), after):
-        with suppress(NotFound):  # the fine-tuning was removed in between
+        with suppress(NotFound):  # the fine-tuning was removed meanwhile
             tuning = spool.tunings.get(tuning_id)
             if not (wanted.items() <= (tuning.metadata or {}).items()):
                 continue

@@ -1,5 +1,5 @@
 """The publisher's program (`python -m tandem.inference.publisher`): publishes checkpoints to the
-vLLM server beside it until SIGTERM."""
+vLLM server on the same machine until SIGTERM."""
 
 import os
 import signal

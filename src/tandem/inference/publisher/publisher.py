@@ -173,7 +173,8 @@ class Publisher:
                     changes[run] = self._spool.checkpoints.changed(run)
             except (TandemError, ValidationError, OSError) as error:
                 self._log_change(run, f"run {run} can't be published: {error}")
-        # vLLM holds merged weights of one run only. The other runs come from an earlier deployment.
+        # vLLM has the merged weights of only one run. The other runs were made under an earlier
+        # deployment.
         if self._weights == "merged" and len(changes) > 1:
             run = max(changes, key=lambda run: self._specs[run].created)
             return {run: changes[run]}
@@ -232,7 +233,7 @@ class Publisher:
             return run in self._specs and int(
                 name.rpartition("@")[2]
             ) <= self._spool.checkpoints.newest(run)
-        except (TandemError, OSError):  # the run was deleted in between
+        except (TandemError, OSError):  # the run was deleted meanwhile
             return True
 
     def _withdraw_records(self) -> bool:
@@ -248,8 +249,8 @@ class Publisher:
         return True
 
     def _publish_run(self, run: RunSpec, keep: int) -> set[str]:
-        """Have the newest `keep` good steps of a run served by vLLM. Returns the steps' names,
-        which must stay loaded."""
+        """Have the newest `keep` good steps of a run served by vLLM. Returns the names of these
+        steps, which must stay loaded."""
         wanted = self._records.keep(run.name)
         kept: list[Served] = []  # the newest first
         # The newest refused step, if it is newer than all kept steps.

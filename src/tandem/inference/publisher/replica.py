@@ -65,9 +65,10 @@ class Member:
             beat=time.time(),
             why="it starts",
         )
-        # Times of the monotonic clock, which is the same for vLLM on this machine.
+        # Times by the monotonic clock of this machine, which vLLM on the same machine also uses.
         self._beaten = self._lease = 0.0
-        # The vLLM process whose list was read in this turn, and the process that became ready.
+        # The ids of two vLLM processes: the process that answered in this turn, and the process
+        # that became ready.
         self._asked = self._joined = ""
         # For each run, the steps that other replicas serve and this replica does not, each with the
         # monotonic time since when.

@@ -1,5 +1,5 @@
 """Controls a vLLM that shares its GPUs with the trainer. vLLM sleeps while a trainer holds the
-GPUs, and is awake otherwise.
+GPUs, and is awake at all other times.
 
 The publisher alone puts vLLM to sleep and wakes it. The runner asks for the GPUs by a hold with the
 phase `sleeping`, and gives them back by removing the hold, which works even on a full volume. The
@@ -93,8 +93,8 @@ class LentGpus:
 
     def _put_to_sleep(self) -> tuple[Literal["asleep", "gone", "refused"], str]:
         """The outcome, with a reason if vLLM does not sleep."""
-        # A vLLM that is still starting checked for a hold before this hold existed, and would wake
-        # up beside the job.
+        # A vLLM that is still starting looked for a hold before this hold existed, so it would
+        # become awake while the job has the GPUs.
         if not self._client.healthy():
             return "refused", "vLLM stopped being ready"
         try:
@@ -128,8 +128,8 @@ class LentGpus:
                     " bytes are in use"
                 )
             # The hold is removed before the wake, because the watchdog restarts a vLLM that can't
-            # wake only if there is no hold. If the volume refuses the removal, vLLM is woken
-            # nevertheless.
+            # be woken, but only if there is no hold. If the volume refuses the removal, vLLM is
+            # woken nevertheless.
             with suppress(SpoolUnusable):
                 self._spool.hold.clear()
         if self._client.is_sleeping():

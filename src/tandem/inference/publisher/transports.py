@@ -1,9 +1,9 @@
 """Brings a checkpoint's weights into vLLM, as an adapter (`LoraTransport`) or as vLLM's own weights
 (`MergedTransport`).
 
-`TANDEM_WEIGHTS` chooses between the two. Their methods may raise the errors of `VllmClient`.
-docs/architecture.md, "How to add something", lists the parts that a new transport for whole weights
-needs.
+`TANDEM_WEIGHTS` chooses the transport. The methods of both classes may raise the errors of
+`VllmClient`. docs/architecture.md, "How to add something", lists the parts that a new transport for
+whole weights needs.
 
 vLLM (0.32) reads an adapter's files again after it has evicted the adapter from its cache, and its
 engine ends if the files are gone. So vLLM loads copies of the adapters on this machine. A rollback
@@ -183,8 +183,8 @@ class LoraTransport:
         self._loaded: dict[str, str] | None = None
 
     def refresh(self) -> bool:
-        """Ask vLLM for its list. Returns whether a previously listed name is missing, which means
-        that the server is another process."""
+        """Ask vLLM for its list. Returns whether a previously listed name is missing. A missing
+        name means that vLLM has started again."""
         before, self.listed = self.listed, self._client.models()
         return not before.keys() <= self.listed.keys()
 
@@ -246,8 +246,8 @@ class MergedTransport:
         self.listed: dict[str, str] = {}
         # the models that the last `refresh` found; unlike `listed`, `load` does not change them
         self._refreshed: dict[str, str] = {}
-        # The monotonic time until which no swap is ordered, because running requests did not end,
-        # and the reason.
+        # After a swap for which running requests did not end in time: the monotonic time until
+        # which no swap is ordered, and the reason.
         self._waits = 0.0, ""
 
     def refresh(self) -> bool:

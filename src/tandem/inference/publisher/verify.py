@@ -102,8 +102,8 @@ def movement(
     reference)`. Rounding may route a few tokens of a mixture to other experts, in vLLM or in the
     trainer, before or after the step. Tokens with other experts move by any amount. To limit their
     influence on a, both sides of each token's equation are divided by |checkpoint - reference|, or
-    by the third quartile of |checkpoint - reference| if that is larger. Then the left side is
-    clipped to within 1 of the middle of the line.
+    by the third quartile of |checkpoint - reference| if that is larger. Then the left side of each
+    equation is clipped to a distance of at most 1 from the middle of the line.
 
     Args:
         served, checkpoint, reference: log-probs of the same tokens, [tokens], in nats.

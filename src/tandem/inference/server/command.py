@@ -1,5 +1,5 @@
 """Builds vLLM's command line and environment from Tandem's settings. vLLM 0.26 to 0.33 have every
-option used here."""
+option that this module uses."""
 
 import json
 import os
@@ -218,8 +218,8 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
 
 
 def _has_keys(settings: Settings) -> bool:
-    """Whether there are more API keys than the one in vLLM's environment, or whether keys have
-    names."""
+    """Whether the deployment has several API keys (vLLM's environment has only one), or whether
+    keys have names."""
     return len(settings.api_keys) > 1 or any(settings.named_keys.values())
 
 

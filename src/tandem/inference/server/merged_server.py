@@ -1,5 +1,5 @@
-"""ASGI middleware in vLLM's API server, inside the guard, that serves one run's merged weights as
-`<run>@<step>`.
+"""ASGI middleware in vLLM's API server, inside the guard. It serves the merged weights of one run
+as the model `<run>@<step>`.
 
 The publisher swaps weights, verifies the weights and announces them. From the swap to the
 announcement new requests wait, so no client samples from unverified weights. Running requests
@@ -242,7 +242,7 @@ class MergedServer:
             ways := [a["result"] for a in await self._call("staged", deadline, version.path)]
         ):
             await asyncio.sleep(pause)
-            # Each call delays the engine between two of its steps.
+            # Each call of the workers delays the engine's next step.
             pause = min(1.2 * pause, _LONGEST_POLL_SECONDS)
         return str(ways[0])
 

@@ -10,8 +10,8 @@ With the header X-Session-ID each turn continues the sampled tokens of the previ
 (`continuation.py`), and the server keeps the turns. `POST /rollout/sessions/{id}/finish` returns
 the kept turns as a trajectory. For the API dialects whose clients can't send tokens back, the
 header is required. In a session, a chat answer that is not streamed gets its tokens and log-probs
-from the session's record instead of from vLLM. vLLM would make several objects for each token,
-which is most of the API server's cost for a longer answer.
+from the session's record instead of from vLLM. vLLM would make several Python objects for each
+token. For a longer answer, this is most of the API server's work.
 """
 
 import json

@@ -22,9 +22,8 @@ HEADER = SESSION_HEADER
 NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """Pattern of the names that a session may have."""
 MOST_SESSIONS, MOST_TOKENS = 2**14, 2**25
-"""The most sessions, and the most tokens of all sessions together. This number of tokens takes
-about half a gigabyte of memory. The session that has been unused for the longest time is removed
-first."""
+"""The most sessions, and the most tokens of all sessions together. So many tokens take about half a
+gigabyte of memory. The session that has been unused for the longest time is removed first."""
 BREAKS = ("booleans", "whitespace", "stop_string", "truncated", "edited", "template")
 """The reasons why a turn does not continue the sampled tokens."""
 

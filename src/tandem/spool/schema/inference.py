@@ -26,7 +26,8 @@ class SharedVllm(Record):
     why: str = ""  # reason why vLLM is not awake
     looked: float
     """The time at which the publisher last looked for a hold, before it asked vLLM. The time is in
-    seconds of the machine's monotonic clock, which is the same for the runner on this machine."""
+    seconds of the machine's monotonic clock. The runner is on the same machine and uses the same
+    clock."""
     beat: float  # time of this record, by the same clock
     answer: HoldAnswer | None = None  # answer to the hold of that time
 

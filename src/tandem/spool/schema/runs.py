@@ -174,7 +174,7 @@ class Manifest(Record):
     versions: dict[str, str] = Field(default_factory=dict)
     # metrics of the job's last optimizer step
     metrics: dict[str, float] = Field(default_factory=dict)
-    probe: Probe | None = None  # None for step 0, which must equal the base model
+    probe: Probe | None = None  # None for step 0, whose weights must equal the base model's
     origin: Origin | None = None
     seq: int | None = None  # number of the last session request whose effect is in the weights
 
@@ -233,7 +233,8 @@ class Served(Record):
 
     @property
     def refused(self) -> "Refused | None":
-        """The newest step that the publisher refused while an older one is served."""
+        """The newest step that the publisher refused while an older step is served; None if there
+        is none."""
         if self.refused_step is None:
             return None
         return Refused(step=self.refused_step, reason=self.refused_reason or "")

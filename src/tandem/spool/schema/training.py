@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 from tandem.spool.schema.base import Record
 
 Step = Annotated[int, Field(strict=True)]
-"""The number of a step. The type is strict, because otherwise `true`, `false` and strings would be
-converted to numbers."""
+"""The number of a step. The type is strict, so that `true`, `false` and strings are not converted
+to numbers."""
 
 
 class _Own(NamedTuple):
@@ -29,7 +29,7 @@ _OWN = {
     "dro": _Own("token", "token", 1.0, math.inf),  # no bounds
     "sapo": _Own("token", "trajectory", 1.0, math.inf),  # no bounds
 }
-"""The defaults of each policy of `RLLoss`. A new policy needs a line here, its name in
+"""The defaults of each policy of `RLLoss`. A new policy needs a line in this table, its name in
 `RLLoss.policy`, and its term in `tandem.training.losses.policy_terms`."""
 
 
@@ -89,7 +89,8 @@ class RLLoss(Record):
     # The reference policy: the base model with the adapter off, or a checkpoint (step) of the same
     # run.
     kl_reference: Literal["base"] | Step = "base"
-    # Measures the KL even if kl_coef is 0, which costs one more forward pass without gradients.
+    # Measures the KL even if kl_coef is 0. The measurement costs one more forward pass without
+    # gradients.
     kl_metric: bool = False
     entropy_coef: float = Field(default=0.0, ge=0)
     # The trajectories' sampling temperature; logits are divided by it.
@@ -220,8 +221,8 @@ class PreferenceLoss(Record):
     beta: float | None = Field(default=None, gt=0)  # None: 0.1 for DPO and IPO, 2 for SimPO
     # DPO and SimPO: the assumed share of pairs whose preference is wrong.
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    # SimPO: the margin by which the chosen answer's reward should exceed the rejected one's. None:
-    # 0.5.
+    # SimPO: the margin by which the reward of the chosen answer should exceed the reward of the
+    # rejected answer. None: 0.5.
     margin: float | None = Field(default=None, ge=0)
     # DPO and IPO: the reference policy. "start" is the checkpoint that the job starts from.
     reference: Literal["start", "base"] | Step = "start"

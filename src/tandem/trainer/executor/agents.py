@@ -51,8 +51,8 @@ REPORT_SECONDS = 60.0
 
 
 class AgentsExecution:
-    """An `Execution`. Subclasses implement the last methods of the class, whose names begin with an
-    underscore and which call the engine."""
+    """An `Execution`. Subclasses implement the methods that call the engine: the last methods of
+    the class, with names that begin with an underscore."""
 
     def __init__(self, order: Order, settings: Settings, plan: AgentOrder, stop: Stop) -> None:
         self._order, self._settings, self._plan, self._stop = order, settings, plan, stop
@@ -223,8 +223,8 @@ class AgentsExecution:
         return JobError(type="host_lost", message=message, retriable=True)
 
     def _silent(self, now: float, seconds: float) -> list[int]:
-        """Hosts whose agents have begun and not reported their end, but have written no heartbeat
-        for more than `seconds`."""
+        """The hosts whose agents have begun and have not reported their end, and whose last
+        heartbeat is more than `seconds` old."""
         return [
             host
             for host, (_, changed) in self._beats.items()

@@ -72,8 +72,8 @@ _INHERITED_FAMILIES = ("GLOO_", "NCCL_", "TORCH_", "TRITON_")
 
 
 def output_path(attempt: Attempt) -> Path:
-    """The file that receives the output of the script and the agents. It lies beside the hosts'
-    records."""
+    """The file that receives the output of the script and the agents. The file is in the directory
+    of the hosts' records."""
     return attempt.work / HOSTS / "slurm.log"
 
 

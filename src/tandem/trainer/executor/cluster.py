@@ -91,7 +91,7 @@ class Cluster:
         return sorted(found, key=lambda event: event.get("lastTimestamp") or "")
 
     def delete(self, job: str) -> None:
-        """Has the Job deleted after its pods. Its pods get SIGTERM."""
+        """Has the Job deleted after its pods. The Job's pods get SIGTERM."""
         try:
             self._call(lambda: self._client.delete(_JOBS, job, cascade=CascadeType.FOREGROUND))
         except ClusterRefused as refusal:

@@ -312,8 +312,9 @@ class KubernetesExecution(EngineExecution):
         self._executor.delete(self._name)
 
     def _kill_engine(self) -> None:
-        """Lets the pods linger if all agents agree; otherwise deletes the Job. Pods on a lost node
-        may stay for long. The fence (`spool/fence.py`) keeps such pods from changing the run."""
+        """Lets the pods linger if the agents of all hosts have agreed to stay. If not, deletes the
+        Job. Pods on a lost node may stay for long. The fence (`spool/fence.py`) keeps such pods
+        from changing the run."""
         lingers = min((end.lingers for end in self._ends.values()), default=0.0)
         if lingers and len(self._ends) == self._plan.hosts:
             self._executor.lingers(self._name, self._order.job.spec.run, lingers)

@@ -1,4 +1,4 @@
-"""The Kubernetes Jobs whose pods stay after an attempt and wait for another one."""
+"""The Kubernetes Jobs whose pods stay after an attempt and wait for another attempt."""
 
 import time
 from dataclasses import dataclass, field

@@ -11,7 +11,7 @@ and answers in a record, and the runner measures the memory. The cycle of a job:
 3. The runner does not trust the answer (vLLM #47654). It reads each device's bytes in use until
    they are less than half of the bytes that were in use while vLLM was awake, and no longer change.
    That number is the floor. If more than 256 MiB beyond the floor are in use, another program uses
-   the GPU. Only then do ranks start.
+   the GPU. The ranks start only after this check.
 4. When the ranks are gone and the memory is measured to be back at the floor, the runner removes
    the hold. The publisher wakes vLLM and reports in `jobs/vllm.json` that vLLM is awake. Then the
    job gets its terminal state. If vLLM does not wake, the job gets its terminal state after 60 s.
@@ -46,7 +46,8 @@ STOPPING_WAKE_SECONDS = 15.0
 STOP_SECONDS = STOPPING_WAKE_SECONDS + 10.0
 """The most seconds that this module adds to the time that the runner needs to stop."""
 SILENT_SECONDS = 10.0
-"""A publisher whose record is older than this loads weights, or is gone."""
+"""If the publisher's record is older than this, the publisher is busy with loading weights, or is
+gone."""
 KEPT_SHARE = 0.5
 """A sleeping vLLM keeps its CUDA context, graphs and communicators, 1 to 8 GB. A vLLM that keeps
 more than this share of the bytes that it used while awake has not freed its memory."""

@@ -279,9 +279,10 @@ class SlurmExecution(EngineExecution):
         self._cancel()
 
     def _kill_engine(self) -> None:
-        """Lets the Slurm job end by itself if all agents have ended; otherwise cancels it. Slurm
-        kills processes that do not end. Lost nodes do not receive the signal, and the ranks on
-        these nodes may continue. `tandem.spool.fence` keeps these ranks from changing the run."""
+        """Lets the Slurm job end by itself if all agents have ended. If not, cancels the Slurm job.
+        Slurm kills processes that do not end. Lost nodes do not receive the signal, and the ranks
+        on these nodes may continue. `tandem.spool.fence` keeps these ranks from changing the
+        run."""
         if len(self._ends) == self._plan.hosts:
             # A cancelled Slurm job would stand as failed in the cluster's accounting.
             self._executor.lets_finish(self._order.job)

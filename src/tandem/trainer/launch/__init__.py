@@ -12,11 +12,11 @@ has threads when it forks, and does not notice a rank that leaves by `exit(0)`.
 keep CUDA's context, NCCL's buffers, and the model object, whose device memory is released. Between
 jobs, a rank releases the memory of parameters, gradients and optimizer state
 (`model/device/offload.py`). A resident rank drops the frozen base weights and reads them again from
-the page cache, which is as fast as copying them from pinned memory. A resident rank keeps the
-adapter and Adam's state in pinned buffers, and uses the buffers if the next job starts from the
-checkpoint with the same content. Even in that case the rank verifies the checkpoint's hashes.
-Memory that a living process can't release is measured and reported in the job's event `released`.
-Resident ranks end after every job that does not succeed.
+the page cache, because reading them from the page cache is as fast as copying them from pinned
+memory. A resident rank keeps the adapter and Adam's state in pinned buffers, and uses the buffers
+if the next job starts from the checkpoint with the same content. Even in that case the rank
+verifies the checkpoint's hashes. Memory that a living process can't release is measured and
+reported in the job's event `released`. Resident ranks end after every job that does not succeed.
 
 `launcher.py` chooses the way to start ranks according to TANDEM_LAUNCH. On one host, the ranks'
 store listens on loopback, and every process of the chain dies with its parent. `bootstrap.py`, the
@@ -68,8 +68,8 @@ torchrun's 30 s; TORCH_ELASTIC_SHUTDOWN_TIMEOUT does not change this time."""
 class RankSettings(Record):
     """The deployment's settings that ranks use. Ranks read no other settings.
 
-    The settings are on the ranks' command lines, which every user of the host can read, so none of
-    them is a secret.
+    Every user of the host can read the settings on the ranks' command lines, so no setting is a
+    secret.
     """
 
     sizes: Sizes = Sizes()

@@ -11,8 +11,8 @@ Forking is safe because of three rules:
   imports look for devices without the CUDA runtime.
 - No OpenMP region and no second thread: a forked child has only the thread that forked, and libgomp
   would wait for its other threads for ever. If there are other threads, the runner logs a warning
-  with their names. (With GPUs, NVML has one thread, which waits for the driver's events and which
-  nvmlShutdown does not end.)
+  with their names. (With GPUs, NVML has one thread. It waits for the driver's events, and
+  nvmlShutdown does not end it.)
 - All ranks are forked before the store's threads start. torch's elastic agent has threads when it
   forks. So the leader, the ranks' parent, is Tandem's process and not torch's agent. Like torch's
   agent, the leader ends the other ranks after the first failure and restarts none. The ranks'
@@ -270,8 +270,8 @@ def _fork(child: Callable[[], int]) -> int:
 
 
 def _torchrun_environment(launch: Launch, address: str, port: int) -> dict[str, str]:
-    """The environment variables of torchrun's agent that a rank reads and that are the same for all
-    ranks of this host."""
+    """The environment variables of torchrun's agent that are the same for all ranks of this host.
+    Ranks read these variables."""
     return {
         "GROUP_RANK": str(launch.host.number),
         "WORLD_SIZE": str(launch.ranks),

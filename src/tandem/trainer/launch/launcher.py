@@ -126,7 +126,8 @@ def rank_environment(
         # A rank compiles only a few kernels, once, so starting a pool of compiler processes takes
         # longer than it saves.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        # All ranks are on this host, whose name may not resolve inside a container.
+        # All ranks are on this host, so Gloo uses loopback. Gloo's own choice needs the host's
+        # name, and inside a container this name may not resolve.
         "GLOO_SOCKET_IFNAME": "lo",
     }
     if settings.way != "nccl":  # with "nccl", ranks choose the interface according to vLLM's place

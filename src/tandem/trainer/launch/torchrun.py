@@ -1,7 +1,8 @@
 """Starts ranks under torchrun: new processes for each job, or ranks that stay between jobs.
 
 With `--standalone`, the agent's store listens on a port that the kernel chooses, and the ranks
-connect to this store. So no port has to be reserved, closed and opened again by another process.
+connect to this store. So no process has to reserve a port and close it before another process opens
+it.
 """
 
 import os

@@ -20,7 +20,7 @@ def wait_for_space(spool: Spool, run: str, step: int, *, beat: Callable[[], None
     SPACE_SECONDS.
 
     Args:
-        step: the checkpoint that the job starts from; the next one is at least as large.
+        step: the checkpoint that the job starts from; the next checkpoint is at least as large.
         beat: called twice a second during the wait.
     """
     files = spool.checkpoints.manifest(run, step).files

@@ -46,8 +46,8 @@ def check_model(spool: Spool, run: str, step: int) -> Path | None:
     optimizer state. Raises NotFound if the checkpoint does not exist.
     """
     manifest, directory = spool.checkpoints.verify(run, step), spool.checkpoints.path(run, step)
-    # The files of a fork's step 0 are those of the checkpoint that it was forked from, which may
-    # itself be a fork's step 0.
+    # A fork's step 0 has the files of the checkpoint from which it was forked. That checkpoint may
+    # itself be the step 0 of a fork.
     origin, files = manifest.origin, manifest.weights_files
     trained = step > 0 or bool(files) or (origin is not None and origin.step > 0)
     if trained and (STEPS_FILE not in manifest.files or not files):

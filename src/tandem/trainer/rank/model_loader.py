@@ -141,8 +141,8 @@ class ModelLoader:
             )
             if sizes.layers_shared:
                 self._warm_ups.append(self._warm_up_thread.submit(on_device(_connect)))
-            # A rank that shares no layers loads cuBLAS in the warm-up thread, which saves one
-            # handle.
+            # A rank that shares no layers loads cuBLAS in the warm-up thread. The rehearsal in the
+            # same thread then needs no second cuBLAS handle.
             thread = self._pool if sizes.layers_shared else self._warm_up_thread
             self._warm_ups.append(thread.submit(on_device(_load_cublas)))
         policy = build_policy(

@@ -177,7 +177,7 @@ def rehearse(
     """Warm up `logprobs` and the job's own passes; see `Policy.rehearse`.
 
     Args:
-        sequences: token ids; only those that fit into the first row are used.
+        sequences: token ids; only the sequences that fit into the first row are used.
         row_length: slots of the job's rows.
         device: the rank's device.
     """

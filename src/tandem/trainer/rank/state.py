@@ -63,11 +63,11 @@ class RankState:
     def join(
         self, assignment: Assignment, settings: RankSettings, connect: Callable[[], None]
     ) -> Topology:
-        """The process groups for the job: either the kept groups or new ones. If the groups are
+        """The process groups for the job: either the kept groups or new groups. If the groups are
         new, the kept model is discarded.
 
         Args:
-            settings: only the sizes of the parallel dimensions matter here.
+            settings: this method uses only the sizes of the parallel dimensions.
             connect: joins torch's default process group; called only for new groups.
         """
         if assignment.requirements() != self._requirements or self._topology is None:

@@ -69,9 +69,9 @@ def attach(worker: Any) -> None:
         "Merged weights: the second copy is on the %s (%s)", weights.place, options["second_copy"]
     )
     if on_gpu:
-        # vLLM 0.26 adds up the memory that it has registered, so the copy's memory must be added
-        # here. vLLM 0.32 measures the memory in use. Neither version accounts for the memory that a
-        # swap needs.
+        # vLLM 0.26 adds up the memory that it has registered, so the memory of the copy must be
+        # added to this sum. vLLM 0.32 measures the memory in use. Neither version accounts for the
+        # memory that a swap needs.
         runner.model_memory_usage += weights.device_bytes
         worker.requested_memory -= weights.spare_bytes
 

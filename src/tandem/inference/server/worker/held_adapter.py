@@ -38,7 +38,7 @@ class Held(NamedTuple):
     matrix: torch.Tensor | None
 
     def wrong(self) -> str:
-        """The difference between buffer and matrix; empty if they are equal."""
+        """A message about the difference between `buffer` and `matrix`; empty if they are equal."""
         if self.matrix is None:
             return f"{self.name} is not in the file" if self.buffer.any() else ""
         rows, columns = self.matrix.shape[-2:]
