@@ -2,7 +2,7 @@
 
 `tandem_collector_success` shows whether a collector fails or hangs (on a network volume or in a
 driver). A collector that hangs delays neither the scrape nor the other collectors. docs/metrics.md
-describes this for users.
+describes the collectors' metrics for users.
 """
 
 import abc

@@ -89,12 +89,12 @@ directory before it relies on the absence of a name. `checkpoints.py` commits a 
 rename creates the job. When the job has ended, the files that only a living job needs are removed.
 Then one rename moves the directory to `jobs/ended/`, with the state in its name.
 
-Names carry the order: a job's key contains its submission time, base step, run and id. So queue,
-lists and counts are computed from names, and a program opens only the jobs that it needs. A claim
-takes the oldest queued job whose run has no running job. A program that needs the running jobs
-reads the jobs that `jobs/active/` names. A name in `jobs/active/` is written before the job's state
-changes, and removed after the job is queued again or has ended. The next claim removes a name in
-`jobs/active/` whose job no longer runs. A directory that has not changed is not listed again
+Names contain the order of jobs: a job's key contains its submission time, base step, run and id. So
+queue, lists and counts are computed from names, and a program opens only the jobs that it needs. A
+claim takes the oldest queued job whose run has no running job. A program that needs the running
+jobs reads the jobs that `jobs/active/` names. A name in `jobs/active/` is written before the job's
+state changes, and removed after the job is queued again or has ended. The next claim removes a name
+in `jobs/active/` whose job no longer runs. A directory that has not changed is not listed again
 (`listing` in `paths.py`, `Index` in `jobs.py`). These lists are caches: a process may drop them at
 any time.
 
@@ -118,7 +118,7 @@ that finds the job completes the change.
 The fence (`fence.py`): before an attempt ends without success, its staged directories lose their
 names. Then the attempt's directory is removed, repeatedly until the volume confirms that it is
 gone. A commit is a rename out of that directory, so either the commit or the fence succeeds, never
-both. The fence also holds for a rank that was frozen and thaws a day later, and for an NFS client
+both. The fence also stops a rank that was frozen and continues a day later, and for an NFS client
 that still has the names in its cache. After the fence, the checkpoint is looked for again: if it
 exists, the job succeeded. A rank whose attempt was ended can't append events (`Attempt.event`), and
 readers of events skip the events of ended attempts.
@@ -168,7 +168,7 @@ from tandem.spool.tunings import Tunings, Uploads
 
 def real_root(root: Path | str) -> Path:
     """The spool's directory with all links resolved, so that a link inside the spool can be
-    distinguished from a link on the way to it."""
+    distinguished from a link in the path to the spool."""
     return Path(os.path.realpath(root))
 
 

@@ -82,7 +82,7 @@ class Events:
 
     def _opened(self, path: Path) -> BinaryIO:
         """The event file, opened for appending. Anything at the path that is not a regular file is
-        removed: such damage must not keep the job from ending."""
+        removed: such damage must not prevent the job's end from being recorded."""
         try:
             fd = descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             # Readers ignore such a large file, so nobody would see an appended event. The file is

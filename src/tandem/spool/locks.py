@@ -41,7 +41,7 @@ class _ProcessLock:
 
     def __init__(self) -> None:
         self.thread_lock = threading.RLock()
-        self.depth = 0  # how many times the owning thread holds the lock
+        self.depth = 0  # how many times the owning thread has taken the lock
         self.fd = -1
 
 
@@ -63,7 +63,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 @contextmanager
 def file_lock(path: Path, *, blocking: bool = True) -> Iterator[int]:
     """Holds an exclusive lock on `path`, which is created if absent; yields the file's descriptor.
-    The same thread may take the lock again. If not blocking, raises LockHeldError if another
+    The same thread may take the lock again. With `blocking=False`, raises LockHeldError if another
     process or thread holds the lock. Raises SpoolUnusable if the volume is read-only or does not
     support locks."""
     with _process_locks_lock:
@@ -199,7 +199,7 @@ class Leases:
 
 
 class HoldRecord:
-    """The hold, `jobs/hold.json`, says that the GPUs which trainer and vLLM share belong to the
+    """The hold, `jobs/hold.json`, records that the GPUs that trainer and vLLM share belong to the
     trainer now. While the hold is *live*, no program wakes vLLM, starts it, or loads anything into
     it. The hold is live while its runner holds the runner lock and renews the hold's beat. If the
     runner dies, the kernel releases the lock; if the runner hangs, it stops renewing the beat.

@@ -23,7 +23,8 @@ from tandem.system.logs import Log
 log = Log("spool")
 
 SILENT_SECONDS = 3600.0
-"""A session ends if its client has been silent for this long. A session holds files, but no GPU."""
+"""A session ends if its client has been silent for this long. A silent session occupies space on
+the volume, but no GPU."""
 RESULT_SECONDS = 3600.0
 """Seconds for which the results of an ended session are kept."""
 

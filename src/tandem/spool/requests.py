@@ -114,9 +114,9 @@ class RequestLog:
         return fs.read_undamaged(self._directory(run, seq) / _RESULT, RequestResult)
 
     def logprobs(self, run: str, seq: int) -> list[bytes]:
-        """The log-probs of each sequence's items in an answered pass, in the client's order: for
-        each sequence the bytes of a little-endian float32 array, in nats. Raises NotFound (field
-        `seq`) if the request has no log-probs."""
+        """The log-probs of each sequence's items in an answered pass, in the client's order: each
+        entry of the list has the bytes of a little-endian float32 array, in nats. Raises NotFound
+        (field `seq`) if the request has no log-probs."""
         request = self.get(run, seq).request
         path = self._directory(run, seq) / _LOGPROBS
         content = fs.read_bytes(path, most=_MOST_BYTES)
@@ -133,8 +133,8 @@ class RequestLog:
     def answer(
         self, run: str, seq: int, result: RequestResult, logprobs: bytes | None = None
     ) -> None:
-        """Writes the result, unless the request already has one. The write is not durable: a result
-        that a power loss takes is computed again, to the same bits.
+        """Writes the result, unless the request already has one. The write is not durable: if a
+        power loss destroys the result, it is computed again, to the same bits.
 
         Args:
             logprobs: the log-probs of a pass's items in the client's order, in nats, as the bytes

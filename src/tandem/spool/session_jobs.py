@@ -27,8 +27,9 @@ def queue_waiting(spool: Spool) -> None:
 
 
 def others_wait(spool: Spool) -> bool:
-    """Whether a run that has no running job has a queued job or a request to compute. A runner
-    whose GPUs are all in use claims and queues no job for such a run."""
+    """Whether a run that has no running job has a queued job or a request to compute. The runner
+    may not have queued a job for such a request, because it queues and claims no jobs while all its
+    GPUs are in use."""
     index = spool.jobs.index
     busy = {key.run for key in index.running()}
     queued = any(head.run not in busy for head in index.heads())

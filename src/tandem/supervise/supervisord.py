@@ -173,7 +173,7 @@ def log_path(logs: Path, program: str) -> Path:
 
 def write_config(directory: Path, logs: Path, programs: Sequence[Program]) -> Path:
     """Write supervisord.conf. Programs start in the order of `programs` and stop in the opposite
-    order; programs of one kind start and stop together. The file holds no secrets: programs get
+    order; programs of one kind start and stop together. The file contains no secrets: programs get
     secrets through supervisord's environment."""
     text = f"""\
 [supervisord]
@@ -280,8 +280,8 @@ def statuses(settings: Settings) -> dict[str, Status]:
 
 
 def start_again(settings: Settings, program: str) -> None:
-    """Make supervisord start a program that it gave up. Does nothing if supervisord can't do so or
-    doesn't answer."""
+    """Make supervisord start a program for which it has stopped trying. Does nothing if supervisord
+    can't do so or doesn't answer."""
     with suppress(*_NO_ANSWER), _rpc(settings) as supervisor:
         supervisor.startProcess(f"{liveness.program_kind(program)}:{program}", False)
 

@@ -60,7 +60,8 @@ STEADY_SECONDS = 600.0
 """A program that has run for this long before a crash is not in a crash loop, so the count of its
 crashes starts again."""
 TRY_AGAIN_SECONDS = 30.0
-"""Seconds between two restarts of a program that is not essential and that supervisord gave up."""
+"""Seconds between two restarts of a program that is not essential and for which supervisord has
+stopped trying."""
 LEFTOVER_SECONDS = 3.0
 """The most seconds that the remaining processes of supervisord may take to end."""
 

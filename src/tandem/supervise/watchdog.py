@@ -82,7 +82,8 @@ class Progress:
             vllm: its pid and start time.
             sample: vLLM's work; None if it doesn't answer. Before its first answer, vLLM counts as
                 loading and is not killed.
-            paused: returns whether vLLM is paused; called only if nothing else explains the stall.
+            paused: returns whether vLLM is paused; called only if no other reason explains the
+                stall.
             may_sleep: returns whether vLLM may sleep; called only if vLLM sleeps.
         """
         if (vllm.pid, vllm.started) != self._process:

@@ -1,5 +1,5 @@
 """A program's environment: its role, the directory that programs of a role share, package versions,
-caches of compiled code, and OpenMP's way of waiting."""
+caches of compiled code, and a setting that decides how OpenMP's threads wait."""
 
 import hashlib
 import os

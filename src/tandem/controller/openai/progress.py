@@ -29,8 +29,8 @@ def model_name(deployment: Deployment, tuning: Tuning, step: int) -> str:
 
 
 def slug(text: str, most: int) -> str:
-    """The text with each run of characters other than letters, digits and dots replaced by a dash,
-    cut to `most` characters."""
+    """The text, cut to `most` characters, in which a dash replaces each series of characters other
+    than letters, digits and dots."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", text)[:most].strip("-.")
 
 

@@ -106,7 +106,7 @@ def _method(request: CreateTuning) -> tuple[TuningMethod, Hyperparameters]:
 
 
 def _origin(deployment: Deployment, model: str) -> Origin | None:
-    """The checkpoint that the name of a fine-tuned model stands for; None for the base model."""
+    """The checkpoint with this name of a fine-tuned model; None for the base model."""
     if model == VLLMS_BASE or deployment.is_base_model(model):
         return None
     code = "model_not_available"

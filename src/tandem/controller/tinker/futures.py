@@ -22,9 +22,9 @@ from tandem.spool.schema import (
     VoidRequest,
 )
 
-# Seconds after which a missing request is given up. A missing request number delays all later
-# requests of the model. If the client sends requests in parallel, the missing request usually
-# arrives soon.
+# Seconds after which a missing request gets a void request in its place. A missing request number
+# delays all later requests of the model. If the client sends requests in parallel, the missing
+# request usually arrives soon.
 GAP_SECONDS = 60.0
 SNAPSHOT = "~"
 """The prefix of the names of checkpoints that the client did not name; the sampler's number follows

@@ -1,11 +1,12 @@
 """Controls a vLLM that shares its GPUs with the trainer. vLLM sleeps while a trainer holds the
 GPUs, and is awake at all other times.
 
-The publisher alone puts vLLM to sleep and wakes it. The runner asks for the GPUs by a hold with the
-phase `sleeping`, and gives them back by removing the hold, which works even on a full volume. The
-publisher answers in a record (`SharedVllm`). The publisher looks for a hold only between its own
-turns, never during a load. So vLLM never falls asleep while an adapter is being loaded: loading an
-adapter into a sleeping vLLM would end the engine.
+The publisher alone puts vLLM to sleep and wakes it. The runner asks for the GPUs by writing a hold,
+the record `jobs/hold.json`, with the phase `sleeping`. The runner gives the GPUs back by removing
+the hold; a removal works even on a full volume. The publisher answers in a record (`SharedVllm`).
+The publisher looks for a hold only between its own turns, never during a load. So vLLM never falls
+asleep while an adapter is being loaded: loading an adapter into a sleeping vLLM would end the
+engine.
 
 A hold is live while its runner holds the runner lock and has renewed the hold within
 `TANDEM_LEASE_SECONDS` (`spool/locks.py`). A runner that starts again has another name, so its

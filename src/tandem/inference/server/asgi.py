@@ -54,7 +54,8 @@ class ChangedAnswer:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        # The headers are held back, because the first event or the whole body decides them.
+        # The headers are sent only with the first event or the whole body, because their values
+        # depend on it.
         self._start: Message | None = None
         self._body = b""
         self._stream = False

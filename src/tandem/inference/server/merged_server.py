@@ -235,7 +235,8 @@ class MergedServer:
         return {"stage_seconds": staged - begin, **seconds}
 
     async def _stage(self, version: Version, source: dict[str, Any] | None, deadline: float) -> str:
-        """Bring the weights to the workers. Returns the way by which the weights came."""
+        """Bring the weights to the workers. Returns the way by which the weights came to the
+        workers ("merge", "nccl" or "volume")."""
         await self._call("stage", deadline, version.path, version.scale, source)
         pause = _POLL_SECONDS
         while not all(

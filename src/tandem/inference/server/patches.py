@@ -17,8 +17,8 @@ from typing import Any
 def install_merged_weights(attach: Callable[[Any], None], swap: Callable[..., Any]) -> None:
     """Makes workers call `attach` after they have loaded the model, while vLLM's memory pool for
     weights is active, because a sleeping engine offloads only this pool. Makes the engine call
-    `swap` between two steps. If a swap ran while a request was on its way into the engine, the
-    request's block hashes are computed again.
+    `swap` between two steps; `swap` updates the engine's requests. If a swap ran while a request
+    was on its way into the engine, the request's block hashes are computed again.
     """
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_worker import Worker

@@ -9,9 +9,9 @@ faults of vLLM 0.32, mostly with functions of `patches.py`:
   memory. (The orphan can't be found by its environment, because it overwrites its environment.)
   Every engine process asks the kernel to die with its parent.
 - With `--enable-lora`, vLLM runs every mixture of experts in kernels for adapters, even if no
-  adapter changes experts. The CPU lacks these kernels (they are written in Triton). On Blackwell
-  these kernels require an adapter that changes experts, and without one the engine ends. On the CPU
-  and on Blackwell, the plugin therefore reports to vLLM that experts have no LoRA.
+  adapter changes experts. These kernels are written in Triton, and the CPU has no Triton kernels.
+  On Blackwell these kernels require an adapter that changes experts, and without one the engine
+  ends. On the CPU and on Blackwell, the plugin therefore reports to vLLM that experts have no LoRA.
 - On the CPU, vLLM copies an adapter's weights, padded to the largest rank, for each token: a real
   model samples 11 times as slowly. Also, in a batch with tokens of an adapter, tokens of the base
   model get the adapter in the last slot: the base model's slot is -1, and torch takes -1 as an
@@ -19,10 +19,10 @@ faults of vLLM 0.32, mostly with functions of `patches.py`:
 - If a worker raises an error, the executor does not read the answers of later workers, and takes
   these answers as answers to the next call. So a worker that can't load an adapter does not raise
   the error, but returns it as its answer.
-- FlashInfer compiles its kernels with nvcc, which container images and many machines lack. Without
-  nvcc, vLLM nevertheless chooses some of these kernels: for the sums over tensor-parallel GPUs
-  (0.26 did not), and for attention on Blackwell. The first use of such a kernel ends the engine.
-  The plugin hides FlashInfer if it can't compile, so that vLLM chooses other kernels.
+- FlashInfer compiles its kernels with nvcc, and container images and many machines have no nvcc.
+  Without nvcc, vLLM nevertheless chooses some of these kernels: for the sums over tensor-parallel
+  GPUs (0.26 did not), and for attention on Blackwell. The first use of such a kernel ends the
+  engine. The plugin hides FlashInfer if it can't compile, so that vLLM chooses other kernels.
 
 On the CPU, the plugin also makes the API server fork its engine. vLLM would start a new process
 that imports torch and vLLM again, which takes 8 of the 17 seconds of a start.

@@ -4,8 +4,8 @@ whether this vLLM answers requests.
 The publisher of this vLLM permits it to answer requests for a few seconds at a time
 (`inference.publisher.replica`). Without permission requests get 503. The permission ends by itself
 if the publisher is silent. A vLLM that has just started has no permission. `GET /tandem/ready`
-answers "not ready" a little before the permission ends, so that the proxy sends no more requests in
-time.
+answers with status 503 a little before the permission ends, so that the proxy stops sending
+requests in time.
 """
 
 import json

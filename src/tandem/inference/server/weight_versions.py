@@ -24,8 +24,8 @@ class InFlight:
     """A running sampling request. `id`: the header X-Request-Id, as vLLM reads it; `first`: the
     name of the weights with which the request began.
 
-    `swaps`: for each swap during the request, the new name and the number of tokens that each
-    running sequence had.
+    `swaps`: for each swap during the request, the name of the new weights, and the number of tokens
+    that each running sequence had at the swap.
     """
 
     id: str

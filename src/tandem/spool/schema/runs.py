@@ -211,7 +211,7 @@ class Served(Record):
     step: int = Field(ge=0, lt=STEPS)
     model: str  # "<run>@<step>"
     weights: Serving = "adapter"
-    transport: str = "lora"  # the way by which the weights reached vLLM
+    transport: str = "lora"  # how the weights reached vLLM
     checkpoint: str  # SHA-256 of the weights (`Manifest.weights_sha256`)
     # Inode and mtime (ns) of the manifest's file, so that readers need not open the file again.
     manifest: tuple[int, int] | None = None

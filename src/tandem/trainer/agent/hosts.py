@@ -75,7 +75,7 @@ class HostRecord(BaseModel):
     base_model: str = ""  # the directory
     base_files: str = ""  # digest of the model's files
     threads: int = 0
-    waits: str = ""  # the thing that the host waits for before it can start ranks
+    waits: str = ""  # what the host waits for before it can start ranks
     refused: JobError | None = None
 
     def __str__(self) -> str:

@@ -36,7 +36,8 @@ def _next_attempt(agent: HostAgent) -> tuple[str, int]:
     end = time.monotonic() + agent.lingers + TAKE_SECONDS
 
     def turn() -> None:
-        if agent.stop.requested:  # with status 0, Kueue could not run the pod again
+        # With status 0, the pod would count as done if Kueue admits the Job again.
+        if agent.stop.requested:
             raise LeavingError(Leave(STOPPED, "it was asked to stop (SIGTERM)"))
         if time.monotonic() > end:
             raise LeavingError(Leave(DONE, "no attempt came"))

@@ -189,7 +189,7 @@ class AgentsExecution:
         return [self._records[host] for host in sorted(self._records)]
 
     def _missing(self) -> list[str]:
-        """One line for each host that is not ready, with the things that the host lacks."""
+        """One line for each host that is not ready, with the reason."""
         of, lines = self._plan.hosts, []
         for host in range(of):
             record, engine = self._records.get(host), self._lacks(host)

@@ -138,7 +138,8 @@ class Cluster:
         return str(found["metadata"]["uid"])
 
     def check_right(self, verb: str, group: str, resource: str, name: str | None = None) -> None:
-        """Raises InvalidInput if the account lacks the right in this namespace.
+        """Raises InvalidInput if the runner's service account does not have the right in this
+        namespace.
 
         Args:
             verb, group, resource: as in a rule of a Role; the core group is "".

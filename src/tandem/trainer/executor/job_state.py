@@ -183,7 +183,7 @@ def all_run(seen: Seen, hosts: int) -> bool:
 
 
 def lacks(pod: Object) -> str:
-    """The thing that a pod still needs before it can run, in words."""
+    """A text about what a pod still needs before it can run."""
     status = pod.get("status", {})
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     scheduled = conditions.get("PodScheduled", {})

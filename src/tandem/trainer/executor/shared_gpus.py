@@ -1,11 +1,13 @@
 """GPUs that the trainer shares with vLLM: getting them for a job and giving them back.
 
-The runner does not talk to vLLM. It asks for the GPUs by a hold, the publisher puts vLLM to sleep
-and answers in a record, and the runner measures the memory. The cycle of a job:
+The runner does not talk to vLLM. The runner asks for the GPUs by writing a hold, the record
+`jobs/hold.json`. The publisher puts vLLM to sleep and answers in a record, and the runner measures
+the memory. The cycle of a job:
 
 1. The publisher writes vLLM's state to `jobs/vllm.json`, twice a second. The runner claims nothing
    until this record says that vLLM is awake. Then the runner claims a job and writes the hold.
-2. The publisher finishes its load and then sees the hold. It asks vLLM once more, calls `POST
+2. The publisher finishes its load and then sees the hold. The publisher checks once more that vLLM
+answers, calls `POST
    /sleep?level=1&mode=keep` and answers the hold. Level 2 would lose the base model under LoRA.
    With `keep`, running requests return to vLLM's queue and continue after the wake.
 3. The runner does not trust the answer (vLLM #47654). It reads each device's bytes in use until
@@ -196,8 +198,8 @@ class SharedGpus:
             self._spool.hold.put(self._hold)
 
     def renew(self) -> JobError | None:
-        """Renew the hold before the ranks start. Returns an error if the renewal may come too late:
-        when the hold's lease ends, the publisher clears the hold and wakes vLLM. Raises
+        """Renew the hold's beat before the ranks start. Returns an error if the renewal may come
+        too late: when the hold's lease ends, the publisher clears the hold and wakes vLLM. Raises
         SpoolUnusable, and may then be called again.
         """
         assert self._hold is not None

@@ -19,11 +19,11 @@ verifies the checkpoint's hashes. Memory that a living process can't release is 
 reported in the job's event `released`. Resident ranks end after every job that does not succeed.
 
 `launcher.py` chooses the way to start ranks according to TANDEM_LAUNCH. On one host, the ranks'
-store listens on loopback, and every process of the chain dies with its parent. `bootstrap.py`, the
-first code of a rank, and the fork server ensure this. Ranks get a `Launch`. It names the attempt
-and contains the deployment's settings for ranks (`RankSettings`), with the sizes that the runner
-has chosen. Ranks read no settings from the environment. A `Launch` contains no secret, because it
-is on the ranks' command lines.
+store listens on loopback, and every process of the chain dies with its parent. The fork server, and
+`bootstrap.py`, which is the first code of a rank, ask the kernel to end these processes with their
+parents. Ranks get a `Launch`. It names the attempt and contains the deployment's settings for ranks
+(`RankSettings`), with the sizes that the runner has chosen. Ranks read no settings from the
+environment. A `Launch` contains no secret, because it is on the ranks' command lines.
 
 Besides the files that `spool.attempt.Attempt` names, the attempt's work directory has two files of
 the ranks' parent, with every launcher. With several hosts, each host has its own two files in

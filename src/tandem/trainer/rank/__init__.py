@@ -2,14 +2,14 @@
 
 `entry.py` is the rank's program. `train.py` runs the steps of a job: rendezvous, load, train,
 leave. `rendezvous.py` connects the ranks through their parent's store, and rank 0 sends them the
-job. `session.py` holds a rank's attempt, device and heartbeat; it has nothing to do with a client's
-session. `state.py` holds the state that is kept between jobs. `commit.py` makes the job's
-checkpoint. `checkpoint.py` reads and writes the adapter and Adam's state; `model_checkpoint.py`
-reads and writes all weights and their optimizer state, if the run trains all weights.
-`model_files.py` writes a Hugging Face model from all ranks at the same time. `model_loader.py`
-loads the model, and can turn it into the reference policy of the loss. `publication.py` offers
-whole weights to vLLM and sends them; `way_to_vllm.py` chooses the network between ranks and vLLM.
-`full_volume.py` waits for space before a training.
+job. `session.py` has a rank's attempt, device and heartbeat; it has nothing to do with a client's
+session. `state.py` has the state that a resident rank keeps between jobs. `commit.py` makes the
+job's checkpoint. `checkpoint.py` reads and writes the adapter and Adam's state;
+`model_checkpoint.py` reads and writes all weights and their optimizer state, if the run trains all
+weights. `model_files.py` writes a Hugging Face model from all ranks at the same time.
+`model_loader.py` loads the model, and can turn it into the reference policy of the loss.
+`publication.py` offers whole weights to vLLM and sends them; `way_to_vllm.py` chooses the network
+between ranks and vLLM. `full_volume.py` waits for space before a training.
 
 A rank overlaps the parts of its start:
 

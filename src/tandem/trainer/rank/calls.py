@@ -114,9 +114,9 @@ class ModelCalls:
         }
 
     def load(self, request: LoadRequest) -> None:
-        """Loads the weights of a checkpoint. The gradients are zero afterwards. Raises InvalidInput
-        if the checkpoint's run has another base model or LoRA shape, NotFound, or
-        CheckpointDamaged. After an error, nothing has changed."""
+        """Loads the weights of a checkpoint. The gradients are zero afterwards. Raises NotFound or
+        CheckpointDamaged if the checkpoint can't be read. Raises InvalidInput if the checkpoint's
+        run has another base model or LoRA shape. After an error, nothing has changed."""
         assert self.run.lora is not None
         source = self.spool.runs.get(request.run)
         for name in ("base_model", "lora"):

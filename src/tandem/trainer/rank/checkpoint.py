@@ -117,8 +117,8 @@ def config_file(spool: Spool, run: str, step: int) -> bytes:
 
 @torch.no_grad()
 def gather_contents(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
-    """Adapter and Adam's state, gathered on the CPU from all ranks that hold one copy of the model.
-    A collective operation of all ranks."""
+    """The adapter and Adam's state on the CPU, gathered from all ranks that together have one copy
+    of the model. A collective operation of all ranks."""
     tensors = {"step": torch.tensor(optimizer.steps, dtype=torch.int64)}
     for moment, shards in optimizer.moments().items():
         tensors |= {f"{key}.{moment}": whole for key, whole in policy.adapter.whole(shards).items()}

@@ -19,7 +19,8 @@ MAX_SEQUENCES = 4
 MAX_TOKENS = 64
 CONTEXT = 24  # tokens before the first trained token, if the sequence is longer than MAX_TOKENS
 LONG_TOKENS = 8192
-# to score a prompt, vLLM computes the logits of the whole prompt: 1 GiB in fp32
+# the most logits of the long sequence: vLLM computes the logits of a whole prompt to score it, and
+# this number of logits takes 1 GiB in fp32
 LONG_LOGITS = 2**28
 SLOTS = 64  # rows are padded to a multiple of this number of slots, for efficient matrix products
 
@@ -70,8 +71,8 @@ def choose_sequences(batch: PackedBatch) -> list[list[int]]:
 
     Each chosen sequence is part of a trained sequence. A trained sequence that is not longer than
     the limit is taken from its beginning. From a longer sequence, the chosen part begins CONTEXT
-    tokens before the first trained token, or earlier near the sequence's end, because the log-probs
-    of trained tokens change most. The same batch always gives the same sequences.
+    tokens before the first trained token, because the log-probs of trained tokens change most. The
+    part begins earlier if too few tokens follow. The same batch always gives the same sequences.
     """
     limit = min(MAX_TOKENS, batch.sequence_length)
     chosen: list[list[int]] = []

@@ -8,7 +8,7 @@ from tandem.errors import TandemError
 from tandem.spool.attempt import Attempt
 
 FIRST_SECONDS = 10.0
-"""An attempt that starts within this time reports no reason."""
+"""If an attempt's ranks start within this many seconds, no event `waiting` is written."""
 MOST_SECONDS = 600.0
 """The maximum pause between two events, in seconds. The pause doubles with each event up to this
 limit, because a reason that contains counts changes all the time."""

@@ -303,7 +303,7 @@ def receive(
     Args:
         source: an offer (`trainer/rank/publication.py`), with the name of this worker's server.
         rank: this worker's number among the `workers` of the server.
-        beat: called whenever something has arrived.
+        beat: called whenever a buffer or another sign of the ranks has arrived.
     """
     store = join_meeting(Path(source["meeting"]))
     address = own_address(source["address"])
