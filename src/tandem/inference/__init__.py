@@ -1,4 +1,5 @@
-"""The vLLM server and the publisher, and the code for weights that both share, without torch.
+"""The vLLM server, the publisher, and the code for weights that both use. The code for weights
+imports no torch.
 
 `tensor_files.py` merges an adapter into weights. `merged_model.py` writes the merged model as
 files. `spot_check.py` computes rows of the merged model, to compare with vLLM's.

@@ -158,7 +158,7 @@ class MergedCollector(SpoolCollector):
             if replica not in self._clients:
                 self._clients[replica] = VllmClient(settings, timeout=5.0)
             # If vLLM is starting or gone, this metric is absent, and Prometheus' metric `up` shows
-            # the reason.
+            # that vLLM does not answer.
             with suppress(InferenceUnavailable):
                 current = self._clients[replica].merged()["phase"]
                 for phase in PHASES:

@@ -71,7 +71,7 @@ class Member:
         # that became ready.
         self._asked = self._joined = ""
         # For each run, the steps that other replicas serve and this replica does not, each with the
-        # monotonic time since when.
+        # monotonic time since which this replica is behind.
         self._behind: dict[str, dict[int, float]] = {}
         # For each run, the verified steps for which the event `served` was written to the step's
         # job.

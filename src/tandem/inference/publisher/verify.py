@@ -100,10 +100,11 @@ def movement(
 
     The position is the least-squares coefficient a of `served - reference = a (checkpoint -
     reference)`. Rounding may route a few tokens of a mixture to other experts, in vLLM or in the
-    trainer, before or after the step. Tokens with other experts move by any amount. To limit their
-    influence on a, both sides of each token's equation are divided by |checkpoint - reference|, or
-    by the third quartile of |checkpoint - reference| if that is larger. Then the left side of each
-    equation is clipped to a distance of at most 1 from the middle of the line.
+    trainer, before or after the step. Tokens with other experts move by any amount. To limit the
+    influence of these tokens on the coefficient a, both sides of each token's equation are divided
+    by |checkpoint - reference|, or by the third quartile of |checkpoint - reference| if that is
+    larger. Then the left side of each equation is clipped to a distance of at most 1 from the
+    middle of the line.
 
     Args:
         served, checkpoint, reference: log-probs of the same tokens, [tokens], in nats.

@@ -57,8 +57,8 @@ def refused(path: str, options: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def unforced(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The request without the options strict (schemas of calls) and thinking budget. Agent
-    frameworks send these options by default, and vLLM would enforce them by a grammar."""
+    """The request without two options: `strict` in the schemas of tools, and a thinking budget.
+    Agent frameworks send these options by default, and vLLM would enforce them by a grammar."""
     changed = dict(options)
     if isinstance(tools := options.get("tools"), list):
         changed["tools"] = [_not_strict(tool) for tool in tools]

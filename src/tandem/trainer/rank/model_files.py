@@ -175,7 +175,8 @@ class ModelFiles:
 
 
 def _in_host_memory(buffer: torch.Tensor) -> torch.Tensor:
-    """A tensor in pinned host memory, into which the GPU copies directly."""
+    """A copy of `buffer` in pinned host memory, into which the GPU copies directly, or `buffer`
+    itself if it is in host memory already."""
     if not buffer.is_cuda:
         return buffer
     return torch.empty_like(buffer, device="cpu", pin_memory=True).copy_(buffer)
