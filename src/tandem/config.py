@@ -30,7 +30,7 @@ Way = Literal["merge", "nccl", "volume"]
 class Settings(BaseSettings):
     """Every setting of a deployment. docs/settings.md describes each setting.
 
-    Where a variable has an alias, the alias is the name that Tandem's ancestor (OpenPipe/ART) used.
+    The alias of a variable is the name that Tandem's ancestor (OpenPipe/ART) used for it.
     """
 
     model_config = SettingsConfigDict(
@@ -321,8 +321,8 @@ class Settings(BaseSettings):
 
     @property
     def named_keys(self) -> dict[str, str]:
-        """Key → its name. A key in a file may have a name (`name:key`); a key without has an empty
-        name. A name may have several keys, so that a key can be replaced without a gap."""
+        """The name of each key. A key in a file may have a name (`name:key`). Other keys have an
+        empty name. A name may have several keys, so that a key can be replaced without a gap."""
         entries = [key for key in re.split(r"[,\s]+", self.secret("api_key") or "") if key]
         if self.api_key is not None:
             return dict.fromkeys(entries, "")
@@ -340,14 +340,14 @@ class Settings(BaseSettings):
     @property
     def inference_key(self) -> str | None:
         """The first API key, for vLLM's environment: other users can read a process's command line,
-        but not its environment. vLLM accepts only one key there; `inference.server.api_keys` takes
-        the others."""
+        but not its environment. vLLM accepts only this key; `inference.server.api_keys` accepts the
+        other keys."""
         return next(iter(self.api_keys), None)
 
     def secret(self, name: Literal["api_key", "admin_token"]) -> str | None:
-        """The secret's value, from its variable or from the file that `<NAME>_FILE` names; None if
-        neither is set. Raises InvalidInput if the file can't be read, or a header can't carry the
-        value."""
+        """The secret's value, from its variable or from the file that the variable `<NAME>_FILE`
+        names; None if neither variable is set. Raises InvalidInput if the file can't be read, or a
+        header can't carry the value."""
         value: SecretStr | None = getattr(self, name)
         path: Path | None = getattr(self, f"{name}_file")
         field = f"TANDEM_{name.upper()}"

@@ -13,19 +13,19 @@ _WORDS = {
     "missing": "is missing; add it",
     "union_tag_not_found": "kind is missing; add rl, sft or dpo",
 }
-"""For each error type of pydantic, words that say what to do."""
+"""The message for each of these error types of pydantic. The message says what to do."""
 
 PATTERN_WORDS: dict[str, str] = {}
-"""Regular expression -> what to do if a text does not match it."""
+"""The message if a text does not match a regular expression, by the regular expression."""
 
 
 class TandemError(Exception):
-    """Base of every error Tandem raises on purpose.
+    """The base class of all errors that Tandem raises on purpose.
 
     `code` is a stable word for programs: the `type` in HTTP errors and in failed jobs. `field` is
     the dotted path of the wrong input (`groups.3.trajectories.0.reward`) or the name of the wrong
-    setting, if there is one. `retriable`: whether trying the same job again can help. A subclass
-    passes as class arguments the attributes in which it differs from its base class.
+    setting, if there is one. `retriable`: whether trying the same job again can help. In a
+    subclass, class arguments set the attributes that differ from the base class.
     """
 
     code = "error"
@@ -53,8 +53,8 @@ class InvalidInput(TandemError, code="invalid_input", http_status=422):
 
 
 class NothingToLearn(InvalidInput, code="nothing_to_learn"):
-    """Every group was dropped (no variance in its rewards, or too long), or no step of the job
-    moved the policy."""
+    """Every group of the job was dropped (its rewards are equal, or it is too long), or no
+    optimizer step of the job changed the policy."""
 
 
 class RequestTooLarge(InvalidInput, code="request_too_large", http_status=413): ...
@@ -89,7 +89,8 @@ class SpoolUnusable(TandemError, code="spool_unusable", http_status=503, retriab
 
 
 class VolumeFull(SpoolUnusable):
-    """The volume has no space left. Programs that need space to start wait for it."""
+    """The volume has no space left. Programs that need space when they start wait until there is
+    space."""
 
     ERRNOS = errno.ENOSPC, errno.EDQUOT
     """The errno values that mean a full volume."""
@@ -148,8 +149,8 @@ def from_validation_error(error: "ValidationError") -> InvalidInput:
 
 
 def invalid_input(errors: Sequence[Mapping[str, Any]], path: Sequence[str | int]) -> InvalidInput:
-    """pydantic's first error as InvalidInput, with `path` as its `field`; the message counts the
-    others."""
+    """pydantic's first error as InvalidInput, with `path` as its field. The message also says how
+    many other errors there are."""
     first = errors[0]
     known = _WORDS.get(first["type"]) or PATTERN_WORDS.get(first.get("ctx", {}).get("pattern", ""))
     message = known or str(first["msg"]).removeprefix("Value error, ")

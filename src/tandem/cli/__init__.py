@@ -1,9 +1,9 @@
 """The `tandem` command: `app` has all subcommands.
 
-A module has the commands about one subject (`runs.py`, `jobs.py`, `train.py`, ...), and this file
-adds them to `app`. `common.py` has the parts that all command modules share: the client, `--json`,
-tables, exit statuses. `checks/` has the checks of `tandem doctor`, `tandem preflight` and `tandem
-smoke reach`.
+Each module has the commands about one subject (`runs.py`, `jobs.py`, `train.py`, ...), and this
+file adds the commands to `app`. `common.py` has the parts that all command modules share: the
+client, `--json`, tables, exit statuses. `checks/` has the checks of `tandem doctor`, `tandem
+preflight` and `tandem smoke reach`.
 """
 
 import os
@@ -109,8 +109,8 @@ def _name_merged_on_the_cpu(settings: Settings) -> None:
 
 
 def _become(module: str) -> Callable[[], None]:
-    """A command that replaces this process by a program, which then receives the signals and sets
-    the exit status."""
+    """Returns a command that replaces this process by the program `module`. The program then
+    receives the signals and sets the exit status."""
     return lambda: os.execv(sys.executable, [sys.executable, "-m", module])
 
 

@@ -30,8 +30,8 @@ from tandem.errors import (
     from_validation_error,
 )
 
-# Seconds for which requests are repeated: long enough for a restart of the controller, short for a
-# wrong URL.
+# Seconds for which requests are repeated. This is long enough for a restart of the controller, and
+# short enough for a user who waits with a wrong URL.
 PATIENCE = 10.0
 
 
@@ -62,7 +62,8 @@ def make_client() -> Tandem:
 
 
 def show[T](data: T, json: bool, render: Callable[[T], object]) -> None:
-    """Print `data` as one JSON document, or the result of `render` unless it is None."""
+    """Print `data` as one JSON document if `json` is true; if not, print the result of
+    `render(data)`, unless it is None."""
     if json:
         print(to_json(data, indent=2, inf_nan_mode="constants").decode())
     elif (rendered := render(data)) is not None:
@@ -148,7 +149,8 @@ def exit_code(error: Exception) -> int:
 
 
 def fields(data: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The values in `data` with these names, as `name=value`, floats with four digits."""
+    """The values in `data` with these names, as `name=value`. Floats have four significant digits.
+    Names without a value are left out."""
     values = {name: data[name] for name in names if data.get(name) is not None}
     return " ".join(
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
@@ -164,7 +166,7 @@ def read_toml[M: BaseModel](
     Args:
         path: None: the content is empty.
         model: the record that the content must form.
-        change: changes the content's dictionary before the validation.
+        change: a function that changes the content's dictionary in place before the validation.
     """
     try:
         text = path.read_text() if path else ""
@@ -183,7 +185,7 @@ def read_toml[M: BaseModel](
 
 
 def _keys(model: type[BaseModel], loc: Sequence[int | str]) -> list[str]:
-    """The keys of the record at `loc`; none if records of several kinds may be there."""
+    """The keys of the record at `loc`; empty if records of several kinds may be there."""
     for name in loc:
         if name in model.model_fields:  # a key, not an index in a list or a tag
             kinds = _records(model.model_fields[str(name)].annotation)
@@ -201,7 +203,8 @@ def _records(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _line(text: str, loc: tuple[int | str, ...]) -> int:
-    """The line that sets `loc`, else the line of the nearest table around it."""
+    """The number of the line that sets `loc`. If no line sets `loc`, the number of the line with
+    the header of the innermost table that contains it."""
     lines: dict[tuple[int | str, ...], int] = {(): 1}
     counts: dict[str, int] = {}
     table: tuple[int | str, ...] = ()

@@ -118,7 +118,8 @@ def check(
 
 
 class _Tally:
-    """Counts over the records. `most`: how many records are shown."""
+    """Counts and remarks about all records. `most`: the number of records that are kept to be
+    shown."""
 
     def __init__(self, sequence_length: int, strict: bool, most: int) -> None:
         self._sequence_length, self._strict, self._most = sequence_length, strict, most
@@ -131,7 +132,7 @@ class _Tally:
         self.shown: list[tuple[str, Rendering]] = []
         self.too_long: list[str] = []
         self.duplicates: list[str] = []
-        # Feature of records -> their places.
+        # Feature of records, such as "empty_thoughts" -> the places of the records that have it.
         self.places = defaultdict[str, list[str]](list)
         self.date: str | None = None
 
@@ -208,8 +209,8 @@ def _template_kwargs(settings: list[str]) -> dict[str, Any]:
 def _rendered(
     parse: Callable[[int], Any], indices: tuple[int, ...], render: _Render
 ) -> Iterator[tuple[str, Any, Rendering]]:
-    """The places, examples and renderings of these records, in order; a broken record has an error
-    and no example."""
+    """The places, examples and renderings of these records, in order. For a broken record, the
+    example is None and the rendering has the error."""
     places, parsed, errors = [], [], {}
     for i in indices:
         try:

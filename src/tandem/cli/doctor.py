@@ -43,7 +43,7 @@ def preflight(
 
 
 def _report(asked: Asked, json: bool) -> None:
-    """Print the answers; exits with status 1 if one is a failure."""
+    """Print the answers. Exits with status 1 if an answer is a failure."""
     found = list(answers(asked))
     show([answer._asdict() for answer in found], json, lambda _: _print(found))
     if any(answer.status == "fail" for answer in found):

@@ -111,11 +111,12 @@ def logs(
 
 
 def _follow(tandem: Tandem, job: str, json: bool) -> None:
-    """Print log and events as they come; raises JobFailed."""
+    """Print log and events as they come, until the job ends. Raises JobFailed if the job fails."""
     offset, last_seq = 0, -1
     decode = getincrementaldecoder("utf-8")("replace").decode  # a part may end within a character
     while True:
-        # Read first: then the whole log and all events of an ended job are there.
+        # The state is read before the events and the log: if the job has ended, the whole log and
+        # all events are already there.
         status = tandem.get_job(job)
         for event in tandem.job_events(job, last_seq):
             last_seq = event.seq
@@ -273,10 +274,10 @@ def _attempt_memory(job: str, attempt: AttemptMemory) -> Iterator[Table | str]:
 
 
 def _memory_rows(attempt: AttemptMemory) -> Iterator[tuple[str, object, dict[str, int]]]:
-    """(phase, rank, bytes), in the order of the phases and within them of the ranks.
-
-    A phase that each step repeats has two rows per rank: the memory at its last end, and the
-    maximum over all its ends. The attempt's last step has a row for the fullest rank.
+    """(phase, rank, bytes), in the order of the phases, and for each phase in the order of the
+    ranks. A phase that each step repeats has two rows per rank: the memory at the phase's last end,
+    and the maximum over all its ends. Phases of the attempt's last step also have a row for the
+    rank with the most memory.
     """
     ranks = attempt.ranks.items()
     for phase in dict.fromkeys(

@@ -1,5 +1,5 @@
-"""`tandem rl`: train a run by RL with an environment of one's own. A live panel on a terminal, else
-a line per step."""
+"""`tandem rl`: train a run by RL with an environment of one's own. Shows a live panel if the output
+is a terminal; if not, prints a line per step."""
 
 import sys
 from collections import Counter
@@ -206,7 +206,7 @@ def sparkline(values: list[float], width: int = 50) -> str:
 
 
 def text_line(line: dict[str, Any]) -> str:
-    """A line of the record for people, or a notice."""
+    """A line of the training's record as text for people."""
     sampled = line.get("last") or [line["sample"]] if "sample" in line else []
     if "notice" in line:
         return f"{line['notice']}{shown(sampled)}"
@@ -244,7 +244,7 @@ def text_line(line: dict[str, Any]) -> str:
 
 
 def panel(loop: Loop) -> RenderableType:
-    """The loop now."""
+    """The live panel with the loop's current state."""
     steps = [line for line in loop.record.lines if "step" in line]
     evaluated = [
         line["reward"]

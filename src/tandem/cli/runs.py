@@ -306,7 +306,8 @@ def track(
 
     # W&B writes its buffered rows when it is closed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # A wrong address or name is reported at once; later the controller may be away for long.
+    # This call reports a wrong address or name immediately. The tracking itself waits for the
+    # controller without a time limit.
     make_client().get_run(run)
     with Tandem(patience=math.inf) as tandem:
         # The file may appear later.

@@ -171,7 +171,8 @@ def job(
 
 
 def _delete(tandem: Tandem, run: str) -> None:
-    """Delete the run, so that vLLM, which serves one run's merged weights, is free again."""
+    """Delete the run. vLLM serves the merged weights of only one run, so afterwards it can serve
+    another run."""
     try:
         tandem.delete_run(run, cancel_jobs=True)
         out.print(f"run {run} is deleted, so that vLLM can serve another one")

@@ -284,7 +284,8 @@ def read_request(text: str) -> dict[str, Any]:
         )
     if not items:
         raise InvalidInput("the file is empty", field="FILE")
-    # Keys that only items of this kind have: a pair may have a prompt or messages, too.
+    # The keys by which the kind of an item is recognised, in this order, because a pair may also
+    # have a prompt or messages.
     marks = {
         "groups": {"trajectories"},
         "pairs": {"chosen"},
@@ -316,9 +317,9 @@ def _lines(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def apply_setting(request: dict[str, Any], assignment: str) -> None:
-    """Set `optimizer.learning_rate=1e-4` in the request; the value is JSON, else text. Raises
-    InvalidInput (field `--set`) if the assignment is not NAME=VALUE or the parent has no
-    settings."""
+    """Set the value of an assignment such as `optimizer.learning_rate=1e-4` in the request. A value
+    that is not JSON is a text. Raises InvalidInput (field `--set`) if the assignment is not
+    NAME=VALUE or the parent has no settings."""
     name, equals, text = assignment.partition("=")
     if not equals or not name:
         raise InvalidInput(f"{assignment!r} is not NAME=VALUE", field="--set")

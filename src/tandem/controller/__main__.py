@@ -21,8 +21,8 @@ from tandem.system.http_limits import BoundedHttp
 from tandem.system.logs import configure
 from tandem.system.open_files import allow_many_open_files
 
-# Seconds that running requests get to end when the process is stopped. If a request does not end in
-# time, the spool loses nothing.
+# Seconds that running requests get to end when the process is stopped. The spool stays correct if a
+# request does not end in time.
 GRACE_SECONDS = 10
 # Seconds between two attempts to make a spool on a full volume.
 FULL_SECONDS = 1.0
@@ -31,18 +31,18 @@ M_ARENA_MAX = -8
 
 
 def main() -> int:
-    """Serve until SIGTERM or Ctrl-C; returns the exit status: 0 stopped, 2 wrong settings, 3 could
-    not listen."""
+    """Serve until SIGTERM or Ctrl-C; returns the exit status: 0 if the process was stopped, 2 if
+    the settings are wrong, 3 if it could not listen."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        # Exit status 0 for a signal that arrives before uvicorn handles signals, and for the signal
-        # that uvicorn raises again when it ends.
+        # The exit status is 0 if a signal arrives before uvicorn handles signals, and also for the
+        # signal that uvicorn raises again when it ends.
         signal.signal(number, lambda *_: sys.exit(0))
     with suppress(OSError, AttributeError):  # another C library
         # With one arena per thread, glibc keeps more freed memory after each burst of requests or
         # streams.
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
-    # Without this, transformers imports an installed torch with any tokenizer, which costs seconds
-    # and gigabytes.
+    # Without this line, transformers imports torch, if torch is installed, together with any
+    # tokenizer. The import costs seconds and gigabytes.
     sys.modules["torch"] = None  # type: ignore[assignment]
     # transformers also prints that torch is missing, in lines that are not JSON.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -54,7 +54,7 @@ def main() -> int:
         print(f"tandem controller: {error}", file=sys.stderr)
         return 2
     configure()
-    # Probes and scrapes, some once a second, would bury all other lines.
+    # Probes and scrapes come as often as once a second, and their lines would hide all other lines.
     logging.getLogger("uvicorn.access").addFilter(_is_news)
     logging.getLogger("uvicorn.access").addFilter(name_in_log)
     allow_many_open_files()  # each event stream is a connection
@@ -81,8 +81,9 @@ def main() -> int:
 
 
 def _sockets_for_both(settings: Settings) -> list[socket.socket] | None:
-    """A socket that listens on `::` for IPv6 and IPv4; None for another host. asyncio's own socket
-    would listen on IPv6 only, but clients in the container connect to 127.0.0.1."""
+    """A socket that listens on `::` for IPv6 and IPv4; None if the configured host is not `::`.
+    asyncio's own socket would listen on IPv6 only, but clients in the container connect to
+    127.0.0.1."""
     if settings.controller_host != "::":
         return None
     address = "::", settings.controller_port
@@ -92,14 +93,15 @@ def _sockets_for_both(settings: Settings) -> list[socket.socket] | None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of uvicorn's access log is worth printing; successful probes and scrapes are
-    not."""
+    """Whether a line of uvicorn's access log is printed. The lines of successful probes and scrapes
+    are not printed."""
     _, _, path, _, status = record.args or (None,) * 5
     return path not in OPEN_PATHS or status != 200
 
 
 def _create_app(settings: Settings) -> FastAPI:
-    """Calls `create_app` as soon as a volume without a spool has space for one."""
+    """Calls `create_app`. If the volume has no spool yet and is full, waits until it has space for
+    a spool."""
     said = False
     while True:
         try:

@@ -36,8 +36,9 @@ from tandem.spool.removal import prune
 from tandem.system.logs import Log
 
 SWEEP_SECONDS = 600.0
-# Other products' APIs, whose clients have types of their own. The last route answers everything
-# below its path that has no route.
+# The APIs of other products. Their clients have types of their own, so these routes are not in the
+# OpenAPI document. The last router is last because its last route answers all paths below Tinker's
+# prefix that have no other route.
 _FOREIGN = (
     routes_files.router,
     routes_tunings.router,
@@ -83,7 +84,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.deployment = Deployment(settings)
     app.state.tinker = TinkerApi(app.state.deployment)
     install_handlers(app)
-    # `Authentication` checks the key; this adds it to the OpenAPI document.
+    # `Authentication` checks the key. `bearer` only adds the key to the OpenAPI document.
     bearer = Depends(HTTPBearer(auto_error=False, description="a key of TANDEM_API_KEY"))
     for module in (routes_runs, routes_train, routes_jobs, routes_checkpoints):
         app.include_router(module.router, responses=_REFUSALS, dependencies=[bearer])
@@ -103,7 +104,8 @@ def create_app(settings: Settings) -> FastAPI:
 
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     _install_metrics(app, app.state.deployment)
-    # The middleware added last is the outermost: it counts refused requests too.
+    # The middleware that is added last is the outermost, so it also counts requests that the others
+    # refuse.
     app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes)
     app.add_middleware(Authentication, keys=settings.named_keys)
     app.add_middleware(CountRequests, counts=app.state.deployment.counts)
@@ -143,7 +145,7 @@ def _install_metrics(app: FastAPI, deployment: Deployment) -> None:
 @asynccontextmanager
 async def _run_threads(app: FastAPI) -> AsyncIterator[None]:
     """Runs the threads of the controller: the collectors, the sweeper, and the tuner of
-    fine-tunings. Does not wait for their end, because the volume may hang."""
+    fine-tunings. Does not wait until the threads end, because the volume may hang."""
     deployment, stop = app.state.deployment, threading.Event()
     arguments = (deployment.spool, deployment.settings, stop)
     threading.Thread(target=_remove_regularly, args=arguments, name="sweep", daemon=True).start()
@@ -160,8 +162,9 @@ def _remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -
     """Removes the files of dead processes from the volume, and everything that the settings do not
     keep, until `stop` is set.
 
-    Also returns the memory of closed streams to the system, because glibc would keep freed memory.
-    Python's allocator keeps a MiB while any byte of it is in use, and reuses it for later streams.
+    Also returns the memory of closed streams to the system, because glibc alone would keep freed
+    memory. Python's allocator keeps each MiB of which any byte is in use, and reuses it for later
+    streams.
     """
     while not stop.wait(SWEEP_SECONDS):
         gc.collect()
@@ -174,7 +177,7 @@ def _remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -
                 prune(spool, settings)
             finally:
                 sweep(spool)
-        except Exception as error:  # the next try may succeed
+        except Exception as error:  # the next round may succeed
             log.warning("can't remove old or stale files", error=f"{type(error).__name__}: {error}")
 
 

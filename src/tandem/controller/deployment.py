@@ -17,14 +17,14 @@ from tandem.metrics.metric import Samples
 from tandem.spool import Spool
 
 # Parsing and packing a batch takes one core and several times the request's size in memory, so
-# large batches are handled one at a time. Small requests mostly wait for the volume, and need
-# little memory.
+# large batches are handled one at a time. Small requests mostly wait for the volume and need little
+# memory, so more of them run at the same time.
 PACKING_THREADS, SMALL_PACKING_THREADS = 2, 4
 
 
 class Deployment:
-    """The state of one controller process. The whole state can be read again from the settings and
-    the spool.
+    """The state of one controller process. A new process rebuilds the whole state from the settings
+    and the spool.
 
     Raises InvalidInput if no base model is set, SpoolUnusable if the volume can't be used.
     """

@@ -1,8 +1,6 @@
-"""Event streams. All readers of a file share one check for new events, and each reader uses bounded
-memory.
-
-A reader holds one part of its file at a time, and reads the next part after its client has received
-the last one.
+"""Event streams: each reader follows the event file of one job. All readers of a file share one
+check for new events, and each reader uses bounded memory: it has one part of its file in memory at
+a time, and reads the next part after its client has received this part.
 """
 
 import os
@@ -59,20 +57,21 @@ class EventStreams:
     ) -> AsyncIterator[bytes]:
         """The job's events as Server-Sent Events, up to the terminal event.
 
-        The stream also ends when the job ended without a terminal event because its writer died.
-        Clients then reconnect, or read the job. An event's `id` is its seq; clients send it as
-        Last-Event-ID.
+        The stream also ends if the job has ended without a terminal event, because the writer of
+        the event died. Clients then reconnect, or ask for the job's state. An event's `id` is its
+        seq; clients send it as Last-Event-ID.
 
         Args:
             after: only events with a higher sequence number; -1: all.
-            wait: False: only the events written so far.
+            wait: whether to wait for new events; False: the stream has only the events written so
+                far.
             stopping: ends the stream when it is set; clients then reconnect.
         """
         yield b"retry: 1000\n\n"
         file, offset = self._files.setdefault(job, _File()), 0
         while not stopping.is_set():
-            # Read before the events: a job whose state has ended has already written all of its
-            # events.
+            # The state is read before the events, because a job in a terminal state has already
+            # written all of its events.
             ended = file.ended
             part = await to_thread.run_sync(self._read, job, offset, after, limiter=self._threads)
             block, next_offset, size, terminal = part
@@ -85,10 +84,10 @@ class EventStreams:
                 continue
             if ended or not wait:
                 return
-            file.size = size  # the last check may be older than this read
+            file.size = size  # the shared check may be older than this read
             while file.size == size and not file.ended and not stopping.is_set():
                 await sleep(POLL_SECONDS)
-                # No other reader has checked in between.
+                # True if no other reader has checked in the meantime.
                 if time.monotonic() >= self._looked + POLL_SECONDS:
                     self._looked = time.monotonic()
                     await to_thread.run_sync(
@@ -99,7 +98,7 @@ class EventStreams:
         """A part of the file, the offset of the next part, the file's size, and whether the part
         has the terminal event.
 
-        The part is returned as bytes, because a reader holds it until its client has received it.
+        The part is returned as bytes, because it stays in memory until the client has received it.
         Parsed events would take many times the memory.
         """
         events, end, size = self._spool.events.since(job, offset, PART_BYTES)
@@ -123,8 +122,8 @@ def _formatted(event: Event) -> bytes:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file; 0 if it does not exist. Opens the file, because only then does an NFS client
-    ask the server."""
+    """The size of a file in bytes; 0 if the file does not exist. Opens the file, because an NFS
+    client asks the server for the size only when a file is opened."""
     try:
         with open_plain(path) as file:
             return os.fstat(file.fileno()).st_size

@@ -1,5 +1,5 @@
-"""Errors as HTTP. Each has the body {"error": {"type", "message", "field"}} and the status of its
-TandemError; on the routes of OpenAI's API it has OpenAI's body."""
+"""Turns errors into HTTP responses. A response has the body {"error": {"type", "message", "field"}}
+and the status of the TandemError. On the routes of OpenAI's API, it has OpenAI's body."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,11 @@ from tandem.spool.fs import volume_error
 from tandem.spool.schema import JobKind
 from tandem.system.logs import Log
 
-# Seconds of `Retry-After`: after this time, files may be closed or space may be free.
+# The value of `Retry-After` in seconds. After this time, too many open files may be closed, or the
+# volume may have free space.
 RETRY_SECONDS = 2
 
-# For a body with more errors, the answer contains only their number.
+# If a body has more errors than this, the answer contains only the number of errors.
 MOST_ERRORS = 1000
 _OWN_PART = re.compile(r"as |.*\[|(int|float|str|bool|list|dict)$")
 
@@ -45,8 +46,8 @@ def response_of(error: TandemError, path: str) -> JSONResponse:
 
 
 def refuse(error: TandemError, path: str) -> JSONResponse:
-    """The response to a request whose body is not read. The response closes the connection, which
-    can't carry another request."""
+    """The response to a request whose body is not read. The response closes the connection, because
+    the unread body makes the connection useless for further requests."""
     response = response_of(error, path)
     response.headers["Connection"] = "close"
     return response
@@ -59,7 +60,7 @@ def parse_body[T](adapter: TypeAdapter[T], body: bytes) -> T:
         return adapter.validate_json(body)
     except ValidationError as error:
         if (count := error.error_count()) > MOST_ERRORS:
-            # Each further error would take about a kilobyte.
+            # The details of each error would take about a kilobyte of memory.
             raise InvalidInput(
                 f"{count} keys or values are wrong; send fewer to see which", field="body"
             ) from error
@@ -71,11 +72,9 @@ def parse_body[T](adapter: TypeAdapter[T], body: bytes) -> T:
 
 
 def _keys(loc: Sequence[str | int]) -> list[str | int]:
-    """The parts of pydantic's `loc` that are keys and indices of the body. The path comes from
-    `loc` alone: the body is not parsed again.
-
-    The parts left out are pydantic's own: the tag of a request's kind, and names of a union's
-    members.
+    """The parts of pydantic's `loc` that are keys and indices of the body. The body is not parsed
+    again for this. The other parts of `loc` are pydantic's own: the tag of a request's kind, and
+    the names of a union's members.
     """
     parts = list(loc)
     if parts and parts[0] in get_args(JobKind):
@@ -144,7 +143,7 @@ def install_handlers(app: FastAPI) -> None:
         return _response(request.url.path, status, headers, type=kind, message=message)
 
     @app.exception_handler(ClientDisconnect)
-    # The client reads no answer, but the request is counted.
+    # The client does not read the answer, but the answer's status is counted.
     async def _hung_up(request: Request, __: ClientDisconnect) -> JSONResponse:
         return _response(
             request.url.path,

@@ -1,7 +1,6 @@
-"""The layers that a request passes before its route: `CountRequests`, `Authentication`,
-`BodyLimit`, from the outside in.
-
-The layers are pure ASGI, so that streams stay streams.
+"""The layers that a request passes before its route, in this order: `CountRequests`,
+`Authentication`, `BodyLimit`. The layers are pure ASGI, so that streamed answers are not collected
+in memory.
 """
 
 import re
@@ -28,8 +27,8 @@ _LARGE_BODIES = re.compile(
 
 
 class CountRequests:
-    """ASGI middleware that counts requests, and observes the seconds of requests that are not event
-    streams.
+    """ASGI middleware that counts requests, and measures the duration of requests that are not
+    event streams.
 
     A request is counted under the template of its route, so that ids and other parts of a path
     never become labels.
@@ -74,8 +73,8 @@ class CountRequests:
 class Authentication:
     """ASGI middleware that checks keys. With keys, every path but `OPEN_PATHS` needs
     `Authorization: Bearer <key>`. Without keys, the Host header must name the loopback interface,
-    so that a web page that rebinds its DNS name to 127.0.0.1 is refused. For the remainder of the
-    request, `asking` holds the key's name.
+    so that a web page that rebinds its DNS name to 127.0.0.1 is refused. The context variable
+    `asking` has the key's name for the rest of the request.
     """
 
     def __init__(self, app: ASGIApp, keys: Mapping[str, str]) -> None:
@@ -120,8 +119,8 @@ def _check_host(scope: Scope) -> None:
 
 
 class BodyLimit:
-    """ASGI middleware that limits bodies: requests with examples, and files of examples, to
-    `max_bytes`, all others to 1 MiB."""
+    """ASGI middleware that limits the size of bodies. The limit is `max_bytes` for requests with
+    examples and for files of examples, and 1 MiB for all other bodies."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
@@ -143,7 +142,7 @@ class BodyLimit:
         received = 0
 
         async def receive_limited() -> Message:
-            # The body may be longer than its Content-Length, or have none.
+            # The body may be longer than its Content-Length says, or have no Content-Length.
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))

@@ -49,7 +49,7 @@ def list_checkpoints(
     pinned = set(deployment.spool.checkpoints.pinned(run))
     found = []
     for step in steps[-limit:]:
-        with suppress(NotFound):  # the checkpoint was removed in between
+        with suppress(NotFound):  # the checkpoint was removed meanwhile
             found.append(_info(deployment, run, step, step in pinned))
     return found
 
@@ -149,8 +149,8 @@ def _parts(opened: ExitStack, entries: list[tuple[bytes, BinaryIO, int]]) -> Ite
             left = size
             while left:
                 data = file.read(min(left, _CHUNK_BYTES))
-                # The client then receives less than the Content-Length and so notices that the
-                # download is broken.
+                # The client then receives fewer bytes than the Content-Length, so it notices that
+                # the download is broken.
                 if not data:
                     raise CheckpointDamaged(f"a file ended {left} bytes early")
                 left -= len(data)

@@ -156,8 +156,8 @@ def run_spec(deployment: Deployment, request: CreateRun) -> RunSpec:
 
 
 def make_run(deployment: Deployment, spec: RunSpec) -> bool:
-    """Creates a run; returns False if it exists. Step 0 is made in the controller, on the CPU, from
-    the model's configuration alone."""
+    """Creates a run; returns False if it exists. The controller makes step 0 on the CPU, and needs
+    only the model's configuration for it, not the weights."""
 
     def write_files(directory: Path) -> None:
         if spec.lora is not None:
@@ -204,7 +204,7 @@ def list_runs(
     """List the runs, by name. A damaged run is left out; `tandem doctor` names it."""
     listed: list[RunStatus] = []
     for spec in deployment.spool.runs.after(after or ""):
-        # The run was removed in between, or has no checkpoint.
+        # The run was removed meanwhile, or has no checkpoint.
         with suppress(NotFound, CheckpointDamaged):
             listed.append(run_status(deployment, spec))
         if len(listed) == limit:

@@ -44,10 +44,11 @@ router = APIRouter()
 MEMORY_BYTES = 256 * 2**10
 # Bodies that take more than this many bytes of memory after parsing are parsed one at a time.
 LARGE_WEIGHT = 128 * 2**20
-# A body may take this many times TANDEM_MAX_REQUEST_BYTES in memory. With the default that is 3 GiB
-# of the controller's 4 GiB.
+# A parsed body may take at most this many times TANDEM_MAX_REQUEST_BYTES in memory. With the
+# default settings, this limit is 3 GiB, and the controller has 4 GiB.
 MOST_WEIGHT = 12
-# Bytes for a sequence of a few tokens while it is packed (measured: 2,800 to 3,160).
+# Bytes of memory that a sequence of a few tokens takes while it is packed (measured: 2,800 to
+# 3,160).
 SEQUENCE_BYTES = 3200
 _train_request: TypeAdapter[AnyRequest] = TypeAdapter(TrainRequest)
 _render_request = TypeAdapter(RenderRequest)
@@ -57,7 +58,8 @@ _NOT_JSON: dict[int | str, dict[str, Any]] = {
 
 
 def _body(name: str) -> dict[str, Any]:
-    """The schema of a body that the route parses itself; `app` adds it to the document."""
+    """The reference to the schema of a body that the route parses itself. `app` adds the schema to
+    the OpenAPI document."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     return {"requestBody": {"required": True, "content": content}}
 
@@ -139,8 +141,8 @@ def _check_weight(weight: int, settings: Settings, field: str = "body") -> None:
 
 @asynccontextmanager
 async def received(request: Request, directory: Path) -> AsyncIterator[SpooledTemporaryFile[bytes]]:
-    """The request's whole body: in memory up to MEMORY_BYTES, else in an unnamed file in
-    `directory`.
+    """The request's whole body as a file. A body of up to MEMORY_BYTES is in memory, a larger body
+    is in an unnamed file in `directory`.
 
     Raises SpoolUnusable if the volume can't take the body.
     """
@@ -195,14 +197,14 @@ def queue_job(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]
 
 def _fingerprint(run: str, request: AnyRequest) -> str:
     """SHA-256 of the run and the request, with defaults filled in and without the request's id. Two
-    spellings of the same JSON give the same hash."""
+    spellings of the same JSON value give the same hash."""
     canonical = request.model_copy(update={"labels": dict(sorted(request.labels.items()))})
     content = canonical.model_dump_json(exclude={"id"})
     return hashlib.sha256(f"{run}\n{content}".encode()).hexdigest()
 
 
 def _check(deployment: Deployment, request: AnyRequest) -> None:
-    """The checks that need the deployment, but not the run's state."""
+    """Checks the request against the deployment. The run's state is not needed for these checks."""
     _check_sequences(request, deployment.settings)
     longest = deployment.arch.max_positions
     if request.packing.sequence_length > longest:

@@ -14,10 +14,9 @@ from tandem.spool.schema import LoraShape
 
 
 def write_merged_model(directory: Path, base_model: Path, adapter: Path, lora: LoraShape) -> int:
-    """Write the base model, merged with an adapter, into a new directory; return its bytes.
-
-    The files have the base model's names and dtypes, so a program that loads the base model loads
-    them. Tensors that are not adapted keep their bytes.
+    """Write the base model, merged with an adapter, into a new directory. Return the size of all
+    files in bytes. The files have the base model's names and dtypes, so every program that can load
+    the base model can load these files. Tensors that the adapter does not change keep their bytes.
 
     Args:
         directory: the new directory; its parent must exist.
@@ -27,7 +26,8 @@ def write_merged_model(directory: Path, base_model: Path, adapter: Path, lora: L
 
     Raises:
         InvalidInput (field `base_model`): the base model can't be read, lacks an adapted weight, or
-        has it in another shape or dtype than its config.json and the formula need.
+        has an adapted weight in a shape that does not fit config.json or in a dtype that can't be
+        merged.
         CheckpointDamaged: the adapter is not of shape `lora` for this base model, or a merged
         weight is not finite.
     """

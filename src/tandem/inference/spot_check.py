@@ -1,8 +1,7 @@
-"""Computes one random row of every tensor that vLLM must have to the bit, without torch.
-
-Log-probs show the function that the weights compute. Rows show the weights themselves: they prove
-that each tensor was written from the base model with this adapter and this scale, or from this
-model.
+"""Computes the expected values of one random row of every tensor, without torch. vLLM must have
+exactly these values, bit for bit. Log-probs show the function that the weights compute. Rows show
+the weights themselves: they prove that each tensor was written from the base model with the right
+adapter and scale, or from the right model.
 """
 
 import random
@@ -33,18 +32,16 @@ from tandem.spool.schema import LoraShape
 
 @dataclass
 class ExpectedRows:
-    """`rows`: for each tensor name the index of a row; `expected`: the values that vLLM must have
-    there, in the served dtype."""
+    """`rows`: the index of one row of each tensor; `expected`: the values that vLLM must have in
+    this row, in the served dtype."""
 
     rows: dict[str, int]
     expected: dict[str, NDArray[Any]]
 
     def wrong(self, found: Sequence[Mapping[str, Any]]) -> str:
-        """The difference between the expected rows and the rows that vLLM's workers have; empty if
-        there is none.
-
-        `found`: for each part of a row its tensor's `name`, its columns from `begin` to `end`, and
-        the `sha256` of its bytes.
+        """The first difference between the expected rows and the rows that vLLM's workers have;
+        empty if there is no difference. `found`: for each part of a row the tensor's `name`, the
+        part's columns from `begin` to `end`, and the `sha256` of the part's bytes.
         """
         missing = {name: np.ones(row.shape, bool) for name, row in self.expected.items()}
         for part in found:
@@ -70,8 +67,9 @@ class SpotCheck:
         return model_files(model_directory(self._model, cached=True))
 
     def adapter_rows(self, adapter: Path, lora: LoraShape) -> ExpectedRows:
-        """Rows of each tensor that the adapter in the directory `adapter` changes, merged into the
-        base model. Raises CheckpointDamaged if the files are not an adapter of shape `lora`."""
+        """A random row of each tensor that the adapter in the directory `adapter` changes, with the
+        values after the merge. Raises CheckpointDamaged if the files are not an adapter of shape
+        `lora`."""
         arch = read_arch(self._model)
         factors, rows, expected = adapter_file(adapter, arch, lora, self._model), {}, {}
         for module, (_, count) in lora_modules(arch, lora).items():
@@ -84,9 +82,9 @@ class SpotCheck:
         return ExpectedRows(rows, expected)
 
     def model_rows(self, directory: Path) -> ExpectedRows:
-        """Rows of each matrix of the model in `directory`. Raises CheckpointDamaged if its files
-        can't be read. A model that ties its output layer may still have that layer in its files;
-        vLLM does not load it."""
+        """A random row of each matrix of the model in `directory`. Raises CheckpointDamaged if the
+        model's files can't be read. If the model ties its output layer to the embedding, an output
+        layer in the files is left out, because vLLM does not load it."""
         names = {name for rule in weight_rules(read_arch(self._model)) for name in rule.sources}
         try:
             files = {name: of for name, of in model_files(directory).items() if name in names}
@@ -105,5 +103,5 @@ class SpotCheck:
             raise CheckpointDamaged(f"the model in {directory} can't be read: {error}") from error
 
     def _served(self, file: TensorFile, name: str, row: int) -> NDArray[Any]:
-        """A row as float array in the form in which vLLM loads it, in the served dtype."""
+        """A row of a file's tensor, in the served dtype, as vLLM loads it."""
         return rounded(widened(file[name][row]), self._dtype)

@@ -1,8 +1,8 @@
 """Reads the tensors of a model's and an adapter's files, and merges an adapter into a weight,
 without torch.
 
-A merged weight is `W + alpha / rank * B A`, summed in float64, rounded to float32 and then to its
-dtype (`model/transfer/merge.py` rounds in the same way).
+A merged weight is `W + alpha / rank * B A`. The sum is computed in float64, rounded to float32 and
+then to the weight's dtype (`model/transfer/merge.py` rounds in the same way).
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,8 +30,8 @@ dtype for its bytes."""
 
 
 class TensorFile(Mapping[str, NDArray[Any]]):
-    """A safetensors file: name -> memory-mapped array; bfloat16 is uint16. Raises KeyError for a
-    tensor whose dtype is not in DTYPES."""
+    """A safetensors file: a mapping from tensor names to memory-mapped arrays. bfloat16 values are
+    uint16. Raises KeyError for a tensor whose dtype is not in DTYPES."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.entries = path, read_header(path)
@@ -51,8 +51,8 @@ class TensorFile(Mapping[str, NDArray[Any]]):
 
 
 def model_files(directory: Path) -> dict[str, TensorFile]:
-    """Tensor name -> its file, for the model in `directory`. Raises InvalidInput if a file can't be
-    read."""
+    """The file of each tensor of the model in `directory`, by the tensor's name. Raises
+    InvalidInput if a file can't be read."""
     return {name: file for file in map(TensorFile, weight_files(directory)) for name in file}
 
 
@@ -84,9 +84,9 @@ def merge_arrays(
     """A weight, or one row of it, merged with an adapter.
 
     Args:
-        base: the weight, [out, in]; or a row of it, [in].
+        base: the weight, [out, in]; or one row of the weight, [in].
         a: A, [rank, in].
-        b: B, [out, rank]; or its row, [rank].
+        b: B, [out, rank]; or the row of B for the same row of the weight, [rank].
         lora: only its `alpha` and `rank` matter here.
         dtype: the result's dtype in the file, a key of DTYPES.
     """

@@ -12,7 +12,8 @@ from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
 from tandem.metrics.publish import MergedCollector, PublishCollector, ReplicasCollector
 from tandem.metrics.ranks import RanksCollector
 
-# The kinds of prometheus_client's metrics about the exporter's or controller's own process.
+# prometheus_client's types of metrics -> Tandem's kinds, for the metrics about the exporter's or
+# controller's own process.
 _KINDS: dict[str, Kind] = {"gauge": "gauge", "counter": "counter"}
 PROCESS_METRICS = tuple(
     Metric(

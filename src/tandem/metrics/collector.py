@@ -1,8 +1,8 @@
 """Collectors run in one thread each and keep their last results. A scrape only reads these results.
 
-A collector that fails or hangs (on a network volume, in a driver) shows in
-`tandem_collector_success`. Such a collector delays neither the scrape nor the other collectors.
-docs/metrics.md describes this for users.
+`tandem_collector_success` shows whether a collector fails or hangs (on a network volume or in a
+driver). A collector that hangs delays neither the scrape nor the other collectors. docs/metrics.md
+describes the collectors' metrics for users.
 """
 
 import abc
@@ -37,8 +37,8 @@ COLLECTORS = (
     "queue",
 )
 OpenSpool = Callable[[], Spool]
-"""Returns the same spool each time, because a spool caches the directories that have not
-changed."""
+"""A function that opens the spool. It returns the same object each time, because a spool caches the
+listings of directories that have not changed."""
 
 _about_collector = partial(
     Metric, source="exporter", exporters=ALL, labels={"collector": COLLECTORS}
@@ -82,8 +82,9 @@ class Collector(abc.ABC):
     def collect(self, gauges: Samples) -> None:
         """Sets `gauges`, which are empty at first, and adds to `self.counts`.
 
-        Exceptions and entries in `self.errors` make the collection a failure. After an exception,
-        the gauges of the previous collection are kept; perishable gauges only for STALE_SECONDS.
+        A collection has failed if this method raises an exception or adds entries to `self.errors`.
+        After an exception, the gauges of the previous collection are kept; perishable gauges are
+        kept only for STALE_SECONDS.
         """
 
     def try_each[T](self, items: Iterable[T], action: Callable[[T], None]) -> None:
@@ -116,7 +117,7 @@ class Collector(abc.ABC):
         threading.Thread(target=run, name=f"collect-{self.name}", daemon=True).start()
 
     def collect_once(self) -> None:
-        """Never raises."""
+        """Makes one collection. Never raises an error."""
         self._began = begin = time.monotonic()
         gauges = Samples(metric for metric in self.metrics if metric.kind == "gauge")
         self.errors = []
@@ -162,14 +163,14 @@ class Collector(abc.ABC):
 
 
 class SpoolCollector(Collector):
-    """A collector that reads the spool, which may be missing for a while."""
+    """The base class of collectors that read the spool. The spool may be missing for a while."""
 
     def __init__(self, open_spool: OpenSpool) -> None:
         super().__init__()
         self._open_spool = open_spool
 
     def spool(self) -> Spool:
-        """Raises SpoolUnusable while the volume is missing."""
+        """The spool. Raises SpoolUnusable while the volume is missing."""
         spool = self._open_spool()
         spool.check()
         return spool

@@ -1,5 +1,5 @@
-"""Collects a container's state: installed versions, its programs, the shared volume, and its own
-file systems."""
+"""Collects a container's state: the installed versions, the container's programs, the shared
+volume, and the container's own file systems."""
 
 import os
 import platform

@@ -2,10 +2,10 @@
 tandem.metrics.exporter`), and lists the address of each vLLM of the container.
 
 The exporter does not depend on the programs that it watches: it imports no torch, creates no CUDA
-context, and writes nothing but the write probe. TANDEM_ROLE selects the metrics that it collects:
-those of `trainer`, of `inference`, or both if unset. The exporter starts before the spool and the
-programs exist; until then `tandem_collector_success` is 0. Exits with 0 on SIGTERM, 2 for wrong
-settings, 1 if its address is taken.
+context, and writes only the write probe. TANDEM_ROLE selects the metrics that it collects: the
+metrics of `trainer` or of `inference`; of both if the variable is unset. The exporter starts before
+the spool and the programs exist; until then `tandem_collector_success` is 0. The exporter exits
+with 0 on SIGTERM, with 2 if the settings are wrong, and with 1 if its address is taken.
 """
 
 import json
@@ -92,7 +92,7 @@ class MetricsServer(ThreadingTCPServer):
     `targets`: vLLM's name -> its port; if there is only one vLLM, its name is empty.
 
     The class is not an HTTPServer, because an HTTPServer looks up the host's name when it starts,
-    which may take seconds.
+    and this lookup may take seconds.
     """
 
     daemon_threads = True

@@ -1,9 +1,9 @@
 """Collects metrics of jobs from the jobs' events. Each event is counted once. Counters begin when
 the exporter starts.
 
-The cost does not grow with the number of queued or finished jobs: the collector reads only jobs
-that have begun, and only the newest of the jobs that ended before the exporter started. A directory
-of finished jobs is listed only after it has changed.
+The cost of a collection does not grow with the number of queued or finished jobs. The collector
+reads only jobs that have begun. Of the jobs that ended before the exporter started, it reads only
+the newest. A directory of finished jobs is listed only after it has changed.
 """
 
 from contextlib import suppress
@@ -207,7 +207,7 @@ class _Followed:
     offset: int = 0  # bytes of the job's event file that have been read
     attempts: LivingAttempts = field(default_factory=LivingAttempts)
     first_claimed: float | None = None  # Unix seconds
-    # its terminal event was read; this event is written before the job's directory moves
+    # whether the job's terminal event was read; it is written before the job's directory moves
     ended: bool = False
 
 
@@ -223,7 +223,8 @@ class JobsCollector(SpoolCollector):
         # Directory of ended jobs -> its last listing.
         self._listed: dict[Path, tuple[JobDir, ...]] = {}
         self._caught_up = False
-        # Receives the counts of events from before this process, which only set gauges.
+        # Receives the counts of events that were written before this process started. These events
+        # set gauges, but are not counted.
         self._uncounted = Samples(self.metrics)
         self._last: dict[str, float] = {}  # gauges without labels
         # run -> time of the last step of its running job, Unix seconds
@@ -254,8 +255,9 @@ class JobsCollector(SpoolCollector):
 
     def _begun(self, spool: Spool) -> list[str]:
         """Ids of jobs whose attempts began before this process: first the job that ended last, then
-        requeued jobs, then running jobs, whose values of the gauges are the final ones. `_find`
-        lists the running jobs again, because a requeued job may have been claimed in between."""
+        requeued jobs, then running jobs, so that the gauges finally have the values of the running
+        jobs. `_find` lists the running jobs again, because a requeued job may have been claimed in
+        between."""
         running = [key.id for key in spool.jobs.index.running()]
         requeued = []
         for head in spool.jobs.index.heads():
@@ -374,14 +376,14 @@ def _count_phases(counts: Samples, values: object, prefix: str = "") -> None:
 
 
 def _device_memory(released: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Gauge -> UUID -> bytes, from the data of an event `released`. There, None stands for a size
-    that could not be measured."""
+    """Gauge -> UUID -> bytes, from the data of an event `released`. In the event, None stands for a
+    size that could not be measured."""
     before, left, floor, kept = (
         released.get(key) or {} for key in ("before", "devices", "floor", "resident")
     )
     resident = {uuid: size for uuid, size in kept.items() if size is not None}
-    # Neither memory below the floor, which belongs to a sleeping vLLM, nor the memory of resident
-    # ranks was left by the job.
+    # Two kinds of memory do not count as left by the job: memory below the floor, which belongs to
+    # a sleeping vLLM, and the memory of resident ranks.
     before, left = beyond(before, floor), beyond(beyond(left, floor), resident)
     measured = {uuid: size for uuid, size in left.items() if size is not None}
     given_back = {

@@ -3,8 +3,8 @@
 The file of each collector lists the metrics that it collects; `catalogue.py` joins these lists.
 
 No metric has the labels for the origin of a series (job, instance, namespace, pod, role), because
-the scrape adds them. Devices are named by UUID, because indices restart at 0 in each container.
-"cpu" stands for a machine without a GPU.
+Prometheus adds these labels at the scrape. Devices are named by UUID, because indices restart at 0
+in each container. "cpu" stands for a machine without a GPU.
 """
 
 import bisect
@@ -25,7 +25,7 @@ BOTH: tuple[Exporter, ...] = ("trainer", "inference")
 ALL: tuple[Exporter, ...] = ("trainer", "inference", "controller")
 
 OPEN: tuple[str, ...] = ()
-"""The values of a label if they are not known in advance."""
+"""Stands for the values of a label if the values are not known in advance."""
 JOB_KINDS: tuple[str, ...] = get_args(JobKind)
 PHASES = (
     "rendezvous",
@@ -79,11 +79,11 @@ observed values."""
 
 
 class Samples:
-    """The series of some metrics. The series of a set of metrics.
+    """The series of a set of metrics.
 
     A counter or histogram without open labels has all its series from the start, at 0, because
-    PromQL's increase() does not see a series' first event. Every method raises KeyError for an
-    unknown metric, and for labels that the metric does not have.
+    PromQL's increase() does not count the event with which a series begins. Every method raises
+    KeyError for an unknown metric, and for labels that the metric does not have.
     """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:

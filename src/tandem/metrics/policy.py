@@ -7,8 +7,8 @@ from tandem.spool import Spool
 
 PARTS = ("copy", "stage", "drain", "swap", "load", "verify", "since_checkpoint")
 RUNS = 20
-"""The maximum number of exported runs; the runs that changed last are exported. Each run is a label
-value, which stays in Prometheus."""
+"""The maximum number of exported runs; the runs that changed last are exported. The number is
+limited, because each run becomes a label value, and label values stay in Prometheus."""
 
 
 class PolicyCollector(SpoolCollector):

@@ -1,5 +1,5 @@
-"""Collects the publisher's work, counted from the exporter's start, and the state of merged
-weights."""
+"""Collects the publisher's work since the exporter's start, the state of merged weights, and the
+state of the inference servers."""
 
 from contextlib import suppress
 from typing import get_args
@@ -58,7 +58,7 @@ class PublishCollector(SpoolCollector):
 
     def __init__(self, open_spool: OpenSpool) -> None:
         super().__init__(open_spool)
-        # Run -> modification time and content of served.json.
+        # For each run, the modification time and the content of served.json.
         self._records: dict[str, tuple[float, Served | None]] = {}
         # The last verification: its time in Unix seconds, its error and the allowed error in nats.
         self._error: tuple[float, float, float] | None = None
@@ -113,11 +113,9 @@ class PublishCollector(SpoolCollector):
 
 
 class MergedCollector(SpoolCollector):
-    """Collects whether vLLM has complete and verified merged weights, and which runs request to be
-    served.
-
-    Asks vLLM's server itself, because it answers even while the publisher waits for a swap or does
-    not run.
+    """Collects whether vLLM has complete and verified merged weights, and how many runs on the
+    volume have merged weights. The collector asks vLLM's server and not the publisher, because the
+    server answers even while the publisher waits for a swap or does not run.
     """
 
     name = "merged"
@@ -159,7 +157,8 @@ class MergedCollector(SpoolCollector):
         for replica, settings in self._servers.items():
             if replica not in self._clients:
                 self._clients[replica] = VllmClient(settings, timeout=5.0)
-            # vLLM is starting, or gone, which Prometheus' metric `up` shows.
+            # If vLLM is starting or gone, this metric is absent, and Prometheus' metric `up` shows
+            # that vLLM does not answer.
             with suppress(InferenceUnavailable):
                 current = self._clients[replica].merged()["phase"]
                 for phase in PHASES:

@@ -17,8 +17,8 @@ _RANK = _RUN | {"rank": OPEN}
 _RANK_AND_GPU = {"uuid": OPEN, "rank": OPEN}
 
 # The keys of each dictionary are keys of a heartbeat's `memory` or `phases`. `tandem memory` shows
-# the other values of a heartbeat. No alert needs these values, and each would be one more series
-# per rank.
+# the other values of a heartbeat. The other values are not exported, because no alert needs them,
+# and each would be one more series per rank.
 _ALLOCATOR_BYTES = {
     "allocated": (
         f"Bytes of torch's allocator in tensors{_CPU}.",
@@ -173,7 +173,8 @@ class _AttemptSeries:
     ranks: dict[int, tuple[Beat, float]] = field(default_factory=dict)
 
     def waits(self, seconds: float | None) -> None:
-        """While the attempt waits, no rank counts as silent."""
+        """Records for how many seconds the attempt has waited; None if its ranks run. While the
+        attempt waits, no rank counts as silent."""
         self.waited = seconds
         if seconds is not None:
             self.seen_since, self.seen_since_monotonic = time.time(), time.monotonic()
@@ -208,8 +209,8 @@ class RanksCollector(SpoolCollector):
         for rank, beat in Attempt(spool, spec.id, attempt.number).beats().items():
             last, _ = attempt.ranks.get(rank, (None, now))
             if last != beat:
-                # The counts that a rank had before this process started were already counted by an
-                # earlier exporter.
+                # Counts that a rank had before this process started are left out, because an
+                # earlier exporter has counted them.
                 self._count(str(rank), last if self._caught_up else beat, beat)
                 attempt.ranks[rank] = beat, now
         for rank, (beat, seen_at) in attempt.ranks.items():

@@ -2,14 +2,14 @@
 access goes through it.
 
 `queue.py` claims jobs, ends them and puts them back for the next attempt; `job_checks.py` checks a
-job before it is queued. `session_jobs.py` queues the jobs of sessions, and `recovery.py` settles
-the jobs that a lost runner left, and removes temporary files of dead processes. `attempt.py` names
-the files of one attempt, and `fence.py` ends an attempt for good. `replicas.py` announces the steps
+job before it is queued. `session_jobs.py` queues the jobs of sessions. `recovery.py` settles the
+jobs that a lost runner left, and removes temporary files of dead processes. `attempt.py` names the
+files of one attempt, and `fence.py` ends an attempt for good. `replicas.py` announces the steps
 that several inference servers have in common; `inference.py` records the state and the address of
 vLLM. `sessions.py` stores the sessions, whose clients train by single calls; `requests.py` stores
-these calls. `tunings.py` stores the files and jobs of OpenAI's API. `locks.py` has leases and the
-hold; `removal.py` removes files that the settings don't keep. No other package builds a path on the
-volume.
+these calls. `tunings.py` stores the files and jobs of OpenAI's API. `locks.py` has the leases of
+jobs and the hold, which reserves shared GPUs for the trainer; `removal.py` removes files that the
+settings don't keep. No other package builds a path on the volume.
 
     <root>/
       spool.json                          marks the directory as a spool and names its version
@@ -78,9 +78,10 @@ volume.
                                           is; of several servers each says it in replicas/<id>.json
 
 Checks: the hashes in an adapter's manifest are hashes of the bytes that the rank had in memory. The
-file is not read back to compute them, because the data would come from the page cache. Files of all
-weights, which several ranks write, are read back to compute their hashes. The next job and the
-publisher compare the files that they read with these hashes.
+adapter's file is not read back to compute the hashes, because the data would come from the page
+cache. If all weights are trained, several ranks write the files of the weights, and these files are
+read back to compute their hashes. The next job and the publisher compare the files that they read
+with these hashes.
 
 Commit by rename (`fs.py`): a name that exists is complete. On NFS, a reader opens the parent
 directory before it relies on the absence of a name. `checkpoints.py` commits a checkpoint, and
@@ -88,34 +89,36 @@ directory before it relies on the absence of a name. `checkpoints.py` commits a 
 rename creates the job. When the job has ended, the files that only a living job needs are removed.
 Then one rename moves the directory to `jobs/ended/`, with the state in its name.
 
-Names carry the order: a job's key contains its submission time, base step, run and id. So queue,
-lists and counts are computed from names, and a program opens only the jobs that it needs. A claim
-takes the oldest queued job whose run has no running job. A program that needs the running jobs
-reads the jobs that `jobs/active/` names. A name in `jobs/active/` is written before the change of
-the job's state, and removed after it. The next claim removes a name that is left over. A directory
-that has not changed is not listed again (`listing` in `paths.py`, `Index` in `jobs.py`). These
-lists are caches: a process may drop them at any time.
+Names contain the order of jobs: a job's key contains its submission time, base step, run and id. So
+queue, lists and counts are computed from names, and a program opens only the jobs that it needs. A
+claim takes the oldest queued job whose run has no running job. A program that needs the running
+jobs reads the jobs that `jobs/active/` names. A name in `jobs/active/` is written before the job's
+state changes, and removed after the job is queued again or has ended. The next claim removes a name
+in `jobs/active/` whose job no longer runs. A directory that has not changed is not listed again
+(`listing` in `paths.py`, `Index` in `jobs.py`). These lists are caches: a process may drop them at
+any time.
 
 Removal by rename (`removal.py`): the controller removes files that the settings don't keep. A run,
 a checkpoint or an ended job is renamed to a temporary name, and then its files are removed.
 
 Damage stays local. The directory of a job whose `job.json` can't be read is moved to
-`jobs/damaged/`, and the job ends as `failed` with `job_damaged`. A file with keys that only a newer
-version knows stays, and its job waits, because during an upgrade the trainer runs the old image for
-a while. Lists leave out names that are not a job's, and runs without a readable `run.json`. The
-log, `tandem_spool_damaged` and `tandem doctor` report such damage. `python -m tests.fuzz.files`
-damages one file after another and lets every program read it.
+`jobs/damaged/`, and the job ends as `failed` with `job_damaged`. A job's file with keys that only a
+newer version knows is left unchanged, and its job waits. This happens during an upgrade, while the
+trainer still runs the old image. Lists leave out names that are not the name of a job, and runs
+without a readable `run.json`. The log, `tandem_spool_damaged` and `tandem doctor` report such
+damage. `python -m tests.fuzz.files` damages one file after another and lets every program read it.
 
-Ids are ULIDs or the client's own. The same id with the same content is one job; with other content
-it is a conflict. A job for base step N starts from checkpoint N and makes checkpoint N + 1. If
-checkpoint N + 1 exists and this job made it, the job is done. A job with a result is decided. The
-job has ended once its terminal event is written. If a process died between result and terminal
-event, the next process that finds the job completes the change.
+Ids are ULIDs or the client's own. Two submissions with the same id and the same content are one
+job; with the same id and other content, the second is a conflict. A job for base step N starts from
+checkpoint N and makes checkpoint N + 1. If checkpoint N + 1 exists and this job made it, the job is
+done. A job with a result is called decided. The job has ended once its terminal event is written.
+If a process died after it wrote the result and before it wrote the terminal event, the next process
+that finds the job completes the change.
 
 The fence (`fence.py`): before an attempt ends without success, its staged directories lose their
 names. Then the attempt's directory is removed, repeatedly until the volume confirms that it is
 gone. A commit is a rename out of that directory, so either the commit or the fence succeeds, never
-both. The fence also holds for a rank that was frozen and thaws a day later, and for an NFS client
+both. The fence also stops a rank that was frozen and continues a day later, and for an NFS client
 that still has the names in its cache. After the fence, the checkpoint is looked for again: if it
 exists, the job succeeded. A rank whose attempt was ended can't append events (`Attempt.event`), and
 readers of events skip the events of ended attempts.
@@ -123,13 +126,14 @@ readers of events skip the events of ended attempts.
 Locks are fcntl locks on separate files (`locks.py`): `runs/<run>/lock`, `jobs/locks/`. The runner
 holds `jobs/runner.lock`, and a second runner is refused. The publisher holds
 `jobs/locks/publisher`; a second publisher reports the holder and waits. With several inference
-servers, each has a name and a publisher, which holds `replicas/<id>.lock`.
+servers, each server has a name and a publisher of its own, and this publisher holds
+`replicas/<id>.lock`.
 
 Events are appended under the job's lock. Readers tolerate a half-written last line.
 
 Volumes of the previous format (`schema_version` 1 in `spool.json`) are refused. Runs are the same
-in both formats: once all jobs have ended, remove `spool.json` and `jobs/`, and start the new
-version.
+in both formats. To upgrade a volume: once all jobs have ended, remove `spool.json` and `jobs/`, and
+start the new version.
 """
 
 import json
@@ -164,7 +168,7 @@ from tandem.spool.tunings import Tunings, Uploads
 
 def real_root(root: Path | str) -> Path:
     """The spool's directory with all links resolved, so that a link inside the spool can be
-    distinguished from a link on the way to it."""
+    distinguished from a link in the path to the spool."""
     return Path(os.path.realpath(root))
 
 

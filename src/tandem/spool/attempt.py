@@ -70,8 +70,8 @@ class Attempt:
             self.spool.events.append(self.job, kind, attempt=self.number, **data)
 
     def check(self) -> None:
-        """Raises Conflict if the attempt was ended, because it must then change neither the run nor
-        the job."""
+        """Raises Conflict if the attempt was ended, because an ended attempt must change neither
+        the run nor the job."""
         located = self.spool.jobs.locate(self.job)
         current = (
             located is not None
@@ -104,7 +104,8 @@ class Attempt:
     def remove_staged(self) -> None:
         """Remove the unfinished files of the ranks of an ended attempt.
 
-        Staged files may fill the volume, and the record of the attempt's end must still fit.
-        Finished files are safe, because a commit has renamed them.
+        Staged files may fill the volume, and the record of the attempt's end needs space on the
+        volume. Finished files are safe, because a commit has moved them out of the attempt's
+        directory.
         """
         fence.take_staged(self.work)

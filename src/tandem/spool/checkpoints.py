@@ -2,7 +2,8 @@
 (`runs/<run>/merged/<8 digits>-<12 hex digits>/`). The 12 hexadecimal digits identify the
 checkpoint.
 
-Both directories are immutable once they have their final name.
+A checkpoint's directory and a directory of merged weights are immutable once they have their final
+names.
 """
 
 import hashlib
@@ -56,14 +57,14 @@ class Checkpoints:
         )
 
     def pin(self, run: str, step: int) -> None:
-        """Keeps a checkpoint from being removed, until `unpin` or a rollback that discards it.
-        Raises NotFound if the checkpoint does not exist."""
+        """Keeps a checkpoint from being removed, until `unpin` is called or a rollback discards the
+        checkpoint. Raises NotFound if the checkpoint does not exist."""
         with self._runs.lock(run):
             marker = self._pins(run) / self.path(run, step).name
             fs.in_made_dir(marker.parent, lambda: fs.write_atomic(marker, b""))
 
     def unpin(self, run: str, step: int) -> None:
-        """Ends `pin`, if the step is pinned."""
+        """Removes the pin of a step; does nothing if the step is not pinned."""
         fs.remove_file(self._pins(run) / step_name(step))
 
     def pinned(self, run: str) -> list[int]:
@@ -104,7 +105,7 @@ class Checkpoints:
 
     def manifest(self, run: str, step: int) -> Manifest:
         """The manifest. Raises NotFound if the checkpoint does not exist, CheckpointDamaged if the
-        manifest is missing, unreadable or of another checkpoint."""
+        manifest is missing, is unreadable or belongs to another checkpoint."""
         path = self.path(run, step) / MANIFEST
         try:
             manifest = fs.read_record(path, Manifest)
@@ -120,9 +121,9 @@ class Checkpoints:
         return manifest
 
     def manifest_identity(self, run: str, step: int) -> tuple[int, int] | None:
-        """The identity (inode, mtime) of the manifest's file; it changes when the manifest is
-        written again. None if there is no manifest. Raises NotFound if the checkpoint does not
-        exist."""
+        """The identity (inode, mtime in ns) of the manifest's file. The identity changes when the
+        manifest is written again. None if there is no manifest. Raises NotFound if the checkpoint
+        does not exist."""
         with suppress(FileNotFoundError):
             status = (self.path(run, step) / MANIFEST).stat()
             return status.st_ino, status.st_mtime_ns
@@ -130,7 +131,8 @@ class Checkpoints:
 
     def has(self, run: str, served: Served) -> bool:
         """Whether the served checkpoint is still the run's checkpoint of step `served.step`. Opens
-        the manifest only if its file is not the one that the record names."""
+        the manifest only if the inode or mtime of its file differs from that in the record
+        `served`."""
         with suppress(NotFound, CheckpointDamaged):
             if served.manifest is not None and served.manifest == self.manifest_identity(
                 run, served.step
@@ -140,8 +142,8 @@ class Checkpoints:
         return False
 
     def verify(self, run: str, step: int) -> Manifest:
-        """The manifest, after every file was compared with it. Raises CheckpointDamaged that names
-        each damaged file."""
+        """Compares every file with the manifest, and returns the manifest. Raises CheckpointDamaged
+        that names each damaged file."""
         manifest = self.manifest(run, step)
         verify_files(self.path(run, step), manifest)
         return manifest
@@ -156,16 +158,17 @@ class Checkpoints:
         check: Callable[[], None] = lambda: None,
         **details: Any,
     ) -> Manifest:
-        """Makes `staged_dir` the checkpoint `step`, by one rename. If this fails, `staged_dir`
-        stays where it was.
+        """Makes `staged_dir` the checkpoint `step`, by one rename. If the commit fails,
+        `staged_dir` stays where it was.
 
         Raises Conflict (field `step`) if the step exists or does not follow the newest, and
         InvalidInput if the directory holds anything but plain files.
 
         Args:
             staged_dir: any directory under the root.
-            sha256: the hashes of files whose writer computed them; the other files are read.
-            check: called right before the rename; it may raise an error to refuse.
+            sha256: the known hashes, which the writers of these files computed; all other files are
+                read to compute their hashes.
+            check: called right before the rename; it may raise an error to refuse the commit.
             details: the manifest's other fields.
         """
         target = self._dir(run) / step_name(step)
@@ -281,7 +284,7 @@ class Checkpoints:
             verify_files(copy, manifest.model_copy(update={"files": {name: manifest.files[name]}}))
         except CheckpointDamaged:
             with suppress(NotFound):
-                self.verify(run, manifest.step)  # if the source is damaged, this error names it
+                self.verify(run, manifest.step)  # raises if the source itself is damaged
             raise
 
     def _open(self, run: str, step: int, name: str, size: int) -> IO[bytes]:
@@ -302,7 +305,8 @@ class MergedFiles:
     ) -> None:
         """
         Args:
-            replicas: `replicas(run)` returns the steps that several inference servers serve.
+            replicas: `replicas(run)` returns the steps of the run that inference servers serve, if
+                there are several servers.
         """
         self._runs, self._served, self._replicas = runs, served, replicas
 
@@ -310,21 +314,23 @@ class MergedFiles:
         return self._runs.directory(run) / "merged"
 
     def steps(self, run: str) -> dict[Path, int]:
-        """The directory of each step's whole weights. Raises NotFound if the run does not exist."""
+        """The directories of whole weights, each with its step. Raises NotFound if the run does not
+        exist."""
         directory = self._dir(run)
         return {directory / name: int(name[:8]) for name in listing(directory) if _is_merged(name)}
 
     def _path(self, checkpoint: Manifest) -> Path:
-        """The name contains 12 digits that identify the checkpoint, so a discarded checkpoint of
-        the same step has another name."""
+        """The directory of the checkpoint's whole weights. Its name contains 12 hexadecimal digits
+        that identify the checkpoint, so the weights of a discarded checkpoint of the same step have
+        another name."""
         made = hashlib.sha256(f"{checkpoint.job} {checkpoint.created!r}".encode()).hexdigest()[:12]
         return self._dir(checkpoint.run) / f"{step_name(checkpoint.step)}-{made}"
 
     def commit(self, staged: Path, checkpoint: Manifest) -> int:
-        """Makes `staged` (on the volume) the merged weights of the checkpoint. Removes older merged
-        weights, except those of the served step and of the previous step. Returns the size of the
-        merged weights in bytes. If the commit fails, `staged` stays where it was. If the checkpoint
-        already has merged weights, they are not replaced.
+        """Makes `staged`, a directory on the volume, the merged weights of the checkpoint. Removes
+        older merged weights, except the weights of the served step and of the previous step.
+        Returns the size of the merged weights in bytes. If the commit fails, `staged` stays where
+        it was. If the checkpoint already has merged weights, they are not replaced.
         """
         run, target = checkpoint.run, self._path(checkpoint)
         directory = target.parent
@@ -347,9 +353,9 @@ class MergedFiles:
         return sum(entry.size for entry in manifest.files.values())
 
     def find(self, checkpoint: Manifest) -> Path | None:
-        """The directory with the whole weights of this checkpoint, after every file was compared
-        with its manifest; None if it does not exist. Raises CheckpointDamaged that names each
-        damaged file."""
+        """Finds the directory with the whole weights of this checkpoint, and compares every file in
+        the directory with the manifest. Returns the directory; None if it does not exist. Raises
+        CheckpointDamaged that names each damaged file."""
         directory = self._path(checkpoint)
         manifest = fs.read_undamaged(directory / MANIFEST, Manifest)
         if manifest is None or (manifest.job, manifest.created) != (

@@ -23,7 +23,7 @@ _TAIL_BYTES = 65536
 
 
 class Events:
-    """Any process may append to any job. `seq` counts 0, 1, 2, … without gaps across all
+    """Any process may append events to any job. `seq` counts 0, 1, 2, … without gaps across all
     processes."""
 
     def __init__(self, paths: Paths) -> None:
@@ -82,7 +82,7 @@ class Events:
 
     def _opened(self, path: Path) -> BinaryIO:
         """The event file, opened for appending. Anything at the path that is not a regular file is
-        removed: such damage must not keep the job from ending."""
+        removed: such damage must not prevent the job's end from being recorded."""
         try:
             fd = descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             # Readers ignore such a large file, so nobody would see an appended event. The file is
@@ -113,7 +113,7 @@ class Events:
 
         Args:
             offset: the first byte to read, at the beginning of a line.
-            limit: bytes of one read; None: the rest of the file is read at once.
+            limit: the size of one read in bytes; None: the rest of the file is read at once.
         """
         content = b""
         with (
@@ -142,8 +142,8 @@ def _parse(content: bytes) -> list[Event]:
 
 
 def _next_seq(fd: int, size: int) -> tuple[int, bool]:
-    """The number after the last complete event, and whether the file ends with a newline. An event
-    that lacks only its newline counts as complete."""
+    """The `seq` of the next event, and whether the file ends with a newline. An event that lacks
+    only its newline counts as complete."""
     for start in (max(0, size - _TAIL_BYTES), 0):
         content = os.pread(fd, size - start, start)
         terminated = not content or content.endswith(b"\n")

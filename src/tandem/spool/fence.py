@@ -1,5 +1,5 @@
-"""The fence between attempts: an attempt that was ended can change nothing any more, even if its
-processes continue much later.
+"""The fence between attempts: an attempt that was ended can no longer change the run or the job,
+even if its processes continue much later.
 
 An attempt makes its checkpoint by a rename out of its own directory. The fence renames the
 directory that would become the checkpoint. So the file system decides which of the two renames
@@ -23,7 +23,7 @@ def end(directory: Path) -> None:
     directory can't be removed from the volume."""
     if not fs.exists(directory):
         return
-    with suppress(VolumeFull):  # even without the mark, the names are taken away below
+    with suppress(VolumeFull):  # the loop below ends the attempt even without the mark
         fs.write_atomic(mark(directory), b"")
     for _ in range(_TRIES):
         take_staged(directory)

@@ -1,8 +1,8 @@
 """Files on the volume: durable writes that are committed by rename. Errors say what to do.
 
-A write goes to a temporary name beside its target (`.tmp-…`, which listings leave out). Then the
-file is fsynced and renamed, and the directory is fsynced. So a file that exists under its final
-name is complete. A failed write removes its temporary file.
+A write goes to a temporary name in the directory of its target (`.tmp-…`, which listings leave
+out). Then the file is fsynced and renamed, and the directory is fsynced. So a file that exists
+under its final name is complete. A failed write removes its temporary file.
 """
 
 import errno
@@ -138,8 +138,8 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
     that case.
 
     Args:
-        durable: call fsync on file and directory. Without it, the file may be old, empty or missing
-            after a power loss.
+        durable: call fsync on file and directory. Without fsync, the file may be old, empty or
+            missing after a power loss.
     """
     with replacing(path, data, durable=durable):
         pass
@@ -147,8 +147,9 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 @contextmanager
 def replacing(path: Path, data: bytes, *, durable: bool = True) -> Iterator[None]:
-    """Like `write_atomic`, but the rename comes at the end of the block. The writes that need space
-    come before the block. If the block raises, the file stays as it was."""
+    """Like `write_atomic`, but as a context manager: the data is written before the `with` block,
+    and the rename happens at the end of the block. If the block raises an error, the file `path`
+    stays as it was."""
     temporary = temporary_beside(path)
     with volume_errors(path):
         try:
@@ -167,7 +168,7 @@ def replacing(path: Path, data: bytes, *, durable: bool = True) -> Iterator[None
 
 
 def write_json_atomic(path: Path, model: BaseModel, *, durable: bool = True) -> None:
-    """`write_atomic` for a record, as indented JSON."""
+    """Writes a record as indented JSON with `write_atomic`."""
     write_atomic(path, record_bytes(model), durable=durable)
 
 
@@ -189,8 +190,9 @@ def staging(parent: Path) -> Iterator[Path]:
 
 
 def in_made_dir[T](directory: Path, action: Callable[[], T]) -> T:
-    """The result of `action`, which puts a file into `directory`. Creates the directory first, and
-    again if another process removes it at the same moment because it is empty."""
+    """The result of `action`, which puts a file into `directory`. Creates `directory` before it
+    calls `action`. If another process removes the empty directory at the same moment, creates the
+    directory and calls `action` again."""
     with volume_errors(directory):
         for _ in range(20):
             with suppress(FileNotFoundError):
@@ -244,8 +246,8 @@ def rename_dir(source: Path, target: Path) -> None:
 
 
 def remove_file(path: Path, *, durable: bool = True) -> None:
-    """Removes a file, or a directory with its name, if it exists. Without `durable`, the file may
-    exist again after a power loss."""
+    """Removes the file `path` if it exists. If `path` is a directory, removes the directory.
+    Without `durable`, the file may exist again after a power loss."""
     with volume_errors(path):
         try:
             path.unlink()
@@ -258,9 +260,9 @@ def remove_file(path: Path, *, durable: bool = True) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    """Removes a directory if it exists and can be removed (NFS keeps files that are still mapped).
-    Renames the directory to a temporary name first, unless it has one, so that no reader finds it
-    incomplete."""
+    """Removes a directory if it exists. If the directory can't be removed, for example because NFS
+    keeps files that are still mapped, no error is raised. Renames the directory to a temporary name
+    first, unless it has a temporary name, so that no reader finds it incomplete."""
     with suppress(OSError):
         if not directory.name.startswith(TEMPORARY):
             directory = directory.rename(temporary_beside(directory))
@@ -268,8 +270,8 @@ def remove_tree(directory: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Whether the name exists. Opens the name's directory first, so that an NFS client, which
-    caches absent names, asks the server whether the directory has changed."""
+    """Whether the name exists. An NFS client caches absent names. So the function opens the parent
+    directory first, which makes the client ask the server whether the directory has changed."""
     fd = open_dir(path.parent)
     if fd is None and path.parent != path and exists(path.parent):
         fd = open_dir(path.parent)

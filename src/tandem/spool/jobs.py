@@ -1,9 +1,10 @@
 """Reads jobs; `tandem.spool.queue` changes them.
 
-A job is one directory (`tandem.spool.paths`), and `job.json` in it holds the state. A job with a
-result is decided, whichever directory it is in. The job has ended once its terminal event is
-written. A job whose `job.json` is damaged fails, and its directory is moved to `jobs/damaged/`. A
-file with keys of a newer version stays, and its job waits for a program of that version.
+A job is one directory (`tandem.spool.paths`), and the file `job.json` in this directory has the
+job's state. A job with a result is called decided, whichever directory it is in. The job has ended
+once its terminal event is written. A job whose `job.json` is damaged fails, and its directory is
+moved to `jobs/damaged/`. A file with keys of a newer version stays, and its job waits for a program
+of that version.
 """
 
 import heapq
@@ -27,16 +28,16 @@ from tandem.system.logs import Log
 _STATES: tuple[JobState, ...] = (*PENDING, *TERMINAL)
 JobList = list[tuple[JobState, Job]]
 _LOOKS, _LOOK_SECONDS = 3, 0.02
-"""A file counts as damaged only if it is damaged at each of this many looks. A mount that caches
-sizes (FUSE) truncates a file that was just replaced; the next look finds the whole file."""
+"""A file counts as damaged only if it is damaged at each of this many looks. On a mount that caches
+sizes (FUSE), a file that was just replaced looks truncated; the next look finds the whole file."""
 
 log = Log("spool")
 
 
 class Index:
     """The list of jobs. The list is computed from the names of the jobs' directories and, for live
-    jobs that do more than wait, also from their files. An unchanged directory is not listed again
-    (`listing`), so many jobs do not make an answer slower."""
+    jobs that do more than wait, also from their files. A directory that has not changed is not
+    listed again (`listing`), so answers stay fast with many jobs."""
 
     def __init__(
         self, paths: Paths, locate: Callable[[JobKey], tuple[JobState, Job] | None]
@@ -55,16 +56,18 @@ class Index:
         return {top / name: self._paths.entries(top / name) for name in listing(top)}
 
     def active(self) -> list[JobKey]:
-        """The jobs that may be doing more than waiting, by submission. Some of these jobs may have
-        been removed, or wait again."""
+        """The jobs that are named in `jobs/active/`, in the order of submission. Some of these jobs
+        may have been removed meanwhile, or wait again."""
         return [key for name in listing(self._paths.active) if (key := JobKey.parse(name))]
 
     def running(self, run: str | None = None) -> list[JobKey]:
-        """The running jobs, including decided jobs that have not moved yet, by submission."""
+        """The running jobs, including decided jobs whose directories have not moved yet, in the
+        order of submission."""
         return [key for key in self.active() if run in (None, key.run) and self._runs(key)]
 
     def _runs(self, key: JobKey) -> bool:
-        # removed, or written by a newer version, which must judge it
+        # the job was removed, or a newer version wrote its file, and only that version can read the
+        # state
         if (located := self._locate(key)) is None:
             return fs.exists(self._paths.live_dir(key))
         return located[0] == "running"
@@ -122,10 +125,10 @@ class Index:
             yield from sorted(set(keys).difference(running), key=lambda key: (key.base_step, key))
 
     def first_gap(self, run: str, step: int, decided: Collection[JobKey]) -> int:
-        """The first base step from `step` on for which there is no job.
+        """The lowest base step, not below `step`, for which the run has no job.
 
         Args:
-            decided: jobs that don't count.
+            decided: jobs that are ignored.
         """
         while True:
             entries = self._paths.entries(self._paths.bucket(run, step))
@@ -137,7 +140,7 @@ class Index:
             step = end
 
     def junk(self) -> list[Path]:
-        """Names among the jobs' directories that belong to no job."""
+        """Paths in the directories of jobs whose names are not the name of a job."""
         live, active = self._paths.live, self._paths.active
         found = [active / name for name in listing(active) if JobKey.parse(name) is None]
         for name in listing(live):
@@ -178,7 +181,7 @@ class Jobs:
         Args:
             run: only jobs of this run; None: of all runs.
             states: only jobs in these states; None or empty: in all states.
-            limit: at most this many jobs, the newest.
+            limit: return only the newest `limit` jobs; None: all.
             before: only jobs submitted before the job with this id. Raises NotFound (field
                 `before`) if there is no such job.
         """
@@ -242,8 +245,8 @@ class Jobs:
         return self.locate(key) is None and self.find(key.id) == key
 
     def failed_on(self, run: str, base_step: int) -> tuple[JobState, str] | None:
-        """State and id of the newest failed job with this base step or, without a failed job, of
-        the newest cancelled one."""
+        """State and id of the newest failed job with this base step. If no job with this base step
+        has failed, state and id of the newest cancelled job; None if there is neither."""
         for state in ("failed", "cancelled"):
             for key in self.index.newest_first(state, run):
                 if key.base_step == base_step:
@@ -262,8 +265,8 @@ class Jobs:
         self, job: str | JobKey | JobDir, *, sure: bool = True
     ) -> tuple[JobState, Job] | None:
         """The job and its state, or None. A decided job whose directory has not moved yet counts as
-        `running`. `sure`: see `fs.read_bytes`. If `job` is a key or an entry, the live jobs need
-        not be searched."""
+        `running`. `sure`: see `fs.read_bytes`. A lookup by key or by entry is faster than by id,
+        because it need not search the live jobs."""
         if isinstance(job, str):
             key, entry = None, self._paths.find(job)
         else:
@@ -309,9 +312,10 @@ class Jobs:
         return newer
 
     def _set_aside(self, entry: JobDir, error: Exception) -> None:
-        """Ends a damaged job, and moves its directory to `jobs/damaged/`. If a step fails, for
-        example on a full volume, the next reader tries it again. A job that was set aside always
-        has its terminal event."""
+        """Ends a damaged job, and moves its directory to `jobs/damaged/`. If this fails, for
+        example on a full volume, the next reader of the job tries again. The terminal event is
+        written before the directory moves, so a job that was set aside always has its terminal
+        event."""
         key, target = entry.key, self._paths.damaged / f"{entry.key.name}.{fs.new_ulid()}"
         message = (
             f"{entry.directory / JOB_FILE} is damaged or of another Tandem version, and its"
@@ -350,7 +354,7 @@ class Jobs:
 
 def remove_unkept(directory: Path) -> None:
     """Removes files that a job needs only until it ends. Files that can't be removed now are
-    removed together with the job."""
+    removed when the job itself is removed."""
     with suppress(FileNotFoundError):
         for path in directory.iterdir():
             if path.name not in KEPT:
@@ -359,8 +363,8 @@ def remove_unkept(directory: Path) -> None:
 
 
 def _check(entry: JobDir, job: Job | None) -> None:
-    """Raises ValueError if the file belongs to another job, or contradicts itself or its
-    directory."""
+    """Raises ValueError if the file is missing, belongs to another job, or contradicts itself or
+    the state in the directory's name."""
     if job is None:
         raise ValueError("it is missing")
     if job.key != entry.key:

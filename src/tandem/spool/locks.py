@@ -1,5 +1,5 @@
-"""Locks between processes and threads, and the records of what a runner holds: the runner lock,
-leases, and the hold of shared GPUs.
+"""Locks between processes and threads, and the records that a runner keeps while it works: the
+runner lock, the leases of jobs, and the hold of shared GPUs.
 
 Locks are fcntl record locks, which the kernel frees when their holder dies. A record lock belongs
 to the process. A record lock doesn't exclude other threads of the process, and closing *any*
@@ -41,7 +41,7 @@ class _ProcessLock:
 
     def __init__(self) -> None:
         self.thread_lock = threading.RLock()
-        self.depth = 0  # how many times the owning thread holds the lock
+        self.depth = 0  # how many times the owning thread has taken the lock
         self.fd = -1
 
 
@@ -63,7 +63,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 @contextmanager
 def file_lock(path: Path, *, blocking: bool = True) -> Iterator[int]:
     """Holds an exclusive lock on `path`, which is created if absent; yields the file's descriptor.
-    The same thread may take the lock again. If not blocking, raises LockHeldError if another
+    The same thread may take the lock again. With `blocking=False`, raises LockHeldError if another
     process or thread holds the lock. Raises SpoolUnusable if the volume is read-only or does not
     support locks."""
     with _process_locks_lock:
@@ -103,9 +103,9 @@ def _open_locked(path: Path, blocking: bool) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process holds a record lock on `path`. The function does not take the lock,
-    so no other process has to wait. The holder must not call this function: it would return False,
-    and closing the descriptor would release the holder's lock.
+    """Whether another process holds a record lock on `path`. The function only asks the kernel and
+    does not take the lock, so no other process has to wait. The holder must not call this function:
+    it would return False, and closing the descriptor would release the holder's lock.
     """
     fd = descriptor(path, os.O_RDONLY)
     try:
@@ -199,7 +199,7 @@ class Leases:
 
 
 class HoldRecord:
-    """The hold, `jobs/hold.json`, says that the GPUs which trainer and vLLM share belong to the
+    """The hold, `jobs/hold.json`, records that the GPUs that trainer and vLLM share belong to the
     trainer now. While the hold is *live*, no program wakes vLLM, starts it, or loads anything into
     it. The hold is live while its runner holds the runner lock and renews the hold's beat. If the
     runner dies, the kernel releases the lock; if the runner hangs, it stops renewing the beat.
@@ -219,8 +219,8 @@ class HoldRecord:
         fs.remove_file(self._paths.hold)
 
     def live(self) -> Hold | None:
-        """The hold if it is live. The runner itself must not call this method, because it would
-        release its own lock (`is_locked`)."""
+        """The hold if it is live; otherwise None. The runner itself must not call this method,
+        because it would release its own lock (`is_locked`)."""
         hold, path = self.get(), self._paths.runner_lock
         if hold is not None and abs(time.time() - hold.beat) <= hold.lease:
             runner = runner_info(self._paths)

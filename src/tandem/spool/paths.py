@@ -23,7 +23,8 @@ JOB_FILE, EVENTS_FILE, LOG_FILE = "job.json", "events.jsonl", "log"
 KEPT = {JOB_FILE, EVENTS_FILE, LOG_FILE}
 """The files that an ended job keeps."""
 BUCKET = 250
-"""Number of base steps per directory of live jobs, which limits the names that a claim lists."""
+"""Number of base steps per directory of live jobs. This number limits how many names a claim has to
+list."""
 _REMEMBERED = 1000
 _DIGITS = "0123456789abcdef"
 
@@ -45,7 +46,8 @@ class JobDir(NamedTuple):
     """A job's directory, parsed from its name. Entries sort by submission."""
 
     key: JobKey
-    # the parent directory; not a full path, because pathlib keeps every name of a path for ever
+    # the parent directory; not the full path, because pathlib never frees a name that was part of a
+    # path
     parent: Path
     ended: JobState | None = None  # the terminal state of a job that has ended
 
@@ -60,7 +62,7 @@ class JobDir(NamedTuple):
 
 class Paths:
     """The paths below one root. Raises InvalidInput (field `run` or `id`) for a name that could
-    lead outside."""
+    lead out of the root."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -109,7 +111,7 @@ class Paths:
         return self.sessions / session
 
     def bucket(self, run: str, base_step: int) -> Path:
-        """The directory for the run's live jobs with this base step and nearby ones."""
+        """The directory for the run's live jobs with this base step and with base steps near it."""
         return self.live / run / f"{base_step // BUCKET:05d}"
 
     def live_dir(self, key: JobKey) -> Path:
@@ -132,8 +134,8 @@ class Paths:
         return [self.live / name / step for name in runs for step in listing(self.live / name)]
 
     def entries(self, directory: Path) -> tuple[JobDir, ...]:
-        """The jobs in a directory of live or ended jobs, by submission. As long as the directory
-        has not changed, the tuple is the same object."""
+        """The jobs in a directory of live or ended jobs, in the order of submission. As long as the
+        directory has not changed, the tuple is the same object."""
         return self._parsed(directory)[0]
 
     def find(self, job: str | JobKey) -> JobDir | None:
@@ -189,7 +191,8 @@ class Paths:
         return self.job_dir(job_id) / "attempts"
 
     def work_dir(self, job_id: str, attempt: int) -> Path:
-        """The files of one attempt; made by `claim`, removed when the attempt ends."""
+        """The files of one attempt; a claim creates the directory, and the attempt's end removes
+        it."""
         return self.all_work_dirs(job_id) / str(attempt)
 
     def lease_file(self, job_id: str) -> Path:
@@ -207,7 +210,7 @@ class Paths:
         return self.job_dir(job_id) / LOG_FILE
 
     def job_lock(self, job_id: str) -> Path:
-        """All jobs share sixteen lock files."""
+        """The lock file of a job. All jobs share sixteen lock files."""
         _check_id(job_id)
         return self.jobs / "locks" / _digit(job_id)
 
@@ -256,8 +259,8 @@ file system."""
 
 
 def listing(directory: Path) -> Names:
-    """The names in `directory`, without temporary and hidden ones; none if it does not exist.
-    Returns the same object as long as the directory has not changed."""
+    """The names in `directory`, without temporary and hidden names; empty if the directory does not
+    exist. Returns the same object as long as the directory has not changed."""
     # Opening the directory makes an NFS client ask the server for the mtime.
     if (fd := fs.open_dir(directory)) is None:
         _listings.pop(str(directory), None)

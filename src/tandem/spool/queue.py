@@ -3,10 +3,10 @@
 A change of the state is one rename of the job's `job.json`. A job is created, and ends, by one
 rename of its directory. Each change holds the job's lock. The steps of a change are ordered so that
 a crash leaves either the state before the change or the state after it. The same call, the next
-claim, or a new runner's `recover` completes a change that a crash interrupted. While a job does
-more than wait, its name is in `jobs/active/`: it is added before the job's state changes and
-removed after the job waits again or ends. Locks are taken in this order: the run's lock, the lock
-of claims, the job's lock.
+claim, or a new runner's `recover` completes a change that a crash interrupted. `jobs/active/` has
+the names of the jobs that do more than wait. A job's name is added before its state changes from
+`queued`, and removed after the job is queued again or has ended. Locks are taken in this order: the
+run's lock, the lock of claims, the job's lock.
 """
 
 import socket
@@ -38,8 +38,8 @@ from tandem.spool.schema import (
     SessionJob,
 )
 
-# The minimum seconds between the `created` of two jobs of a run, because keys have whole
-# microseconds and floats are not exact.
+# The least difference in seconds between the `created` times of two jobs of a run. It is more than
+# one microsecond, because keys have whole microseconds and floats are not exact.
 _APART = 2e-6
 
 
@@ -131,8 +131,9 @@ class Queue:
 
     def _next_created(self, run: str, now: float) -> float:
         """`now`; or, if a live job of the run was created later, a time just after that job's
-        `created`. The clock that created that job may be ahead, and a reader that follows `created`
-        must not find a job before the jobs that it has already read.
+        `created`. The clock of the host that created that job may be ahead. A reader that reads
+        jobs in the order of `created` must not miss a job because the new job sorts before the jobs
+        that it has already read.
         """
         newest = [entry.key for entry in islice(self._index.newest_live(run), 1)]
         pending = [*newest, *(key for key in self._index.active() if key.run == run)]
@@ -188,8 +189,8 @@ class Queue:
 
     def _mark(self, key: JobKey) -> None:
         """Adds the job to `jobs/active/`, so that programs that list jobs read its file from now
-        on. A power loss may undo this, so a claim and `recover` also read the first job of each
-        run."""
+        on. A power loss may undo the addition, so a claim and `recover` also read the first job of
+        each run."""
         with fs.volume_errors(self._paths.active):
             self._paths.active_file(key).touch()
 
@@ -203,10 +204,10 @@ class Queue:
 
     def claim(self, runner: str, *, waiting: Collection[str] = ()) -> Job | None:
         """Starts an attempt of the oldest queued job whose run has no running job; None if there is
-        no such job. A run's jobs are claimed in the order of their base steps. Jobs after one whose
-        id is in `waiting` are not claimed. When this returns, the job is running, with one more
-        attempt, a lease, a work directory and the event `claimed`. If this raises, the job is still
-        queued."""
+        no such job. A run's jobs are claimed in the order of their base steps. If a job's id is in
+        `waiting`, neither this job nor the later jobs of its run are claimed. When the method
+        returns a job, the job is running, with one more attempt, a lease, a work directory and the
+        event `claimed`. If the method raises an error, the job is still queued."""
         with file_lock(self._paths.claim_lock):
             for key in self._index.active():
                 self.settle(key)
@@ -223,8 +224,8 @@ class Queue:
                         located = self._jobs.locate(head)
                         if located is not None and located[0] == "queued":
                             return self._start(located[1], runner)
-                        # The job was set aside, or is damaged and stays until the volume accepts
-                        # the writes that end it.
+                        # The job was set aside; or it is damaged, and its directory stays until the
+                        # volume accepts the writes that end the job.
                         if located is None:
                             passed.add(head.id)
                         else:
@@ -253,8 +254,8 @@ class Queue:
         return job
 
     def _say(self, job: Job, kind: EventType, **data: Any) -> None:
-        """Appends an event that an attempt has only once, unless a process that died has already
-        appended it."""
+        """Appends an event that an attempt has only once. Does nothing if a process that died has
+        already appended the event."""
         events = self._events.read(job.spec.id)
         if not any((event.type, event.attempt) == (kind, job.attempt) for event in events):
             self._events.append(job.spec.id, kind, attempt=job.attempt, **data)
@@ -275,8 +276,8 @@ class Queue:
                 self._mark(key)  # a power loss has undone the name
 
     def cancel(self, job_id: str) -> JobState:
-        """Cancels a queued job immediately; requests the runner to stop a running one. Returns the
-        state after the call."""
+        """Cancels a queued job immediately. If the job runs, asks the runner to stop the job.
+        Returns the state after the call."""
         with self._job_lock(job_id):
             directory, job = self._jobs.located(job_id)
             if directory == "running" and job.result is None:
@@ -290,8 +291,8 @@ class Queue:
         attempt made its checkpoint; else `queued`. A decided job keeps its result.
 
         Args:
-            counts: whether the attempt counts against the job's attempts; it does not if the runner
-                was stopped.
+            counts: whether the attempt counts towards the job's `max_attempts`; False if the
+                attempt ended because the runner was stopped.
         """
         job_id = job.spec.id
         with self._job_lock(job_id):
@@ -334,8 +335,8 @@ class Queue:
             return self._end(directory, current, result)
 
     def _end(self, directory: JobState, job: Job, result: JobResult) -> JobState:
-        """Makes `result` final, or the result that the job already has. Starts at the first step
-        that has not been done yet."""
+        """Ends the job with the result that it already has, or with `result` if it has none. Skips
+        the steps that an earlier, interrupted call has done."""
         if directory == "running" and job.result is None and result.state != "succeeded":
             result = self._end_attempt(job) or result
         key, result = job.key, job.result or result
@@ -361,8 +362,8 @@ class Queue:
         return result.state
 
     def _end_attempt(self, job: Job) -> JobResult | None:
-        """Ends the attempt for good. The job has succeeded if the attempt committed its checkpoint
-        before."""
+        """Ends the attempt for good. Returns the result `succeeded` if the attempt committed its
+        checkpoint before the fence; otherwise None."""
         fence.end(self._paths.work_dir(job.spec.id, job.attempt))
         if not self._checkpoints.made_by(job):
             return None
@@ -375,7 +376,7 @@ class Queue:
 
 
 def _remove(*paths: Path) -> None:
-    """Removes files that no longer have a meaning; ignores it if the volume refuses."""
+    """Removes files that no longer have a meaning; ignores errors of the volume."""
     for path in paths:
         with suppress(OSError, SpoolUnusable):
             fs.remove_file(path, durable=False)

@@ -22,8 +22,8 @@ def recover(
 
     Args:
         runner: the name of the caller, which is a runner.
-        adopts: whether the caller continues the attempt of a running job, which then stays running;
-            by default it continues none.
+        adopts: `adopts(job)` says whether the caller continues the attempt of a running job. Such a
+            job stays running. By default, the caller continues no attempt.
     """
     index = spool.jobs.index
     # a power loss may have removed names in `jobs/active/`

@@ -1,8 +1,8 @@
 """Removes runs, checkpoints, ended jobs and damaged jobs that nothing needs any more.
 
-Each is renamed to a temporary name first, so that no reader finds it incomplete. If the process
-dies, each run, checkpoint or job is either complete or gone for every reader, and the next `sweep`
-removes the remaining files.
+Each directory is renamed to a temporary name first, so that no reader finds it incomplete. If the
+process dies, each run, checkpoint or job is either complete or gone for every reader, and the next
+`sweep` removes the remaining files.
 """
 
 import math
@@ -23,7 +23,8 @@ from tandem.system.logs import Log
 log = Log("spool")
 
 SILENT_SECONDS = 3600.0
-"""A session ends if its client has been silent for this long. A session holds files, but no GPU."""
+"""A session ends if its client has been silent for this long. A silent session occupies space on
+the volume, but no GPU."""
 RESULT_SECONDS = 3600.0
 """Seconds for which the results of an ended session are kept."""
 
@@ -42,8 +43,8 @@ def delete_run(spool: Spool, run: str) -> Path:
 
 def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
     """Removes a checkpoint. Returns the directory that the caller still has to remove. Raises
-    NotFound if the checkpoint does not exist. Raises Conflict if it is step 0, the newest, pinned
-    or served, or if a job that has not ended needs it."""
+    NotFound if the checkpoint does not exist. Raises Conflict if the checkpoint is step 0 or the
+    newest, if it is pinned or served, or if a job that has not ended needs it."""
     with spool.runs.lock(run):
         directory = spool.checkpoints.path(run, step)
         if why := _needed(spool, run).get(step):
@@ -96,15 +97,16 @@ def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -
 
 
 def _old_whole_weights(spool: Spool, run: str) -> list[Path]:
-    """Sets aside the whole merged weights of steps that are neither served nor one of the chain's
-    two newest. Ranks do not do this reliably: a rank removes old weights only when it writes new
-    ones, which it does not after a rollback or a change of the transport.
+    """Sets aside the whole merged weights of steps that are not served and are not among the
+    chain's two newest steps. Ranks alone do not remove all old weights: a rank removes old weights
+    only when it writes new weights, and after a rollback or a change of the transport it writes
+    none.
     """
     if not spool.merged.steps(run):
         return []
     with spool.runs.lock(run):  # while this lock is held, no rollback begins
-        # The order of these reads matters, because a step gets its checkpoint before its whole
-        # weights.
+        # The merged weights are listed before the checkpoints. The order matters, because a step
+        # gets its checkpoint before its whole weights.
         written, served = spool.merged.steps(run), spool.served.get(run)
         keep = {*spool.checkpoints.steps(run)[-2:], served.step if served else None}
         keep |= spool.replicas.steps(run).keys()
@@ -154,8 +156,8 @@ def _set_aside(directories: Sequence[Path]) -> list[Path]:
 
 def _set_aside_before(limit: float, path: Path) -> bool:
     """Whether a checkpoint was discarded, or a damaged job set aside, before `limit`, Unix seconds.
-    The time is in the ULID at the end of its name. Names that a person gave have no ULID, so such
-    directories stay."""
+    The time is in the ULID at the end of the directory's name. Names that a person gave have no
+    ULID, so such directories stay."""
     ulid = re.fullmatch(r".*[-.]([0-9A-HJKMNP-TV-Z]{26})", path.name)
     return ulid is not None and ulid[1][:10] < fs.new_ulid(limit)[:10]  # the ULID's milliseconds
 

@@ -1,9 +1,9 @@
 """Several inference servers on one spool. `replicas/<id>.json` describes a server, and
-`runs/<run>/served/<id>.json` has the steps that it serves of a run.
+`runs/<run>/served/<id>.json` has the steps of a run that this server serves.
 
-A step is *announced* (`runs/<run>/served.json`) when every ready replica has verified it. Each
-replica writes only its own records. `announce` reads all of them under one lock, so its result does
-not depend on the process that calls it.
+A step is *announced* (`runs/<run>/served.json`) when every ready replica has verified it. A replica
+is one inference server. Each replica writes only its own records. `announce` reads the records of
+all replicas under one lock, so its result does not depend on the process that calls it.
 """
 
 import re
@@ -23,8 +23,9 @@ from tandem.spool.schema import Refused, Replica, ReplicaServed, Served
 from tandem.system.environment import REPLICA_PATTERN
 
 DEAD_SECONDS = 30.0
-"""A replica whose record has not changed for this long is dead: no step waits for it. Each process
-measures this with its own monotonic clock, because the hosts' clocks differ and may be changed."""
+"""A replica whose record has not changed for this long is dead, and no step waits for it. Each
+process measures these seconds with its own monotonic clock, because the hosts' clocks differ and
+may be changed."""
 FORGET_SECONDS = 600.0
 """The records of a replica that has been dead for this long are removed."""
 
@@ -77,17 +78,17 @@ class Replicas:
         return records
 
     def living(self) -> dict[str, Replica]:
-        """The replicas whose records changed within DEAD_SECONDS. A replica that this process sees
-        for the first time counts as living, even if it has been dead for long; `fresh` compares the
-        record's own time instead."""
+        """The replicas whose records changed within DEAD_SECONDS. A replica whose record this
+        process reads for the first time counts as living, even if it died long ago. `fresh`
+        compares the time in the record with this machine's clock instead."""
         records = self.all()
         return {
             name: records[name] for name, age in self._ages(records).items() if age <= DEAD_SECONDS
         }
 
     def fresh(self) -> dict[str, Replica]:
-        """The replicas that are alive according to this machine's clock. For programs that look
-        only once and base no decision on the result."""
+        """The replicas that are alive according to this machine's clock. The method is for programs
+        that look only once and base no decision on the result."""
         now = time.time()
         return {
             name: record
@@ -133,8 +134,8 @@ class Replicas:
         """Write the step on which the ready replicas agree to the run's `served.json`. The caller
         holds `lock`.
 
-        `one_step`: a replica serves only one step at a time (merged weights). The oldest of the
-        ready replicas' steps is then announced. Otherwise a step is announced only if all ready
+        `one_step`: with merged weights, a replica serves only one step at a time, and the oldest of
+        the ready replicas' steps is announced. With adapters, a step is announced only if all ready
         replicas serve it.
         """
         ready = [name for name, record in self.living().items() if record.ready]

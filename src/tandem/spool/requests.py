@@ -2,17 +2,18 @@
 committed by one rename before the request is answered. So a repeated request is recognised, and a
 process that computes requests can die and start again.
 
-A request with a known number and the same content is the same request; with other content it is a
-conflict. Requests are computed in the order of their numbers, without gaps. `Manifest.seq` is the
-last request whose effect is in the checkpoint. New ranks, after an idle time or a `kill -9`,
-compute the log's later requests again, to the same bits. Gradients that no optimizer step has
-applied are not stored. A checkpoint every ten minutes limits the work that is repeated. A request's
-arrays are removed once a checkpoint contains its effect.
+Two requests with the same number and the same content are one request; with other content, the
+second is a conflict. Requests are computed in the order of their numbers, without gaps.
+`Manifest.seq` is the last request whose effect is in the checkpoint. New ranks, which start after
+an idle time or a `kill -9`, compute the requests after `Manifest.seq` again, to the same bits.
+Gradients that no optimizer step has applied are not stored. The ranks write a checkpoint every ten
+minutes, which limits the work that is repeated. A request's arrays are removed once a checkpoint
+contains its effect.
 
-A request that can't be computed has an error as its result. A request with an error has changed
-nothing, except that a failed step discards the gradients. A request that has been started five
-times without a result is given up. If the job fails or is cancelled, its waiting requests get the
-job's error as their result.
+A request that can't be computed has an error as its result. A request with an error has not changed
+the weights or the gradients, except that a failed optimizer step discards the gradients. A request
+whose computation has started five times without a result gets an error as its result. If the job
+fails or is cancelled, its waiting requests get the job's error as their result.
 """
 
 import re
@@ -40,8 +41,8 @@ class RequestLog:
 
     def __init__(self, paths: Paths, runs: Runs, sessions: TrainingSessions) -> None:
         self._paths, self._runs, self._sessions = paths, runs, sessions
-        # Two caches. Run -> the number up to which all requests are answered; and up to which all
-        # arrays are removed.
+        # Two caches by run: the number up to which all requests are answered, and the number up to
+        # which the arrays of all requests are removed.
         self._answered: dict[str, int] = {}
         self._trimmed: dict[str, int] = {}
 
@@ -113,9 +114,9 @@ class RequestLog:
         return fs.read_undamaged(self._directory(run, seq) / _RESULT, RequestResult)
 
     def logprobs(self, run: str, seq: int) -> list[bytes]:
-        """The log-probs of each sequence's items in an answered pass, in the client's order: for
-        each sequence the bytes of a little-endian float32 array, in nats. Raises NotFound (field
-        `seq`) if the request has no log-probs."""
+        """The log-probs of each sequence's items in an answered pass, in the client's order: each
+        entry of the list has the bytes of a little-endian float32 array, in nats. Raises NotFound
+        (field `seq`) if the request has no log-probs."""
         request = self.get(run, seq).request
         path = self._directory(run, seq) / _LOGPROBS
         content = fs.read_bytes(path, most=_MOST_BYTES)
@@ -132,12 +133,12 @@ class RequestLog:
     def answer(
         self, run: str, seq: int, result: RequestResult, logprobs: bytes | None = None
     ) -> None:
-        """Writes the result, unless the request already has one. The write is not durable: a result
-        that a power loss takes is computed again, to the same bits.
+        """Writes the result, unless the request already has one. The write is not durable: if a
+        power loss destroys the result, it is computed again, to the same bits.
 
         Args:
-            logprobs: of a pass: its items' log-probs in the client's order, in nats, as the bytes
-                of a little-endian float32 array.
+            logprobs: the log-probs of a pass's items in the client's order, in nats, as the bytes
+                of a little-endian float32 array; None for other requests.
         """
         directory = self._directory(run, seq)
         if self.result(run, seq) is None:
@@ -161,12 +162,14 @@ class RequestLog:
         ]
 
     def next(self, run: str) -> int | None:
-        """The first request without a result; None if a number before it is missing."""
+        """The first request without a result; None if all requests are answered or a number before
+        it is missing."""
         seq = self._answered_to(run) + 1
         return seq if self.has(run, seq) else None
 
     def first_pass(self, run: str, after: int) -> int | None:
-        """The first `PassRequest` after request `after`; None if a number before it is missing."""
+        """The first `PassRequest` after request `after`; None if there is none before the first
+        missing number."""
         seq = after + 1
         while self.has(run, seq):
             if isinstance(self.get(run, seq).request, PassRequest):
@@ -182,8 +185,8 @@ class RequestLog:
         return seq
 
     def trim(self, run: str, seq: int) -> None:
-        """Removes the packed arrays of the answered requests up to `seq`, whose effect a checkpoint
-        contains."""
+        """Removes the packed arrays of the answered requests up to number `seq`. A checkpoint
+        contains the effect of these requests."""
         for old in range(self._trimmed.get(run, 0) + 1, min(seq, self._answered_to(run)) + 1):
             fs.remove_file(self._directory(run, old) / _ARRAYS, durable=False)
             self._trimmed[run] = old

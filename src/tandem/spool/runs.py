@@ -26,12 +26,12 @@ MANIFEST = "manifest.json"
 def write_manifest(
     directory: Path, manifest: Manifest, sha256: Mapping[str, str] | None = None
 ) -> Manifest:
-    """Writes `manifest.json` with `files` filled in. Raises InvalidInput (field: the file) if the
-    directory holds anything but plain files and directories.
+    """Writes `manifest.json` with `files` filled in. Raises InvalidInput, with the file's name as
+    its field, if the directory holds anything but plain files and directories.
 
     Args:
-        sha256: hashes of files whose writer computed them, by the file's path relative to
-            `directory`; the other files are hashed here.
+        sha256: the known hashes, which the writers of these files computed, by the file's path
+            relative to `directory`. All other files are read to compute their hashes.
     """
     paths = {}
     for path in sorted(directory.rglob("*")):
@@ -96,7 +96,7 @@ def _hashes(paths: Mapping[str, Path]) -> dict[str, str]:
 
 
 class CheckpointIncomplete(CheckpointDamaged):
-    """Files of a checkpoint are missing, and its other files are right."""
+    """Some files of a checkpoint are missing, and all others match the manifest."""
 
 
 class Runs:
@@ -123,7 +123,7 @@ class Runs:
 
         Args:
             write_files: `write_files(directory)` writes the files of that checkpoint.
-            sha256: hashes of files whose writer computed them, as for `write_manifest`.
+            sha256: the known hashes of files, as for `write_manifest`.
             details: the manifest's other fields.
         """
         manifest = Manifest(
@@ -210,8 +210,8 @@ class Runs:
                 same = os.path.samestat(held, path.stat())
             except FileNotFoundError:
                 same = False
-            # The lock belongs to a run that has been removed. The old lock does not block a new run
-            # with the same name.
+            # This lock belongs to a run that has been removed. A new run with the same name has its
+            # own lock file, which this lock does not protect.
             if not same:
                 raise NotFound(f"run {name!r} was deleted", field="run")
             yield
@@ -253,7 +253,8 @@ class ServedRecords:
         return self._runs.directory(run) / "refused.json"
 
     def refused(self, run: str) -> Refused | None:
-        """The step that vLLM refused, if it serves no step of the run."""
+        """The step that vLLM refused. None if vLLM serves a step of the run, or has refused
+        none."""
         return fs.read_undamaged(self._refused(run), Refused)
 
     def put_refused(self, run: str, refused: Refused) -> None:

@@ -36,8 +36,8 @@ class Uploads:
             yield staged
 
     def commit(self, staged: Path, upload: Upload) -> None:
-        """Makes the file in `staged`, named `<id>.jsonl` or `<id>.csv`, the upload with this id. A
-        second upload with this id changes nothing."""
+        """Makes the file in `staged`, named `<id>.jsonl` or `<id>.csv`, the upload with this id. If
+        an upload with this id exists, it is kept unchanged."""
         fs.write_json_atomic(staged / _RECORD, upload)
         fs.fsync_tree(staged)
         with suppress(FileExistsError):

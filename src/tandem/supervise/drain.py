@@ -1,9 +1,9 @@
-"""Removes one of several inference servers from the proxy before it is stopped, and waits up to
-SECONDS for its requests (`python -m tandem.supervise.drain SECONDS`).
+"""Removes one of several inference servers from the proxy before the server is stopped, and waits
+up to SECONDS until its requests have ended (`python -m tandem.supervise.drain SECONDS`).
 
-The server's publisher reads the order to leave, and withdraws vLLM's permission to answer. The
-proxy sends no more requests; running requests continue. The program never fails, because the server
-is stopped in any case.
+This program writes a file with the order to leave. The server's publisher reads the file, and
+withdraws vLLM's permission to answer. The proxy then sends no more requests to this server, and
+running requests continue. The program never fails, because the server is stopped in any case.
 """
 
 import sys
@@ -18,14 +18,15 @@ from tandem.vllm_client.client import InferenceGone, VllmClient
 log = Log("drain")
 
 CHECKED_SECONDS = 1.5
-"""Seconds after which the proxy has noticed that a server is not ready: two checks, 0.5 s apart."""
+"""Seconds after which the proxy has certainly noticed that a server is not ready. The proxy needs
+two checks, 0.5 s apart."""
 
 
 def drain(settings: Settings, seconds: float) -> bool:
     """Waits until the server has no request left. Returns False if `seconds` pass first."""
     end = time.monotonic() + seconds
-    # The file remains after a restart of this container, so it contains a time limit: it must not
-    # keep the next server out.
+    # The file still exists after a restart of this container. It contains a time limit, so that it
+    # does not keep the next server out of service.
     leaving_file(settings.root).write_text(str(time.time() + seconds))
     client = VllmClient(settings, timeout=5.0)
     quiet_since = None

@@ -1,16 +1,17 @@
 """The images' HEALTHCHECK: `python -m tandem.supervise.health [--started | --live]`. Prints one
-line; exits with 0 if all is well, else with 1.
+line; exits with 0 if it finds no problem, and with 1 if it finds one.
 
 TANDEM_ROLE selects the checks. `controller` must answer /readyz. `trainer` needs a running runner
 that holds the spool's lock. `inference` needs a running publisher, and a vLLM that is up, healthy
-and lists the base model. Without a role, all of this is checked.
+and lists the base model. Without a role, the checks of all three roles are made.
 
 `--started`, for a startup probe: a vLLM that waits for a trainer to give back shared GPUs
 counts as healthy.
 
 `--live`, for a liveness probe, only checks that the programs' own loops still run
-(`tandem.system.liveness`), so that nothing is killed while a model loads, a step is published or a
-volume is away. If vLLM's engine or a job's ranks hang, `tandem up` and the runner end them.
+(`tandem.system.liveness`), so that no program is killed while a model loads, a step is published or
+a volume is away. If vLLM's engine hangs, `tandem up` ends it. If a job's ranks hang, the runner
+ends them.
 """
 
 import json
@@ -33,9 +34,9 @@ from tandem.system.ports import local_url
 from tandem.vllm_client.names import BASE_MODEL_NAME, READY_ROUTE
 
 _TIMEOUT_SECONDS = 4.0
-# The servers are on this machine, so the opener needs no proxy and no TLS. `build_opener` reads all
-# certificates, which takes 25 ms of CPU, and `tandem up` asks eight times per second until all
-# programs are ready.
+# The servers are on this machine, so the opener needs no proxy and no TLS. `urllib`'s
+# `build_opener` would read all certificates, which takes 25 ms of CPU time, and `tandem up` makes
+# eight requests per second until all programs are ready.
 _OPENER = urllib.request.OpenerDirector()
 for _handler in (
     urllib.request.HTTPHandler(),
@@ -69,8 +70,8 @@ def problems(settings: Settings, role: str, *, started: bool = False) -> list[st
         if {"vllm", "proxy"} & set(needed) and not waits:
             found.append(_problem_of_vllm(settings))
         if "vllm" in needed and settings.replica is not None and not started:
-            # vLLM is ready only with every announced step; otherwise an upgrade would stop the next
-            # server too early.
+            # vLLM is ready only when it serves every announced step. Without this check, an upgrade
+            # would stop the next server too early.
             found.append(_get(settings, "inference", READY_ROUTE)[0])
     return [problem for problem in found if problem]
 
@@ -89,7 +90,8 @@ def _problem_of_vllm(settings: Settings) -> str:
         return problem
     with suppress(ValueError, LookupError, TypeError):
         names = [model["id"] for model in json.loads(body)["data"]]
-        # With merged weights, the listed names are those of the served run.
+        # With merged weights, vLLM lists the names of the served run instead of the base model's
+        # name.
         if BASE_MODEL_NAME in names or (settings.weights == "merged" and names):
             return ""
     return f"vLLM does not list the model {BASE_MODEL_NAME!r}"
@@ -115,7 +117,7 @@ def _get(
     path: str,
     key: str | None = None,
 ) -> tuple[str, bytes]:
-    """(the problem, or an empty string; the body of the answer)"""
+    """The problem, which is an empty string if there is none, and the body of the answer."""
     url = local_url(getattr(settings, f"{server}_host"), getattr(settings, f"{server}_port")) + path
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:

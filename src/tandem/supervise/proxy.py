@@ -1,13 +1,12 @@
 """Becomes the HAProxy that gives several inference servers one address (`python -m
 tandem.supervise.proxy [HOST:PORT ... | --resolve NAME:PORT]`).
 
-The routing rule was measured (docs/performance.md). A rollout stays on the server that has its
-prefix in the cache and its turns in the rollout door's memory. The samples of a group share their
-prompt. The samples start on one server, unless that server has much more work than the others.
-
-Without arguments, the servers are those that `tandem up` starts beside the proxy. `--resolve`: the
-servers are all addresses of a name, such as a headless Service's, which is resolved again every
-second.
+The routing rule was measured (docs/performance.md). A rollout stays on the server that has the
+rollout's prefix in its cache and the rollout's turns in the rollout door's memory. The samples of a
+group share their prompt, so they start on the same server, unless this server has much more work
+than the others. Without arguments, the servers are the inference servers that `tandem up` starts
+beside the proxy. With `--resolve`, the servers are all addresses of the name, for example of a
+headless Service. The name is resolved again every second.
 """
 
 import argparse
@@ -35,12 +34,12 @@ log = Log("proxy")
 ANSWER_SECONDS = 3700
 """Seconds to wait for an answer; more than the clients' own limit."""
 MOST_SESSIONS = 500_000
-"""The maximum number of remembered rollouts, about 150 bytes each. Rollouts with a request within
-SESSION_TIME are remembered."""
+"""The maximum number of rollouts whose server is remembered. Each takes about 150 bytes of memory,
+and is forgotten after SESSION_TIME without a request."""
 SESSION_TIME = "2h"
 RETRIED_BYTES = 131072
-"""A request up to this many bytes, headers included, is sent to another server if the first one
-fails. If a larger request fails, the client sends it again."""
+"""The maximum size in bytes, headers included, of a request that the proxy sends to another server
+if the first server fails. If a larger request fails, the client has to send it again."""
 MOST_RESOLVED = 64
 INSTALL = "apt-get install haproxy"
 
@@ -65,7 +64,7 @@ def haproxy_config(settings: Settings, servers: Sequence[str] = (), resolve: str
     host = settings.inference_host
     address = f"[{host}]" if ":" in host else host
     # A server that refuses a connection is marked down immediately, because the hash would choose
-    # it again.
+    # the same server again for the retry.
     options = "check inter 500ms fall 2 rise 1 observe layer4 error-limit 1 on-error mark-down"
     lines = [f"server replica-{n} {server} {options}" for n, server in enumerate(servers)]
     if resolve:

@@ -41,7 +41,7 @@ class Program:
     stop_seconds: int  # between SIGTERM and SIGKILL
     # a program that is not essential may fail repeatedly without ending `tandem up`
     essential: bool = True
-    costly: bool = False  # whether a restart is costly, because its state takes minutes to build
+    costly: bool = False  # whether its state takes minutes to build, so that a restart is costly
     # The program listens on settings.<port>_port, or on `number`.
     port: Literal["controller", "inference", "metrics"] | None = None
     number: int | None = None
@@ -58,9 +58,9 @@ _VLLM = Program("vllm", "tandem.inference.server.serve", 20, costly=True, port="
 # The common address of several inference servers.
 _PROXY = Program("proxy", "tandem.supervise.proxy", 5, port="inference")
 _PUBLISHER = Program("publisher", "tandem.inference.publisher", 8)
-# The runner stops its ranks, puts the job back into the queue, and gives shared GPUs back. The
-# runner's own time limit is tandem.trainer.runner.loop.STOP_SECONDS. The runner does not contact
-# vLLM, so it gets neither vLLM's address nor its token.
+# After SIGTERM, the runner stops its ranks, puts the job back into the queue, and gives shared GPUs
+# back. The runner needs at most tandem.trainer.runner.loop.STOP_SECONDS for this. The runner does
+# not contact vLLM, so it gets neither vLLM's address nor its token.
 _RUNNER = Program(
     "runner",
     "tandem.trainer.runner",
@@ -136,8 +136,8 @@ def replica_variables(settings: Settings) -> list[dict[str, str]]:
 
 
 def supervisord_seconds(programs: Sequence[Program]) -> int:
-    """The most seconds that supervisord takes to stop its programs: it stops one kind after
-    another, and all programs of a kind together."""
+    """The most seconds that supervisord takes to stop its programs: supervisord stops one kind of
+    programs after another, and all programs of a kind at the same time."""
     return sum(max(p.stop_seconds for p in of) for of in _by_kind(programs).values()) + 8
 
 
@@ -173,7 +173,7 @@ def log_path(logs: Path, program: str) -> Path:
 
 def write_config(directory: Path, logs: Path, programs: Sequence[Program]) -> Path:
     """Write supervisord.conf. Programs start in the order of `programs` and stop in the opposite
-    order; programs of one kind start and stop together. The file holds no secrets: programs get
+    order; programs of one kind start and stop together. The file contains no secrets: programs get
     secrets through supervisord's environment."""
     text = f"""\
 [supervisord]
@@ -191,8 +191,8 @@ chmod = 0700
 supervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface
 """
     for priority, program in enumerate(programs):
-        # killasgroup: vLLM's engine is in the process group of its server, and would keep the GPU
-        # if only the server was killed.
+        # killasgroup kills the whole process group. vLLM's engine is in the process group of its
+        # server, and would keep the GPU if only the server was killed.
         text += f"""
 [program:{program.name}]
 command = "{sys.executable}" -m {program.module}
@@ -259,8 +259,8 @@ def how_it_ended(logs: Path, program: str) -> str:
     """The description of a program's last end in supervisord's log: "exit status 1", "terminated by
     SIGKILL".
 
-    supervisord forgets a program's exit status when it restarts the program, and its events do not
-    contain it. Only the log has the exit status.
+    Only supervisord's log has the exit status: supervisord forgets a program's exit status when it
+    restarts the program, and its events do not contain the exit status.
     """
     pattern = rf"(?:exited|stopped): {re.escape(program)} \(([^;\n]+?)(?:; .*)?\)$"
     ends = re.findall(pattern, last_lines(log_path(logs, "supervisord")), re.MULTILINE)
@@ -280,8 +280,8 @@ def statuses(settings: Settings) -> dict[str, Status]:
 
 
 def start_again(settings: Settings, program: str) -> None:
-    """Make supervisord start a program that it gave up. Does nothing if supervisord can't do so or
-    doesn't answer."""
+    """Make supervisord start a program for which it has stopped trying. Does nothing if supervisord
+    can't do so or doesn't answer."""
     with suppress(*_NO_ANSWER), _rpc(settings) as supervisor:
         supervisor.startProcess(f"{liveness.program_kind(program)}:{program}", False)
 

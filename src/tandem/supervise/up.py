@@ -1,9 +1,9 @@
-"""`tandem up`: runs the programs of one container, or of all three on one machine, under one
-supervisord in the foreground.
+"""`tandem up`: runs the programs of one container, or the programs of all three containers on one
+machine, under one supervisord in the foreground.
 
-supervisord restarts a program that crashes. But supervisord would restart it for ever, and
-supervisord exits with 0 whatever happened to its programs. So this process watches supervisord, and
-its own exit status says how the stack ended:
+supervisord restarts a program that crashes. But supervisord alone would restart a crashing program
+for ever, and supervisord exits with 0 whatever happened to its programs. So this process watches
+supervisord, and the exit status of this process shows how the stack ended:
 
      0  stopped by Ctrl-C or SIGTERM
     70  an essential program could not be started
@@ -13,12 +13,13 @@ its own exit status says how the stack ended:
 
 Once the stack has been ready, it ends with 70 or 71 only if no other running program is costly to
 restart (vLLM, the runner with its job): a failing program must not cost other programs their state.
-Otherwise the failing program is restarted for ever.
+While such a program runs, the failing program is restarted for ever.
 
-However `tandem up` ends, at most `supervisord.stop_seconds()` later all processes that it started
-have ended. (If supervisord is killed together with `tandem up`, the next `tandem up` of this role
-ends the processes that they left.) `tandem up` may be the first process of a container, or have an
-init process as its parent. `tandem up` adopts and reaps processes that lose their parent.
+In whatever way `tandem up` ends, all processes that it started have ended at most
+`supervisord.stop_seconds()` later. (If supervisord is killed together with `tandem up`, the next
+`tandem up` of this role ends the processes that are left.) `tandem up` may be the first process of
+a container, or have an init process as its parent. `tandem up` adopts and reaps processes that lose
+their parent.
 """
 
 import os
@@ -56,10 +57,11 @@ from tandem.system.tail import last_lines
 EXIT_FATAL, EXIT_CRASH_LOOP, EXIT_SUPERVISORD = 70, 71, 72  # explained by `tandem up --help`
 MOST_CRASHES = 8  # crashes in a row of an essential program
 STEADY_SECONDS = 600.0
-"""A program that has run for this long before a crash is not in a crash loop, so its count starts
-again."""
+"""A program that has run for this long before a crash is not in a crash loop, so the count of its
+crashes starts again."""
 TRY_AGAIN_SECONDS = 30.0
-"""Seconds between two restarts of a program that is not essential and that supervisord gave up."""
+"""Seconds between two restarts of a program that is not essential and for which supervisord has
+stopped trying."""
 LEFTOVER_SECONDS = 3.0
 """The most seconds that the remaining processes of supervisord may take to end."""
 
@@ -172,7 +174,7 @@ class Stack:
         self._lives = {program.name: _Life() for program in programs}
         self._directory = runtime_dir(settings.root, role)
         self._signals = 0
-        self._ready = False  # at least once
+        self._ready = False  # whether the stack has been ready at least once
         # vLLM's admin routes are never open. The user who started the stack doesn't need to know
         # the token that is generated here.
         self._token = settings.secret("admin_token") or secrets.token_urlsafe(32)
@@ -202,8 +204,8 @@ class Stack:
         config = supervisord.write_config(
             self._directory, self._logs, list(self._programs.values())
         )
-        # The variables are also set in this process, because `supervisord.statuses` asks the
-        # supervisord of the role in the environment.
+        # The variables are also set in this process, because `supervisord.statuses` reads the role
+        # from the environment to find its supervisord.
         os.environ |= {ROLE_VARIABLE: self._role, liveness.VARIABLE: str(self._directory)}
         variables = {"PYTHONUNBUFFERED": "1"}
         if not self._settings.secret("admin_token"):

@@ -1,5 +1,5 @@
-"""Kills a vLLM that makes no progress. vLLM's `/health` answers 200 even while its engine hangs, so
-its token counts are watched."""
+"""Kills a vLLM that makes no progress. vLLM's `/health` answers 200 even while vLLM's engine hangs.
+So the watchdog watches vLLM's token counts."""
 
 import math
 import os
@@ -75,13 +75,15 @@ class Progress:
         paused: Question,
         may_sleep: Question,
     ) -> str | None:
-        """The reason to kill the process `vllm`, or None.
+        """The reason to kill the process `vllm`; None if it must not be killed.
 
         Args:
             now: monotonic seconds.
             vllm: its pid and start time.
-            sample: vLLM's work; None if it doesn't answer. Before its first answer vLLM is loading.
-            paused: returns whether vLLM is paused; called only if nothing else explains the stall.
+            sample: vLLM's work; None if it doesn't answer. Before its first answer, vLLM counts as
+                loading and is not killed.
+            paused: returns whether vLLM is paused; called only if no other reason explains the
+                stall.
             may_sleep: returns whether vLLM may sleep; called only if vLLM sleeps.
         """
         if (vllm.pid, vllm.started) != self._process:
@@ -112,8 +114,8 @@ class Progress:
 
 
 class Watchdog(threading.Thread):
-    """Polls the vLLM `program` at `port` from a thread, because an answer may take seconds, and
-    kills it if it stalls. `say` prints a line."""
+    """Polls the vLLM with the name `program` at `port`, and kills this vLLM if it stalls. The
+    watchdog is a thread, because an answer of vLLM may take seconds. `say` prints a line."""
 
     def __init__(
         self,
@@ -166,9 +168,10 @@ class Watchdog(threading.Thread):
             return False  # an engine that hangs doesn't answer this request either
 
     def _may_sleep(self) -> bool:
-        """Whether vLLM sleeps for a good reason. Without shared GPUs, the client that put vLLM to
-        sleep will wake vLLM. On shared GPUs, a trainer must hold them, or the publisher be about to
-        wake vLLM."""
+        """Whether vLLM sleeps for a good reason. Without shared GPUs, vLLM may always sleep: the
+        client that put it to sleep will wake it. On shared GPUs, vLLM may sleep only while there is
+        a hold whose deadline has not passed: then a trainer holds the GPUs, or the publisher is
+        about to wake vLLM."""
         if self._settings.gpu_mode == "dedicated":
             return True
         try:

@@ -22,7 +22,7 @@ def split_name(entry: str) -> tuple[str, str]:
 
 
 def digests(keys: Mapping[str, str]) -> dict[str, str]:
-    """SHA-256 of each key → its name, for `name_of`."""
+    """The name of each key, by the key's SHA-256, for `name_of`."""
     return {sha256(key.encode()).hexdigest(): name for key, name in keys.items()}
 
 

@@ -1,5 +1,5 @@
 """A program's environment: its role, the directory that programs of a role share, package versions,
-caches of compiled code, and OpenMP's way of waiting."""
+caches of compiled code, and a setting that decides how OpenMP's threads wait."""
 
 import hashlib
 import os
@@ -15,8 +15,8 @@ from typing import Literal, get_args
 from tandem.errors import SpoolUnusable
 
 Role = Literal["all", "trainer", "inference"]
-"""The set of programs that run under one supervisord: those of one container, or all programs on
-one machine."""
+"""The set of programs that run under one supervisord: the programs of one container, or all
+programs on one machine."""
 ROLE_VARIABLE = "TANDEM_ROLE"
 # The id of an inference server becomes a file name and a label; for example, it may be a pod's
 # name.
@@ -29,8 +29,8 @@ _LONGEST_PARENT = 50
 
 
 def current_role() -> Role:
-    """TANDEM_ROLE, which `tandem up` sets for its programs and the images set for all of their
-    processes; if unset, "all"."""
+    """The value of TANDEM_ROLE; "all" if the variable is unset. `tandem up` sets the variable for
+    its programs, and the images set it for all processes of their containers."""
     role = os.environ.get(ROLE_VARIABLE)
     return next((known for known in get_args(Role) if known == role), "all")
 
@@ -52,8 +52,8 @@ def leaving_file(root: Path) -> Path:
 
 def scratch_directory(name: str) -> Path:
     """An empty directory under TMPDIR for the temporary files of processes that may be killed.
-    `name`: a name that no other use of such directories has. There may be only one caller at a
-    time, because the content of the directory is removed."""
+    `name`: a name that no other caller uses at the same time, because this function removes the
+    directory's content."""
     directory = _own_directory(name, tempfile.gettempdir())
     empty_directory(directory)
     return directory
@@ -61,7 +61,7 @@ def scratch_directory(name: str) -> Path:
 
 def _own_directory(name: str, *parents: str | None) -> Path:
     """This user's directory in the first of `parents` that exists and whose path is short enough
-    for sockets, else in /tmp."""
+    for sockets. If there is none, the directory is in /tmp."""
     short = (Path(parent) for parent in parents if parent and len(parent) <= _LONGEST_PARENT)
     return private_directory(
         next(filter(Path.is_dir, short), Path("/tmp")) / f"tandem-{os.getuid()}-{name}"
@@ -127,7 +127,7 @@ def compiler_caches(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def vllm_caches(environ: Mapping[str, str]) -> dict[str, str]:
-    """Like `compiler_caches`, for vLLM, which also unpickles its compiled code. The directory
+    """Like `compiler_caches`, but for vLLM. vLLM, too, unpickles its compiled code. The directory
     belongs to this user alone; it is below the directory that `environ` names, by default `vllm` in
     the user's cache. The keys of the content contain the versions of vLLM, torch and Triton."""
     default = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm"
@@ -147,8 +147,9 @@ def installed_version(package: str) -> str:
 
 def omp_waiting(environ: Mapping[str, str]) -> dict[str, str]:
     """The variable that makes OpenMP's threads (libgomp's, in torch and vLLM) wait for each other
-    briefly and then sleep; empty if `environ` already sets it. By default, OpenMP's threads spin
-    300,000 times, which made them 40 times slower when another process used one of two cores."""
+    briefly and then sleep; empty if `environ` already sets it. By default, OpenMP's threads check
+    300,000 times before they sleep. With this default, the threads were 40 times slower when
+    another process used one of two cores."""
     return (
         {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys() else {"GOMP_SPINCOUNT": "1000"}
     )

@@ -1,5 +1,5 @@
-"""The GPUs that the trainer or vLLM uses, and whether they are free. The GPUs are examined from
-outside of the processes that use them.
+"""The GPUs that the trainer or vLLM uses, and whether they are free. The driver is asked about the
+GPUs, not the processes that use them.
 
 On a machine without GPUs there are no devices, and "free" means that all of Tandem's processes have
 ended.
@@ -26,8 +26,8 @@ Side = Literal["trainer", "inference"]
 
 
 class Devices:
-    """The GPUs of one side: those that TANDEM_<SIDE>_DEVICES names, else those that
-    CUDA_VISIBLE_DEVICES names, else all."""
+    """The GPUs of one side, trainer or inference: the GPUs that TANDEM_<SIDE>_DEVICES names. If it
+    is not set, the GPUs that CUDA_VISIBLE_DEVICES names; if neither is set, all GPUs."""
 
     def __init__(self, settings: Settings, side: Side, most: int | None = None) -> None:
         """Raises InvalidInput if the settings name GPUs that this machine does not have. Raises
@@ -84,13 +84,14 @@ class Devices:
         return used
 
     def busy(self, floor: Mapping[str, int]) -> dict[str, int | None]:
-        """The devices that are not free, or do not answer. `floor`: UUID -> bytes that may stay in
-        use."""
+        """The devices that are not free or do not answer, each with its bytes in use. `floor`: UUID
+        -> bytes that may stay in use."""
         return self.over(self.used(), floor)
 
     def wait_free(self, timeout: float, floor: Mapping[str, int]) -> dict[str, int | None]:
-        """Waits until every device is free, or for `timeout` seconds. A device is free a little
-        after its processes have ended. Returns the result of `used` at that moment."""
+        """Waits until every device is free, for at most `timeout` seconds. A device's memory
+        becomes free a little after the device's processes have ended. Returns the result of `used`
+        at that moment."""
         end = time.monotonic() + timeout
         while self.over(used := self.used(), floor) and time.monotonic() <= end:
             time.sleep(0.2)
@@ -110,9 +111,9 @@ class Devices:
 
 
 def check_apart(settings: Settings) -> None:
-    """Raises InvalidInput if trainer and vLLM on one machine are dedicated but would use the same
-    GPU, because jobs would then wait for ever. If the driver does not answer, nothing is
-    refused."""
+    """Raises InvalidInput if trainer and vLLM on one machine must not share GPUs
+    (TANDEM_GPU_MODE=dedicated) but would use the same GPU, because jobs would then wait for ever.
+    If the driver does not answer, nothing is refused."""
     if settings.gpu_mode == "shared":
         return
     with suppress(DriverFailed):
@@ -164,12 +165,12 @@ def _selected(
 
 
 def nccl_path(settings: Settings, side: Side) -> str | None:
-    """The way by which NCCL reaches the other side's GPUs, as far as `side`'s container can tell:
-    one line for its log. Returns None without GPUs, or if the driver does not answer. NVLink
-    requires that all GPUs are visible on both sides, and that both sides share NCCL_HOSTID,
-    /dev/shm and the network. If GPUs are not visible on both sides, or NCCL_HOSTID differs, NCCL
-    uses TCP, which is 60 times slower (docs/operations.md). /dev/shm and the network can't be
-    checked from here."""
+    """One line for the log of `side`'s container: the way by which NCCL reaches the other side's
+    GPUs, as far as this container can see. Returns None without GPUs, or if the driver does not
+    answer. NVLink requires that all GPUs are visible on both sides, and that both sides share
+    NCCL_HOSTID, /dev/shm and the network. If GPUs are not visible on both sides, or NCCL_HOSTID
+    differs, NCCL uses TCP, which is 60 times slower (docs/operations.md). This function can't check
+    whether both sides share /dev/shm and the network."""
     other: Side = "inference" if side == "trainer" else "trainer"
     theirs: set[str] = set()
     try:

@@ -1,9 +1,9 @@
-"""Limits how much a peer of uvicorn may send and how long it may take. Controller and vLLM use the
-same limits.
+"""Limits how much a client of uvicorn may send, and how long the client may take to send it.
+Controller and vLLM use the same limits.
 
-uvicorn's httptools protocol keeps a request's headers until they are complete, however many arrive,
-and it waits without a limit for the remaining part of a request. A peer needs no API key to exploit
-this. Only programs that serve with uvicorn import this module.
+uvicorn's httptools protocol keeps a request's headers in memory until they are complete, however
+many headers arrive, and it waits without a limit for the rest of a request. A client needs no API
+key to exploit this. Only programs that serve with uvicorn import this module.
 """
 
 from asyncio import TimerHandle, Transport
@@ -36,7 +36,8 @@ class BoundedHttp(HttpToolsProtocol):
     """uvicorn's protocol with the limits above. A request beyond the limits is refused, and its
     connection is closed.
 
-    An endless head takes at most HEAD_BYTES plus one read of the socket in memory.
+    A head (request line and headers) that never ends takes at most HEAD_BYTES of memory, plus the
+    bytes of one read of the socket.
     """
 
     # The part that the peer must still send. None between two requests, because uvicorn closes idle
@@ -64,7 +65,8 @@ class BoundedHttp(HttpToolsProtocol):
         super().data_received(data)
         if self.transport.is_closing():
             return
-        # The parser does not pass on an unfinished header, so no callback has seen it.
+        # The parser passes a header on only when the header is complete, so no callback has counted
+        # an unfinished header.
         if self._owed and self._raw > HEAD_BYTES:
             self._refuse(*_TOO_LARGE)
         elif self._owed is None and not self._answering:
@@ -138,7 +140,8 @@ class BoundedHttp(HttpToolsProtocol):
             self._timer = None
 
     def _look(self) -> None:
-        """Ends the connection if its peer is late; otherwise checks again at the next deadline."""
+        """Ends the connection if its peer is late. If the peer is in time, checks again at the next
+        deadline."""
         self._timer = None
         if self._owed is None or self.transport.is_closing():
             return
@@ -155,8 +158,8 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.abort()
 
     def _refuse(self, status: int, phrase: str, why: str) -> None:
-        """Sends an answer, unless an answer to an earlier request is being sent, and closes the
-        connection."""
+        """Answers with an error status, unless the answer to an earlier request is still being
+        sent. Closes the connection in both cases."""
         self._expect(None)
         self.logger.warning("Refused a request: %s.", why)
         if self._answering:

@@ -2,7 +2,7 @@
 which `tandem up` sets.
 
 The liveness probe reads these files. An open port does not prove that a program works. A program
-that loads a model or trains a job is busy, but does not hang.
+that loads a model or trains a job does not answer for long, but it does not hang.
 """
 
 import os
@@ -15,14 +15,14 @@ from pathlib import Path
 
 VARIABLE = "TANDEM_ALIVE_DIR"
 NAME_VARIABLE = "TANDEM_ALIVE_NAME"
-"""The variable with the name of this instance, for programs that run several times, such as
-`publisher-1`."""
+"""The name of the variable that has the name of this instance of a program, such as `publisher-1`,
+if the program runs several times."""
 LONGEST_SECONDS = {
-    "up": 60.0,  # this loop waits for nothing
+    "up": 60.0,  # this loop never waits for other programs
     # Ending ranks takes half a minute; removing a job's data from a slow volume takes longer.
     "runner": 600.0,
     # One turn hashes and copies one adapter, makes vLLM load it, and makes vLLM score the probe.
-    # During a swap of merged weights, and while the publisher hashes a whole model, it beats every
+    # During a swap of merged weights, and while it hashes a whole model, the publisher beats every
     # 10 s.
     "publisher": 1800.0,
 }
@@ -39,7 +39,8 @@ _turns: dict[threading.Thread, float] = {}  # the time of the last turn of each 
 
 def beat(program: str) -> None:
     """Records a turn of this thread's loop in TANDEM_ALIVE_DIR; does nothing if the variable is not
-    set. A program with several loops counts as alive as long as the slowest of them."""
+    set. For a program with several loops, the recorded time is the time of the loop whose last turn
+    is the oldest."""
     if directory := os.environ.get(VARIABLE):
         now = time.time()
         _turns[threading.current_thread()] = now
@@ -77,8 +78,8 @@ def _problem_path(program: str, directory: Path) -> Path:
 
 
 def silence(program: str, directory: Path) -> str | None:
-    """A message if the last turn of `program`'s loop is too long ago, else None; also None if the
-    loop has not begun."""
+    """A message if the last turn of `program`'s loop is too long ago. None if the loop runs, or if
+    it has not begun."""
     longest = LONGEST_SECONDS[program_kind(program)]
     with suppress(FileNotFoundError):
         if (age := time.time() - (directory / f"{program}.alive").stat().st_mtime) > longest:
@@ -91,7 +92,7 @@ def in_thread[T](action: Callable[[], T], beat: Callable[[], object], seconds: f
     an error of `beat`, the thread is abandoned.
 
     Args:
-        beat: called by this thread until `action` ends.
+        beat: called in the calling thread until `action` ends.
         seconds: the time between two calls of `beat`.
     """
     future = Future[T]()

@@ -1,5 +1,5 @@
-"""Decides which requests a server without a key may answer: those of programs on this machine, but
-not those of another site's page in a browser on this machine."""
+"""Decides which requests a server without a key may answer: requests of programs on this machine.
+It may not answer requests from a web page of another site in a browser on this machine."""
 
 import ipaddress
 import re

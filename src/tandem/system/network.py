@@ -1,5 +1,5 @@
-"""This machine's addresses; whether two processes reach one another over loopback; and the data
-that was lost on the way to another machine."""
+"""Finds this machine's addresses, whether two processes can reach one another over loopback, and
+connections to other machines that lose data."""
 
 import array
 import fcntl
@@ -16,8 +16,8 @@ from tandem.errors import InvalidInput
 
 LOOPBACK = "127.0.0.1"
 _BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-# Addresses for documentation (RFC 5737, RFC 3849). The route to these addresses is the route to all
-# other networks.
+# Addresses that are reserved for documentation (RFC 5737, RFC 3849). No host has them, so the route
+# to them is the default route, which leads to all other networks.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 
@@ -44,8 +44,9 @@ def own_address(host: str, port: int = 80) -> str:
 
 
 def reachable_address() -> str:
-    """The address by which other machines most likely reach this one: the address of the interface
-    that leads to other networks, else the address of this machine's name, else loopback."""
+    """The address by which other machines most likely reach this machine: the address of the
+    interface that leads to other networks. If there is none, the address of this machine's name; if
+    there is none either, loopback."""
     for elsewhere in _ELSEWHERE:
         with suppress(OSError):
             return own_address(elsewhere)
@@ -55,7 +56,8 @@ def reachable_address() -> str:
 
 
 def interface_addresses() -> list[tuple[str, str]]:
-    """(interface, address) of this network namespace, without link-local IPv6 addresses."""
+    """All addresses in this network namespace, as (interface, address), without link-local IPv6
+    addresses."""
     buffer = array.array("B", bytes(40 * 256))  # struct ifreq of 64-bit Linux
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("iP", len(buffer), buffer.buffer_info()[0])  # struct ifconf
@@ -75,9 +77,9 @@ def interface_addresses() -> list[tuple[str, str]]:
 
 def host_address(chosen: str | None) -> tuple[str, str]:
     """The address by which other hosts reach this host, and the address's interface. The address is
-    `chosen`; else the address of the interface that leads to other networks; else the first address
-    that is not loopback. No name is looked up. Raises InvalidInput if `chosen` is not an address of
-    this host, or the host has none."""
+    `chosen`. If `chosen` is None, it is the address of the interface that leads to other networks;
+    if there is none, the first address that is not loopback. No name is looked up. Raises
+    InvalidInput if `chosen` is not an address of this host, or the host has none."""
     known = interface_addresses()
     names = ", ".join(f"{address} ({interface})" for interface, address in known)
     if chosen is None:
@@ -102,8 +104,8 @@ def host_address(chosen: str | None) -> tuple[str, str]:
 
 
 def check_interface_names() -> None:
-    """Raises InvalidInput if an environment variable with which Gloo or NCCL choose their interface
-    names an interface that this host does not have."""
+    """Raises InvalidInput if GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names an interface that this
+    host does not have."""
     known = sorted({name for name, _ in interface_addresses()})
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")
@@ -127,9 +129,9 @@ about 1.5 s."""
 
 
 def lost_data(addresses: Collection[str]) -> dict[str, str]:
-    """Address -> problem, for those of `addresses` to which this network namespace has TCP
-    connections with data that the peer does not acknowledge. Connections of exited processes count
-    too."""
+    """A description of the problem for each address in `addresses` to which this network namespace
+    has TCP connections with data that the peer does not acknowledge. Connections of processes that
+    have exited also count."""
     known = {ipaddress.ip_address(address): address for address in addresses}
     tries = defaultdict[str, list[int]](list)
     for table in ("tcp", "tcp6"):
@@ -150,7 +152,8 @@ def lost_data(addresses: Collection[str]) -> dict[str, str]:
 
 
 def _address(digits: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The address in the notation of /proc/net/tcp: 32-bit words in the machine's byte order."""
+    """The address whose notation in /proc/net/tcp is `digits`: 32-bit words in the machine's byte
+    order."""
     words = (int(digits[at : at + 8], 16) for at in range(0, len(digits), 8))
     address = ipaddress.ip_address(b"".join(struct.pack("=I", word) for word in words))
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None

@@ -17,7 +17,8 @@ from typing import Any
 
 from tandem.errors import TandemError
 
-# A driver, a GPU or a container may lack a single feature, which is not a failure.
+# Errors that only mean that the driver, the GPU or the container does not support a feature. These
+# errors are not failures of the driver.
 _NO_ANSWER = (
     "NOT_SUPPORTED",
     "NO_PERMISSION",
@@ -57,8 +58,8 @@ class Gpu:
 
 
 class Driver:
-    """NVML, open from construction (which may raise DriverFailed) to `close`. Handles are valid in
-    between. Without a driver every answer is None."""
+    """An open NVML. The constructor opens it and may raise DriverFailed; `close` closes it. Handles
+    are valid until `close`. On a machine without a driver, every answer is None."""
 
     def __init__(self) -> None:
         self.nvml: Any = None

@@ -1,6 +1,5 @@
-"""Opening files that other programs wrote: only regular files, and no links in the path.
-
-A program that writes to the volume may put a link, a FIFO or a device in the place of a file. A
+"""Opens files that other programs wrote, but only regular files without links in their paths. Every
+program that can write to the volume could put a link, a FIFO or a device in the place of a file. A
 plain `open` would follow the link to this process's own files, or wait for ever at the FIFO.
 """
 
@@ -14,7 +13,7 @@ from typing import Literal
 Links = Literal["none", "above", "any"]
 """The links that a path may contain. `above`: links in place of directories, in places where no
 other user can write.
-`any`: also a link in place of the file, as in the hub's cache of models."""
+`any`: also a link in place of the file itself, as in the hub's cache of models."""
 
 _DIRECTORY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a FIFO does not wait for a writer

@@ -7,7 +7,7 @@ bound to the port, without listening, until the holder closes it:
 - a process that asks for this port number gets EADDRINUSE, unless it sets SO_REUSEADDR; then Linux
   allows the bind while no socket *listens* on the port. Servers (asyncio, uvicorn, vLLM, torch's
   TCPStore) set SO_REUSEADDR. So the program that was given the number can listen while the holder
-  holds the port, and from then on no other process can;
+  holds the port, and once it listens, no other process can listen on the port;
 - an abstract Unix socket in the network namespace, whose name contains the number, prevents two
   Tandem processes from holding the same port."""
 

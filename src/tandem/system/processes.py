@@ -37,8 +37,8 @@ class Process:
 
 
 def die_with_parent(parent: int | None = None, sig: signal.Signals = signal.SIGKILL) -> None:
-    """Makes the kernel send this process `sig` when its parent dies. Sends the signal immediately
-    if the parent is no longer `parent` (a pid)."""
+    """Makes the kernel send the signal `sig` to this process when its parent dies. If the parent's
+    pid is no longer `parent`, sends the signal immediately."""
     _prctl(_PR_SET_PDEATHSIG, int(sig))
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), sig)
@@ -104,11 +104,11 @@ def marked(variable: str, value: str) -> list[Process]:
 
 
 def reap_orphans(known: Collection[int] = ()) -> None:
-    """Collects the exit status of adopted children. `known`: children that other code waits for,
-    which are left alone."""
+    """Collects the exit status of adopted children. `known`: pids of children for which other code
+    waits; this function does not collect them."""
     with suppress(ChildProcessError):
-        # A cheap check for the usual case that there is nothing to do, because a container calls
-        # this several times a second.
+        # This check is cheap and covers the usual case that no child has ended. The function is
+        # called several times a second.
         if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
         for process in all_processes():
@@ -119,9 +119,9 @@ def reap_orphans(known: Collection[int] = ()) -> None:
 def kill_all(
     find: Callable[[], list[Process]], *, timeout: float, known: Collection[int] = ()
 ) -> list[Process]:
-    """Sends SIGKILL to the processes that `find` returns until none of them is alive. Repeats,
-    because a process may fork while it is killed. Returns the processes that are still alive after
-    `timeout` seconds, in uninterruptible sleep.
+    """Sends SIGKILL to all processes that `find` returns, and repeats this until none of them is
+    alive, because a process may fork before it is killed. Returns the processes that are still
+    alive after `timeout` seconds, in uninterruptible sleep.
 
     Args:
         known: see `reap_orphans`.

@@ -1,7 +1,7 @@
-"""The header of a safetensors file: read, checked and written, without torch.
+"""Reads, checks and writes the header of a safetensors file, without torch.
 
-A file is an 8-byte little-endian length, that much JSON, then the bytes of the tensors:
-https://huggingface.co/docs/safetensors/index#format
+A file consists of three parts: the length of the header as 8 bytes in little-endian order, the
+header as JSON, and the bytes of the tensors: https://huggingface.co/docs/safetensors/index#format
 """
 
 import json
@@ -86,7 +86,7 @@ def lay_out(
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + math.prod(shape) * DTYPES[dtype][1]
         listed[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-    # PEFT's own files carry this metadata; some readers refuse a file without it.
+    # PEFT's own files have this metadata, and some readers refuse a file without it.
     text = json.dumps({_METADATA: {"format": "pt"}} | listed, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text

@@ -1,4 +1,4 @@
-"""Following text files to which other processes append, line by line."""
+"""Follows text files, line by line, to which other processes append."""
 
 import os
 from contextlib import suppress
@@ -16,8 +16,8 @@ _MOST = 1 << 24
 
 
 class Tail:
-    """Reads the text that was appended to `path` since the last call, even if the file was
-    truncated, or rotated by a rename."""
+    """Follows the file `path`: each call of `lines` returns the lines that were appended since the
+    last call, even if the file was truncated, or rotated by a rename."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self.path = path

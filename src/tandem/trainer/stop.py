@@ -12,8 +12,8 @@ log = Log("runner")
 
 LONGEST_PAUSE_SECONDS = 30.0
 OTHER_ERROR_SECONDS = 60.0
-"""Seconds for which an OSError is retried that the volume did not cause. After that, a new runner
-must settle the job."""
+"""Seconds for which an action is retried after an OSError that the volume did not cause. After
+that, a new runner must settle the job."""
 
 
 class Stop:
@@ -39,11 +39,12 @@ class Stop:
         errors: tuple[type[Exception], ...] = (TandemError, OSError),
         until: str = "the volume is back",
     ) -> T | None:
-        """The result of `action`, which is retried after `errors`: the volume is full, gone or
-        read-only.
+        """The result of `action`. If `action` raises one of `errors`, for example because the
+        volume is full, gone or read-only, it is called again after a pause.
 
-        Returns None if the runner is asked to stop meanwhile. Raises errors that are not retriable,
-        and after OTHER_ERROR_SECONDS an OSError that the volume did not cause.
+        Returns None if `action` fails after the runner was asked to stop. An error that is not
+        retriable is raised immediately. An OSError that the volume did not cause is raised after
+        OTHER_ERROR_SECONDS.
 
         Args:
             what: the action's name in the log, which gets a line when the action first fails and a

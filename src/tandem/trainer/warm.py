@@ -1,5 +1,6 @@
-"""`python -m tandem.trainer.warm`: keeps the base model's files in this node's page cache and their
-volume mounted. The ranks of a job's new pods then read them from memory. Runs until SIGTERM."""
+"""`python -m tandem.trainer.warm`: keeps the base model's files in this node's page cache, and
+keeps their volume mounted. The ranks of a job's new pods then read the files from memory. Runs
+until SIGTERM."""
 
 import signal
 import time
@@ -15,15 +16,16 @@ from tandem.system.plain_files import open_plain
 log = Log("warm")
 
 EVERY_SECONDS = 600.0
-"""Other programs' files push these out. Pages that are still there cost a copy each time."""
+"""Seconds between two reads of all files. Other programs' files push the model's files out of the
+page cache. Each read copies the pages that are still in the cache, so it costs time."""
 ABSENT_SECONDS = 30.0
 BLOCK_BYTES = 8 * 2**20
 
 
 def read_model(model: str, done: Event) -> int:
-    """Reads all files of the model's directory, or of the hub name's snapshot; returns their bytes.
-    Ends early once `done` is set. Downloads nothing. Raises InvalidInput if they are not there, and
-    OSError."""
+    """Reads all files of the model's directory, or of the hub name's snapshot; returns the number
+    of bytes read. Ends early once `done` is set. Downloads nothing. Raises InvalidInput if the
+    files are not on this node, and OSError."""
     block, size = bytearray(BLOCK_BYTES), 0
     for path in base_model_files(model_directory(model, cached=True)):
         with open_plain(path, links="any") as file:

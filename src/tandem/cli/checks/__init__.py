@@ -1,5 +1,5 @@
-"""All checks of `tandem doctor`, `tandem preflight` and `tandem smoke reach`: the question, the
-commands that ask it, and the remedy."""
+"""All checks of `tandem doctor`, `tandem preflight` and `tandem smoke reach`. Each check has a
+question, the commands that ask the question, and a remedy."""
 
 from collections.abc import Iterator
 
@@ -64,13 +64,14 @@ def selected(command: Command) -> list[Check]:
 
 
 def questions(command: Command) -> str:
-    """The questions of a command's checks, for its help."""
+    """The questions of a command's checks, for the command's help text."""
     return "It asks: " + " ".join(check.asks for check in selected(command))
 
 
 def answers(asked: Asked) -> Iterator[Answer]:
-    """The answers of all checks of `asked.command`. A check that raises has failed. If a service
-    does not answer, it may not have been started yet."""
+    """The answers of all checks of `asked.command`. A check that raises an error has failed. If a
+    service does not answer, the answer is only a warning, because the service may not have been
+    started yet."""
     for check in selected(asked.command):
         failed = False
         try:
@@ -90,8 +91,8 @@ def answers(asked: Asked) -> Iterator[Answer]:
 
 
 def _full(check: Check, asked: Asked, error: VolumeFull) -> Answer:
-    """The answer of a check that found the volume full. For `tandem preflight` on a volume with a
-    spool it is a warning, because the programs start and wait for space."""
+    """The answer of a check that found the volume full. In `tandem preflight`, on a volume with a
+    spool, the answer is a warning, because the programs start and wait for space."""
     if asked.command is Command.PREFLIGHT and (asked.settings.root / "spool.json").exists():
         remedy = "the programs start, and wait until there is space"
         return Answer("warn", check.name, error.message, remedy)

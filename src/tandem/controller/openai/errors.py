@@ -15,8 +15,8 @@ _CODES = {"unauthorized": "invalid_api_key", "invalid_input": "invalid_value"}
 
 
 class BadRequest(InvalidInput, http_status=400):
-    """A request that OpenAI's API refuses, or that this deployment can't do. `code`: OpenAI's word,
-    or a similar one."""
+    """The error for a request that OpenAI's API refuses, or that this deployment can't carry out.
+    `code`: OpenAI's code for the error, or a similar code if OpenAI has none."""
 
     def __init__(self, message: str, *, param: str | None, code: str = "invalid_value") -> None:
         super().__init__(message, field=param)
@@ -42,8 +42,8 @@ def openai_error(
 
 
 def at_param(error: TandemError, param: str) -> TandemError:
-    """The same error with `param`, the client's name of the wrong parameter, as its field. The
-    message keeps Tandem's name of the field."""
+    """A copy of the error whose field is `param`, the client's name of the wrong parameter. The
+    message has Tandem's name of the field."""
     message = f"{error.field}: {error.message}" if error.field else error.message
     found = type(error)(message, field=param)
     found.code = error.code

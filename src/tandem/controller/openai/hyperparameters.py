@@ -10,15 +10,16 @@ from tandem.data.chain_plan import RATES, DPOTraining, SFTTraining
 from tandem.spool.schema import PreferenceLoss
 from tandem.spool.schema.tuning import Hyperparameters, Tuning, TuningMethod
 
-# By OpenAI's cookbook ("Data preparation and analysis for chat model fine-tuning").
+# These numbers are from OpenAI's cookbook ("Data preparation and analysis for chat model
+# fine-tuning").
 TARGET_EPOCHS, MOST_AUTO_EPOCHS = 3, 25
 TARGET_EXAMPLES = 100, 25_000
 AUTO_BATCH, STEPS_PER_EPOCH = 32, 16
 AUTO_BETA = 0.1
 CHECKPOINT_EVERY = 100
 SLICE_BYTES = 16 * 2**20
-"""Approximate bytes of the lines that one job trains. The controller parses and packs all lines of
-a job together."""
+"""The approximate size, in bytes, of the lines that one job trains. It is limited because the
+controller parses and packs all lines of a job together."""
 ROW_SLOTS = 2048
 SHORTEST_ROW = 256
 
@@ -50,7 +51,8 @@ def resolved(given: Hyperparameters, method: TuningMethod, examples: int) -> Hyp
 
 
 def checkpoint_every(batch: int, examples: int, size: int) -> int:
-    """Optimizer steps per job: one epoch, or fewer if the epoch is long or its lines are large.
+    """The number of optimizer steps of each job: the steps of one epoch, or fewer if the epoch has
+    many steps or large lines.
 
     Args:
         batch: examples of one optimizer step.
@@ -63,9 +65,10 @@ def checkpoint_every(batch: int, examples: int, size: int) -> int:
 
 
 def row_length(longest: int, tokens: int, steps: int, positions: int) -> int:
-    """Slots of a row: a power of two that holds the longest example. The row also holds the tokens
-    of one optimizer step, up to ROW_SLOTS; more would stay empty, because a row has only tokens of
-    one step.
+    """The number of slots of a row: a power of two into which the longest example fits, or
+    `positions` if that is less. Rows are longer if one optimizer step has more tokens than the
+    longest example, up to ROW_SLOTS. Still longer rows would have empty slots, because a row has
+    only tokens of one optimizer step.
 
     Args:
         longest: tokens of the longest example.

@@ -13,7 +13,7 @@ from tandem.system.plain_files import open_plain
 
 LINE_BYTES = 4 * 2**20
 FORMATS = {"supervised": "messages", "dpo": "preference"}
-"""`tandem.data.formats`' names."""
+"""The names of the formats in `tandem.data.formats`."""
 _OURS = re.compile(rf"file-{ULID}\.jsonl line (\d+)[.:]? *")
 _CODE = "invalid_file_format"
 _KEYS = {
@@ -30,8 +30,8 @@ _HINTS = {
 
 
 def check_lines(path: Path) -> tuple[TuningMethod, int]:
-    """The method that the file is for, and the number of its non-blank lines. BadRequest names the
-    first bad line."""
+    """The method that the file is for, and the number of its non-blank lines. Raises BadRequest
+    that names the first bad line."""
     method: TuningMethod | None = None
     count, number = 0, 0
     with open_plain(path) as file:
@@ -112,8 +112,7 @@ def _check_shapes(path: Path, method: TuningMethod) -> None:
 
 
 def in_lines(error: InvalidInput) -> str:
-    """The error with a message that begins with the line number instead of the name of Tandem's
-    file."""
+    """The message of an error, in which the line number replaces the name of Tandem's file."""
     return _OURS.sub(r"line \1: ", str(error), count=1)
 
 

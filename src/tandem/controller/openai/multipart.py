@@ -1,4 +1,5 @@
-"""The body of an upload: `multipart/form-data`, whose file goes to the volume as it arrives."""
+"""Parses the body of an upload (`multipart/form-data`). The file in the body is written to the
+volume as it arrives."""
 
 from pathlib import Path
 from typing import BinaryIO
@@ -17,8 +18,8 @@ NAME_CHARACTERS = 255
 
 
 class Form:
-    """The parts of a form. `file` was written to `path`; `fields` has the other parts, `filename`
-    the file's name without directories."""
+    """The parts of a form. The part `file` is written to `path`. `fields` has the other parts, and
+    `filename` has the file's name without directories."""
 
     def __init__(self, path: Path, boundary: bytes) -> None:
         self.fields = dict[str, str]()

@@ -1,5 +1,5 @@
-"""Reads the progress of a fine-tuning from the run and the jobs of its chain: status, names,
-events, checkpoints, metrics. Nothing here changes the volume."""
+"""Reads the progress of a fine-tuning from its run and from the jobs of its chain: status, names,
+events, checkpoints and metrics. This module changes nothing on the volume."""
 
 import csv
 import io
@@ -18,18 +18,19 @@ from tandem.spool.schema.tuning import Tuning, TuningPlan
 _RESULTS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy")
 _MORE_RESULTS = ("learning_rate",)
 _LOSSES = {"step": ("training", "train_loss"), "evaluated": ("validation", "full_valid_loss")}
-"""Type of event -> the name of the loss in it, and OpenAI's name of that metric."""
+"""Type of an event -> the word for its loss in messages, and OpenAI's name of the metric."""
 
 
 def model_name(deployment: Deployment, tuning: Tuning, step: int) -> str:
-    """`ft:<base>:<organization>:<suffix>:<run>@<step>`. vLLM serves the last part."""
+    """The model's name in OpenAI's API: `ft:<base>:<organization>:<suffix>:<run>@<step>`. The last
+    part, `<run>@<step>`, is the model's name in vLLM."""
     base = slug(deployment.base_model.rstrip("/").rsplit("/", 1)[-1], 64)
     return f"ft:{base}:{ORGANIZATION}:{slug(tuning.suffix or '', 64)}:{tuning.run}@{step}"
 
 
 def slug(text: str, most: int) -> str:
-    """The text with each run of characters other than letters, digits and dots replaced by a dash,
-    cut to `most` characters."""
+    """The text, cut to `most` characters, in which a dash replaces each series of characters other
+    than letters, digits and dots."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", text)[:most].strip("-.")
 
 
@@ -40,8 +41,8 @@ def run_name(tuning_id: str, suffix: str | None) -> str:
 
 
 def part_id(tuning: Tuning, part: int, pauses: int) -> str:
-    """The id of the job of one part of the chain. A pause cancels the waiting job; after it, the
-    part gets a new job with another id."""
+    """The id of the job of one part of the chain. A pause cancels the queued job of a part. After
+    the pause, the part gets a new job with another id."""
     again = f".{pauses}" if pauses else ""
     return f"{tuning.id}.{part:05}{again}"
 
@@ -54,7 +55,7 @@ def slices_of(plan: TuningPlan) -> list[Slice]:
 
 
 def part_jobs(spool: Spool, tuning: Tuning, part: int) -> list[tuple[JobState, Job]]:
-    """The jobs of a part, oldest first: more than one after a pause."""
+    """The jobs of a part, oldest first. A part has several jobs if the fine-tuning was paused."""
     found = []
     for pauses in range(tuning.pauses + 1):
         with suppress(NotFound):
@@ -76,7 +77,7 @@ def steps_made(spool: Spool, tuning: Tuning) -> int:
 
 
 def status_of(spool: Spool, tuning: Tuning) -> str:
-    """OpenAI's word."""
+    """The fine-tuning's status, as a word of OpenAI's API."""
     if tuning.end is not None:
         return tuning.end.status
     if tuning.cancelled is not None:
@@ -100,14 +101,14 @@ def job_events(spool: Spool, tuning: Tuning) -> list[tuple[Slice, Job, list[Even
         if not jobs:
             with suppress(NotFound, CheckpointDamaged):
                 if steps_made(spool, tuning) > part.number:
-                    continue  # its jobs were removed in between
+                    continue  # the part's jobs were removed meanwhile
             break
     return found
 
 
 def measured(spool: Spool, tuning: Tuning) -> dict[int, dict[str, float]]:
-    """OpenAI's metrics of each optimizer step. If a step ran in several attempts, the last
-    counts."""
+    """OpenAI's metrics of each optimizer step. If a step ran in several attempts, the metrics of
+    the last attempt count."""
     rows: dict[int, dict[str, float]] = {}
     for part, _, events in job_events(spool, tuning):
         for event in events:
@@ -203,7 +204,7 @@ def tuning_events(spool: Spool, tuning: Tuning) -> list[dict[str, Any]]:
 
 
 def checkpoints_of(deployment: Deployment, tuning: Tuning) -> list[dict[str, Any]]:
-    """OpenAI's checkpoints that exist, newest first."""
+    """The fine-tuning's checkpoints that exist, as objects of OpenAI's API, newest first."""
     found: list[dict[str, Any]] = []
     if tuning.plan is None:
         return found

@@ -83,7 +83,7 @@ def list_files(
         ids.reverse()
     found: list[dict[str, Any]] = []
     for upload_id in after_id(ids, after):
-        with suppress(NotFound):  # the file was deleted in between
+        with suppress(NotFound):  # the file was deleted meanwhile
             upload = deployment.spool.uploads.get(upload_id)
             if purpose in (None, upload.purpose):
                 if len(found) == limit:

@@ -106,7 +106,7 @@ def _method(request: CreateTuning) -> tuple[TuningMethod, Hyperparameters]:
 
 
 def _origin(deployment: Deployment, model: str) -> Origin | None:
-    """The checkpoint that the name of a fine-tuned model stands for; None for the base model."""
+    """The checkpoint with this name of a fine-tuned model; None for the base model."""
     if model == VLLMS_BASE or deployment.is_base_model(model):
         return None
     code = "model_not_available"
@@ -179,7 +179,7 @@ def list_tunings(
     found: list[dict[str, Any]] = []
     spool = deployment.spool
     for tuning_id in after_id(spool.tunings.ids(), after):
-        with suppress(NotFound):  # the fine-tuning was removed in between
+        with suppress(NotFound):  # the fine-tuning was removed meanwhile
             tuning = spool.tunings.get(tuning_id)
             if not (wanted.items() <= (tuning.metadata or {}).items()):
                 continue
@@ -270,8 +270,8 @@ def resume_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
 def _change(
     deployment: Deployment, job_id: str, update: Callable[[Tuning], Tuning], *, refuse: str
 ) -> Tuning:
-    """Changes the job's record by `update`. Raises BadRequest if the job has already ended, except
-    as `refuse` allows."""
+    """Changes the job's record by `update`. Raises BadRequest if the job has already ended, unless
+    its status is `refuse`."""
     tuning = deployment.spool.tunings.change(job_id, update)
     if tuning.end is not None and tuning.end.status != refuse:
         problem = f"{job_id} has ended already: {tuning.end.status}"

@@ -1,9 +1,8 @@
-"""The thread that advances fine-tunings. The thread validates their files, creates their runs,
-submits the jobs of their chains (each while the job before it trains), and ends them.
-
-All of its state is on the volume: each round compares the record with the run and its jobs, and
-takes the next step. If a controller dies between any two calls, the next controller continues at
-the same point.
+"""The thread that advances fine-tunings. The thread validates the files of a fine-tuning, creates
+its run, submits the jobs of its chain (each job while the previous job trains), and records its
+end. All state of the thread is on the volume. Each round compares the fine-tuning's record with the
+run and the run's jobs, and takes the next step. If a controller dies at any point, the next
+controller continues at the same point.
 """
 
 import threading
@@ -42,12 +41,13 @@ from tandem.system.logs import Log
 
 EndStatus = Literal["succeeded", "failed", "cancelled"]
 OPEN_CHAINS = 2
-"""The number of chains whose files stay open between jobs; the files of other chains are parsed
-again."""
+"""The number of chains whose files stay open and parsed between jobs. The files of other chains are
+parsed again for each job."""
 POLL_SECONDS = 1.0
 _LONGEST_PAUSE = 10.0
 _CHUNK, _CHUNK_BYTES = 256, 4 * 2**20
-"""The most examples that are rendered together, and the approximate bytes of their lines."""
+"""The most examples that are rendered together, and the most bytes (approximately) of their
+lines."""
 _REST = 4.0
 """The pause after a round over all fine-tunings, as a multiple of the round's duration. The pause
 keeps the volume and the interpreter mostly free, however many fine-tunings there are."""
@@ -67,8 +67,7 @@ class Tuner:
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
         self._ended = set[str]()
-        # Open files of the fine-tunings that train. The controller opens the files again after a
-        # restart.
+        # The chains with open files, of the fine-tunings that train.
         self._chains: dict[str, ChainPlan] = {}
         # Finished plans that could not be written to the record yet, because the volume refused the
         # write. Plans are kept because measuring again takes minutes.
@@ -110,7 +109,7 @@ class Tuner:
             log.warning("can't carry a fine-tuning on now", id=tuning_id, problem=problem)
 
     def advance(self, tuning: Tuning) -> None:
-        """Does the fine-tuning's next step, if there is one."""
+        """Takes the next step of the fine-tuning, if there is one to take now."""
         asking.set(tuning.submitted_by or "")
         try:
             if tuning.cancelled is not None:
@@ -135,8 +134,8 @@ class Tuner:
             self._fail(tuning, "server_error", message)
 
     def _cancel(self, tuning: Tuning) -> None:
-        """Ends the fine-tuning once all of its jobs have ended. Jobs are cancelled here too, in
-        case the controller died before the route cancelled them."""
+        """Ends the fine-tuning once all of its jobs have ended. Jobs are cancelled here too,
+        because the controller may have died before the route cancelled them."""
         if not cancel_jobs(self._deployment.spool, tuning):
             self._end(tuning, "cancelled")
 
@@ -215,7 +214,7 @@ class Tuner:
         return training_file, validation_file
 
     def _open(self, tuning: Tuning, values: Hyperparameters, **more: int) -> ChainPlan:
-        """The chain, with its files opened and their lines parsed."""
+        """The fine-tuning's chain, with its files opened and the files' lines parsed."""
         spool = self._deployment.spool
         uploads = [one for one in self._uploads(tuning) if one is not None]
         for one in uploads:
@@ -227,8 +226,8 @@ class Tuner:
             raise _bad_file(tuning, error) from error
 
     def _train(self, tuning: Tuning, plan: TuningPlan) -> None:
-        """Keeps one job in training and one waiting behind it, until all parts have succeeded and
-        vLLM serves the last one."""
+        """Submits jobs so that one job trains and the next job waits in the queue. When all parts
+        have succeeded, calls `_complete`."""
         spool = self._deployment.spool
         done = steps_made(spool, tuning)
         if done >= plan.parts:
@@ -249,7 +248,7 @@ class Tuner:
                 except Conflict:
                     if part == done:
                         raise
-                    return  # the part before it has ended since the last look
+                    return  # the state of the previous part has changed meanwhile
 
     def _state(self, tuning: Tuning, part: int) -> JobState | None:
         """The state of the part's job; None if the job has yet to be submitted. Raises _Failed if
@@ -267,7 +266,8 @@ class Tuner:
                 if steps_made(self._deployment.spool, tuning) <= part:
                     raise _Failed("conflict", f"the run {tuning.run} was rolled back")
                 return state
-        # After a pause has cancelled jobs, new jobs of the part have other ids.
+        # A job that a pause has cancelled does not count: after the pause, the part gets a job with
+        # another id.
         last = jobs[-1][1].spec.id if jobs else ""
         return "cancelled" if last == part_id(tuning, part, tuning.pauses) else None
 
@@ -304,8 +304,8 @@ class Tuner:
             raise _Failed("step_refused", f"vLLM can't serve it: {refused.reason}")
 
     def _write_results(self, tuning: Tuning) -> str:
-        """Writes the result file. The file's id is derived from the fine-tuning's id, so that the
-        file is written once."""
+        """Writes the result file. The file's id is derived from the fine-tuning's id, so that a
+        repeated call does not make a second file."""
         spool = self._deployment.spool
         rows = measured(spool, tuning)
         content = results(rows)
@@ -324,8 +324,8 @@ class Tuner:
 
     def _change(self, tuning: Tuning, **update: Any) -> None:
         """Changes the record, unless the client has paused, resumed or cancelled the fine-tuning
-        since the record was
-        read. In that case the jobs' state may be the effect of the client's request."""
+        since the record was read. If the client has done so, the state of the jobs that led to this
+        change may be the effect of the client's request."""
 
         def changed(now: Tuning) -> Tuning:
             same = _steered(now) == _steered(tuning)
@@ -344,8 +344,8 @@ class Tuner:
 
 
 def spec_of(deployment: Deployment, tuning: Tuning) -> RunSpec:
-    """The run that the fine-tuning trains. The run's creation day is the date with which its lines
-    are rendered."""
+    """The run that the fine-tuning trains. The run's creation time is the fine-tuning's, because
+    the run's creation day is the date with which its lines are rendered."""
     rank = min(LoraShape().rank, deployment.settings.max_lora_rank)
     request = CreateRun(name=tuning.run, lora=LoraShape(rank=rank), seed=tuning.seed)
     spec = run_spec(deployment, request)

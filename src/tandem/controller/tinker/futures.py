@@ -1,4 +1,4 @@
-"""Finds the results of logged requests, for clients that ask for their futures."""
+"""Finds the results of logged requests. Clients ask for these results as futures."""
 
 import time
 from collections.abc import Mapping
@@ -22,8 +22,9 @@ from tandem.spool.schema import (
     VoidRequest,
 )
 
-# A missing request number holds up all later requests of the model. If a client sends requests in
-# parallel, the missing request arrives soon.
+# Seconds after which a missing request gets a void request in its place. A missing request number
+# delays all later requests of the model. If the client sends requests in parallel, the missing
+# request usually arrives soon.
 GAP_SECONDS = 60.0
 SNAPSHOT = "~"
 """The prefix of the names of checkpoints that the client did not name; the sampler's number follows
@@ -34,8 +35,8 @@ SNAPSHOT_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A request without a result yet; `reason` says why in words, and is empty while the request is
-    computed."""
+    """The outcome of a request that has no result yet. `reason` is the reason in words; it is empty
+    while the request is being computed."""
 
     reason: str = ""
 
@@ -102,7 +103,8 @@ class Futures:
         return kind | {"path": str(SavedPath(model, "sampler", request.name))}
 
     def _unserved(self, run: str, step: int) -> Outcome | None:
-        """The reason why the step is not served; None once vLLM serves it, or has served it."""
+        """The outcome to report while vLLM does not serve the step; None once vLLM serves this step
+        or a later step of the run."""
         spool = self._deployment.spool
         served = spool.served.get(run)
         if served is not None and served.step >= step:
@@ -113,8 +115,8 @@ class Futures:
         return Unfinished("vLLM loads the checkpoint and verifies it")
 
     def _waiting(self, model: Name) -> Outcome:
-        """The reason why the request has no result. If the client never sent a request with a lower
-        number, logs a void request in its place after GAP_SECONDS."""
+        """The outcome of a request without a result, with the reason. If a request with a lower
+        number is missing for GAP_SECONDS, logs a void request in its place."""
         spool, run = self._deployment.spool, model.run
         if (ended := spool.sessions.ended(model.session)) is not None:
             return Failure(f"the session has ended: {ended.reason}", "user")

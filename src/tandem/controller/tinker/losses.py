@@ -1,5 +1,5 @@
-"""Turns a pass of Tinker's API into a request of the log, and explains which losses are not
-served."""
+"""Turns a pass of Tinker's API into a request for the session's request log. Has the reasons why
+some losses are not served."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +18,8 @@ UNSERVED = {
 
 
 def pack_pass(deployment: Deployment, asked: Pass) -> tuple[PassRequest, Callable[[Path], str]]:
-    """The request as it is logged, and the function that writes its arrays. Raises InvalidInput
-    with the wrong field."""
+    """The request for the log, and the function that writes the request's arrays. Raises
+    InvalidInput with the wrong field."""
     if asked.loss in UNSERVED:
         raise InvalidInput(f"{asked.loss} is not served: {UNSERVED[asked.loss]}", field="loss_fn")
     config = dict[str, float]()

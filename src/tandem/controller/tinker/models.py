@@ -1,4 +1,4 @@
-"""A session's models. Each model is a run, whose requests are on the volume in the client's
+"""A session's models. Each model is a run, and the run's requests are on the volume in the client's
 order."""
 
 import os
@@ -34,7 +34,8 @@ def base_name(deployment: Deployment, name: str, field: str = "base_model") -> s
     tokenizer. Raises InvalidInput if `name` is another model.
 
     Args:
-        name: the deployment's base model as the client names it, for example its name on the hub.
+        name: the name under which the client asks for the base model, for example its name on the
+            hub.
         field: the field of the error.
     """
     own = deployment.base_model
@@ -75,7 +76,7 @@ def make_model(
 
     Args:
         base_model: the base model's name in the form that the client sent.
-        seed: the run's seed; None: a random one.
+        seed: the run's seed; None: a random seed.
     """
     spool = deployment.spool
     spool.sessions.check_open(model.session)
@@ -86,7 +87,7 @@ def make_model(
     spool.sessions.put_model(model.session, model.number, ClientModel(base_model=base_model))
     seed = int.from_bytes(os.urandom(4)) if seed is None else seed
     spec = run_spec(deployment, CreateRun(name=model.run, lora=lora, seed=seed))
-    with suppress(Conflict):  # a repeated request draws another seed
+    with suppress(Conflict):  # the run exists: a repeated request has another random seed
         make_run(deployment, spec.model_copy(update={"session": model.session}))
 
 
@@ -117,9 +118,9 @@ def trained_parts(spec: RunSpec) -> dict[str, Any]:
 
 
 class Numbers:
-    """The numbers of requests. A client counts a model's requests from 1. Creation from a
-    checkpoint is a request without a client's number. The request comes first on the volume, which
-    shifts all later numbers by 1."""
+    """The numbers of requests. A client counts a model's requests from 1. If a model is created
+    from a checkpoint, the load of the checkpoint is a request to which the client gives no number.
+    This request is number 1 on the volume, so the client's request n has number n + 1."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
@@ -131,7 +132,7 @@ class Numbers:
             try:
                 first = self._deployment.spool.requests.get(run, 1).request
             except NotFound:
-                return seq  # no number is remembered: the load may still be under way
+                return seq  # nothing is cached, because the load may not have been logged yet
             self._loaded[run] = int(isinstance(first, LoadRequest))
         return seq + self._loaded[run]
 
@@ -140,7 +141,7 @@ class Numbers:
 
         Args:
             seq: the client's number of the request.
-            reason: why it was refused; cut to 1,000 characters.
+            reason: why the request was refused; cut to 1,000 characters.
         """
         self.fill(run, self.logged(run, seq), reason)
 

@@ -1,6 +1,6 @@
 """Names in Tinker's API. The package makes some of them itself, so their form is fixed.
 
-A session's model `<session>:train:<n>` is the run `<session>-train-<n>`; its sampler is
+A session's model `<session>:train:<n>` is the run `<session>-train-<n>`. A session's sampler is
 `<session>:sample:<n>`. A request's id is its model's or sampler's name, a colon, and its number.
 """
 
@@ -11,7 +11,7 @@ from tandem.errors import InvalidInput, NotFound
 
 Group = Literal["weights", "sampler"]
 CREATED = "new"
-"""Takes the place of a request's number for the creation of a model."""
+"""The word in place of a request's number, in the id of a request that creates a model."""
 _NAME = r"([0-9a-z]{26}):(train|sample):([0-9]{1,9})"
 _is_name = re.compile(_NAME).fullmatch
 _is_request = re.compile(rf"{_NAME}:(new|[0-9]{{1,19}})").fullmatch
@@ -54,7 +54,7 @@ def sampler_of(text: str, field: str = "sampling_session_id") -> Name:
 
 
 def model_of_run(run: str) -> str | None:
-    """The name of the model whose run this is; None if the run belongs to no session."""
+    """The name of the model that belongs to a run; None if the run belongs to no session."""
     name = run.replace("-train-", ":train:")
     return name if _is_name(name) else None
 

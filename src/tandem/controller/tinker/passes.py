@@ -1,4 +1,5 @@
-"""Reads a body of `forward_backward`: protobuf, optionally compressed by zstd, becomes arrays."""
+"""Reads the body of a `forward_backward` request. The body is protobuf, optionally compressed by
+zstd, and becomes arrays."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ _WINDOW_BYTES = 2**27
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass. `config` has numbers, and texts for losses that read texts."""
+    """One forward pass, with or without a backward pass. `config`: the settings of the loss, which
+    are numbers or texts."""
 
     model_id: str
     seq: int
@@ -38,10 +40,9 @@ class Pass:
     message: Any
 
     def data(self, names: tuple[str, ...], needed: bool) -> list[Datum]:
-        """The pass's data. `names`: the arrays that each datum has besides its targets, its factors
-        first; `names`: the arrays of each datum beside its targets, its factors first;
-        `needed`: whether a missing array is an error. Raises InvalidInput with the field, such as
-        `data.3.loss_fn_inputs.weights`."""
+        """The pass's data. `names`: the arrays that each datum has besides its targets; the first
+        name is the array of the factors on the items' losses. `needed`: whether a missing array is
+        an error. Raises InvalidInput with the field, such as `data.3.loss_fn_inputs.weights`."""
         if len(self.message.data) > MOST_DATA:
             problem = f"{len(self.message.data)} are more than {MOST_DATA} in one request"
             raise InvalidInput(f"{problem}; send several", field="data")
@@ -49,7 +50,8 @@ class Pass:
 
 
 def read_pass(content_type: str, encoding: str, body: bytes, most: int) -> Pass:
-    """The pass in a body. Raises InvalidInput if it is not a pass, RequestTooLarge if it is larger.
+    """The pass in a body. Raises InvalidInput if the body is not a pass, and RequestTooLarge if the
+    message has more than `most` bytes.
 
     Args:
         encoding: the header Content-Encoding.
@@ -85,7 +87,7 @@ def _decompressed(body: bytes, most: int) -> bytes:
         with zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(
             body
         ) as reader:
-            # A frame's header may contain a wrong size, so the size is not used.
+            # The size in a frame's header may be wrong, so it is not used.
             content = reader.read(most + 1)
     except zstandard.ZstdError as error:
         raise InvalidInput(f"the body is not zstd: {error}", field="body") from error
@@ -142,7 +144,7 @@ def _tokens(chunks: Any, field: str) -> Int32:
 
 
 def _tensor(message: Any, length: int, field: str) -> NDArray[Any]:
-    """[length]."""
+    """A tensor's values, one for each token: [length]."""
     if message.HasField("sparse_csr"):
         raise InvalidInput("sparse tensors are not read here; send a dense one", field=field)
     if (dtype := _DTYPES.get(message.dtype)) is None:

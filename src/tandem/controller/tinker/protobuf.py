@@ -1,5 +1,5 @@
-"""The protobuf messages of Tinker's API that the server reads and writes: names, numbers and types
-of their fields. Fields that are not listed are skipped."""
+"""The protobuf messages of Tinker's API that the server reads and writes, with the names, numbers
+and types of their fields. Fields that are not listed here are skipped when a message is read."""
 
 from typing import Any
 
@@ -108,7 +108,7 @@ def _describe() -> descriptor_pb2.FileDescriptorProto:
 
 
 def _add_map(message: Any, name: str, field: str, number: int, kind: str) -> None:
-    """A map is a repeated message of keys and values."""
+    """Adds a map field. In protobuf, a map is a repeated message with the fields key and value."""
     entry = "".join(part.capitalize() for part in field.split("_")) + "Entry"
     nested = message.nested_type.add(name=entry)
     nested.options.map_entry = True

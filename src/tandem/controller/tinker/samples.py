@@ -1,5 +1,5 @@
-"""Samples in progress, in memory only. After a restart of the controller, a client is told that its
-request is gone, and sends it again."""
+"""Samples in progress, in memory only. After a restart of the controller, a client that asks for a
+sample gets the answer that its request is gone, and sends the request again."""
 
 import asyncio
 import time
@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from tandem.errors import InvalidInput, TandemError
 
 MOST = 20_000
-# Seconds for which a fetched result is kept, because the client asks again if its connection broke.
+# Seconds for which a result is kept after a client has fetched it, because a client whose
+# connection broke asks again.
 TAKEN_SECONDS = 60.0
 # Seconds for which a result is kept that no client has asked for.
 LEFT_SECONDS = 900.0
@@ -17,8 +18,8 @@ _SWEEP_SECONDS = 10.0
 
 
 class TooManySamples(TandemError, code="too_many_samples", http_status=429):
-    """Raised when clients ask for more samples than are kept at the same time. Clients then send
-    the same request again later."""
+    """The error if clients ask for more samples than are kept at the same time. Clients send the
+    same request again later."""
 
 
 @dataclass(eq=False)
@@ -52,7 +53,7 @@ class SampleFutures:
 
         Args:
             session: the session whose end cancels the sample.
-            digest: a hash of the request, by which a repeated request is known.
+            digest: a hash of the request, by which a repeated request is recognised.
             sample: begins the sample; its result is the answer's body.
         """
         self._sweep()
@@ -64,7 +65,8 @@ class SampleFutures:
         if len(self._samples) >= MOST:
             raise TooManySamples(f"{MOST} samples are on their way; send it again later")
         task = asyncio.create_task(sample(), name=request_id)
-        # `wait` reports the task's error; without this line, Python would warn if no client asks.
+        # `wait` reports the task's error; without this callback, Python would warn if no client
+        # asks for the result.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         self._samples[request_id] = _Sampling(session, digest, task)
 

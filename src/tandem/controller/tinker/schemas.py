@@ -1,5 +1,5 @@
-"""Bodies of Tinker's API in JSON. Bodies that train or sample accept no other keys than these,
-because an unknown key would be silently ignored."""
+"""Bodies of Tinker's API in JSON. In bodies that train or sample, a key that is not listed here is
+an error, because its effect would otherwise be missing without a notice."""
 
 from typing import Annotated, Any, Literal
 
@@ -107,8 +107,9 @@ class SaveForSampler(Record):
 
 
 class LoadWeights(Record):
-    """Loads weights into a model that was just created (`model_id`, `seq_id`), or creates the model
-    with them (`session_id`, `model_seq_id`)."""
+    """The body of `load_weights`. With `model_id` and `seq_id`, it asks to load weights into an
+    existing model, which is refused. With `session_id` and `model_seq_id`, it asks to create a
+    model with the weights."""
 
     model_id: Text | None = None
     seq_id: Seq | None = None

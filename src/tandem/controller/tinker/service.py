@@ -22,9 +22,10 @@ from tandem.controller.tinker.vllm import SampleFailed, VllmSampler
 from tandem.errors import TandemError
 from tandem.vllm_client.names import BASE_MODEL_NAME
 
-# The package waits 45 s for an answer.
+# Seconds for which the server waits for a result before it answers that there is none yet. The
+# package waits 45 s for an answer.
 HOLD_SECONDS = 30.0
-# Seconds between two looks at the volume, at first and after a while.
+# Seconds between two looks at the volume, at first and after _SOON_SECONDS.
 _LOOK_SECONDS, _LATER_LOOK_SECONDS, _SOON_SECONDS = 0.02, 0.1, 5.0
 _THREADS = 8
 
@@ -48,7 +49,8 @@ class TinkerApi:
         self.futures = Futures(deployment, self.numbers)
         self.samples = SampleFutures()
         self._sampler = VllmSampler(deployment.settings)
-        # Waits get their own threads, so that they do not queue behind heavy requests.
+        # Calls that wait for results have their own threads, so that they do not queue behind heavy
+        # requests.
         self.threads = anyio.CapacityLimiter(_THREADS)
 
     async def close(self) -> None:
@@ -68,8 +70,8 @@ class TinkerApi:
         return encode_sample(await self._sampler.sample(of.model, request, want))
 
     async def result(self, request_id: str) -> Response:
-        """The answer to a client that asks for its future. The answer is held until there is a
-        result, but not for longer than the client waits."""
+        """The answer to a client that asks for a request's result. The method waits for a result
+        for at most HOLD_SECONDS, a shorter time than the client waits for an answer."""
         asked = request_of(request_id)
         if asked.of.kind == "sample":
             return await self._sampled(request_id)

@@ -1,5 +1,5 @@
-"""Samples at vLLM by token ids: turns a request of Tinker's API into vLLM's, and vLLM's answer
-back."""
+"""Samples at vLLM by token ids. Turns a request of Tinker's API into a request to vLLM, and vLLM's
+answer into Tinker's form."""
 
 import asyncio
 import time
@@ -17,12 +17,13 @@ from tandem.data.packed_format import Float32
 from tandem.errors import InvalidInput, TandemError
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 3600.0
-# An idle connection is closed before vLLM closes it, after 5 s.
+# Seconds after which an idle connection is closed. vLLM would close it after 5 s.
 _KEPT_SECONDS = 4.0
-# Seconds for which requests are repeated. vLLM's restarts and sleeps fit into this time; the client
-# sees only a slow request.
+# Seconds for which a request is repeated while vLLM does not answer. A restart or a sleep of vLLM
+# takes less time, so the client sees only a slow request.
 PATIENCE_SECONDS = 600.0
-# Seconds for a vLLM that has just started to load its adapters.
+# Seconds for which a request is repeated while vLLM does not have the model, for example because it
+# has just started and still loads adapters.
 LOADING_SECONDS = 60.0
 _LENGTH_SECONDS = 60.0  # how long vLLM's context length is remembered
 _AGAIN_STATUSES = (408, 429, 502, 503, 504)
@@ -47,8 +48,9 @@ class _NotLoaded(_Again):
 class VllmSampler:
     """Samples by vLLM's `/v1/completions`, for one event loop.
 
-    httpx is not used: its pool walks all connections for each request, and clients sample by the
-    thousand (docs/performance.md, Sampling beside training).
+    httpx is not used, because its connection pool goes through all connections for each request,
+    and clients send thousands of requests at the same time (docs/performance.md, Sampling beside
+    training).
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -66,7 +68,7 @@ class VllmSampler:
         self, model: str, request: SampleRequest, want: Callable[[], Awaitable[None]]
     ) -> SampleResult:
         """The samples. Waits while vLLM starts, sleeps or loads the model. Raises SampleFailed if
-        vLLM refuses.
+        vLLM refuses the request, or if the wait takes too long.
 
         Args:
             model: the model's name in vLLM.

@@ -1,5 +1,5 @@
 """The publisher's program (`python -m tandem.inference.publisher`): publishes checkpoints to the
-vLLM server beside it until SIGTERM."""
+vLLM server on the same machine until SIGTERM."""
 
 import os
 import signal
@@ -24,7 +24,8 @@ POLL_SECONDS = 0.5
 
 
 def main() -> None:
-    """Waits for the spool and for vLLM, in either order. Exits 2 on wrong settings."""
+    """Waits for the spool and for vLLM, in either order, and then publishes until SIGTERM. Exits
+    with status 2 if the settings are wrong."""
     configure()
     # The handler exits immediately, because the publisher may die at any point without harm.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -58,8 +59,9 @@ def main() -> None:
 
 
 def _publisher_lock(spool: Spool, replica: str | None) -> AbstractContextManager[None]:
-    """The lock of the only publisher, or of one replica's publisher. Raises SpoolUnusable if the
-    spool has publishers of both kinds, because each would overwrite the other's announcements."""
+    """The lock of the spool's only publisher; with `replica`, the lock of this replica's publisher.
+    Raises SpoolUnusable if the spool has publishers of both kinds, because each would overwrite the
+    other's announcements."""
     if replica is None:
         if others := ", ".join(spool.replicas.fresh()):
             raise SpoolUnusable(

@@ -19,23 +19,24 @@ from tandem.vllm_client.client import InferenceFailed, InferenceRefused, VllmCli
 log = Log("publisher")
 
 FileStats = tuple[tuple[str, int, int, int], ...]
-"""Path, size, modification time and inode of each file; any change of a file alters them."""
+"""Path, size in bytes, modification time in ns and inode of each file. Any change of a file alters
+one of these values."""
 
 TRIES = 3
-"""How many times vLLM may answer 500 before the checkpoint counts as refused."""
+"""How many times vLLM may answer with status 500 before the checkpoint counts as refused."""
 TRY_AGAIN_SECONDS = 30.0
-"""The pause before a checkpoint is tried again that was refused because vLLM answered 500. The
-pause doubles each time."""
+"""Seconds before a checkpoint is tried again if it was refused because vLLM answered with status
+500. The pause doubles with each further refusal."""
 LONGEST_PAUSE_SECONDS = 3600.0
 VISIBLE_SECONDS = 60.0
-"""Seconds after a checkpoint was made during which a missing file may still become visible on this
-machine, as on NFS."""
+"""Seconds for which a file of a new checkpoint may be missing on this machine, because NFS may show
+new files late. After this time, a missing file counts as damage."""
 
 
 @dataclass
 class ServedCheckpoint:
-    """A checkpoint that vLLM lists under `path` and that was verified. `told`: whether its job's
-    events contain `served`."""
+    """A checkpoint that vLLM lists under `path` and that was verified. `told`: whether the event
+    `served` has been written to the events of the checkpoint's job."""
 
     path: Path
     record: Served
@@ -50,12 +51,12 @@ class ServedCheckpoint:
 
 
 class CheckpointRefused(Exception):
-    """This checkpoint can't be served. The message says why."""
+    """A checkpoint can't be served. The message gives the reason."""
 
 
 class CheckpointNotVisible(Exception):
-    """Files of this new checkpoint are not visible yet. The message says how the publisher
-    continues."""
+    """Files of a new checkpoint are not visible yet. The message says until when the publisher
+    tries again."""
 
 
 @dataclass
@@ -86,7 +87,8 @@ class CheckpointLoader:
     """The number of checkpoints that this object tried to load and verify."""
 
     def server_lost(self) -> None:
-        """Forget everything, including refusals, which may have been the server's fault."""
+        """Forget all served checkpoints and all refusals, because the lost server may have caused
+        the refusals."""
         self._served.clear()
         self._refused.clear()
         self.transport.server_lost()
@@ -106,11 +108,13 @@ class CheckpointLoader:
         return sorted(records, key=lambda record: -record.step)
 
     def serve(self, run: RunSpec, step: int, name: str) -> ServedCheckpoint:
-        """Load and verify a checkpoint, unless both are done. Raises CheckpointRefused.
+        """Load and verify a checkpoint, unless it is already loaded and verified. Raises
+        CheckpointRefused.
 
         Raises CheckpointNotVisible for a new checkpoint whose files are missing. The publisher
         tries such a checkpoint again in every turn. A refused checkpoint is tried again when its
-        files change, when the server is lost and, if vLLM answered 500, after a pause.
+        files change, or when vLLM's server is lost. If it was refused because vLLM answered with
+        status 500, it is also tried again after a pause.
 
         Args:
             name: the model's name in vLLM, `<run>@<step>`.
@@ -124,7 +128,7 @@ class CheckpointLoader:
                 and served.record.manifest == identity
                 and self._lists(name, served.path)
             ):
-                return served  # reading a manifest with its probe takes milliseconds, in every turn
+                return served  # saves the milliseconds that reading a manifest takes, in every turn
             manifest = self.spool.checkpoints.manifest(run.name, step)
             path = self.transport.copies.path(name, manifest, run)
         except CheckpointDamaged as error:
@@ -162,7 +166,7 @@ class CheckpointLoader:
         return served
 
     def unload(self, name: str, *, deleted: bool = False) -> None:
-        """Unload a name. `deleted`: whether its run is gone."""
+        """Unload the model with this name. `deleted`: whether its run was deleted."""
         self.transport.unload(name, deleted=deleted)
         self._served.pop(name, None)
 

@@ -11,8 +11,8 @@ _EVERY = ("0.0.0.0", "::")
 
 
 def vllm_place(settings: Settings) -> VllmPlace:
-    """The host and port of vLLM: the host of TANDEM_INFERENCE_URL if other machines can use it,
-    else this machine's address."""
+    """The address of vLLM's host: the host in TANDEM_INFERENCE_URL if other machines can use it; if
+    that host means this machine itself (loopback or 0.0.0.0), this machine's address."""
     host = str(urlsplit(settings.resolved_inference_url).hostname)
     here = is_loopback(host) or host in _EVERY
     return VllmPlace(address=reachable_address() if here else host, network=network_name())

@@ -1,10 +1,10 @@
 """Follows the runs on the spool: loads each run's newest good checkpoints into vLLM, and unloads
-old ones. Runs that were trained or sampled last come first, so that after a restart they don't wait
-for unused runs.
+old checkpoints. Runs that were trained or sampled last come first, so that after a restart they
+don't wait for runs that nobody uses.
 
-The publisher compares the spool with vLLM's list of models, and does the missing loads and unloads.
-The publisher's own memory only saves work, so the publisher and vLLM may die and start again at any
-time.
+The publisher compares the spool with vLLM's list of models, and carries out the loads and unloads
+that are missing. The publisher keeps no state that it needs after a restart: its memory only saves
+repeated work. So the publisher and vLLM may die and start again at any time.
 """
 
 import time
@@ -90,8 +90,8 @@ class Publisher:
         self._troubles: dict[str, str] = {}
 
     def once(self) -> bool:
-        """Do all missing loads and unloads, for every run. Returns False if vLLM sleeps or can't be
-        reached."""
+        """Carry out all missing loads and unloads, for every run. Returns False if vLLM sleeps or
+        can't be reached."""
         try:
             why_not = self._shared.turn() if self._shared is not None else ""
             self._log_change("awake", why_not and f"vLLM sleeps: {why_not}", log.info)
@@ -121,8 +121,8 @@ class Publisher:
         self._records.turn_begins()
         if self._transport.refresh() or not self._records_checked:
             self._records_checked = self._withdraw_records()
-            # vLLM or this publisher has just started: the older steps of one run must not delay
-            # another run.
+            # vLLM or this publisher has just started. First the newest step of each run is loaded,
+            # so that the older steps of one run do not delay another run.
             if self._keep > 1:
                 self._publish_all(keep=1)
         wanted = self._publish_all(self._keep)
@@ -141,13 +141,13 @@ class Publisher:
         wanted: dict[str, set[str]] = {}
         # Run -> the time of the last change of its checkpoints before it was published.
         published: dict[str, float] = {}
-        again = False  # whether the last load was for a run that already had its turn
+        again = False  # whether the last load was for a run that already had a turn
         while (changed := self._changes()).keys() - published.keys():
             loads = self._loader.loads
             for run in sorted(changed, key=lambda run: -max(changed[run], self._usage.last(run))):
-                # Between two loads of other runs, a run may have one more turn. Otherwise a run
-                # whose steps are made faster than vLLM loads them would keep the other runs
-                # waiting, and this loop would not end.
+                # Between two loads of other runs, a run may be published only once more. Without
+                # this limit, a run whose steps are made faster than vLLM loads them would keep the
+                # other runs waiting, and this loop would not end.
                 if published.get(run) == changed[run] or (again and run in published):
                     continue
                 liveness.beat("publisher")
@@ -173,7 +173,8 @@ class Publisher:
                     changes[run] = self._spool.checkpoints.changed(run)
             except (TandemError, ValidationError, OSError) as error:
                 self._log_change(run, f"run {run} can't be published: {error}")
-        # vLLM holds merged weights of one run only. The other runs come from an earlier deployment.
+        # vLLM has the merged weights of only one run. The other runs were made under an earlier
+        # deployment.
         if self._weights == "merged" and len(changes) > 1:
             run = max(changes, key=lambda run: self._specs[run].created)
             return {run: changes[run]}
@@ -215,7 +216,7 @@ class Publisher:
         if run in self._specs or not is_run_name(run) or not self._transport.copies.has(path):
             return False
         try:
-            self._spool.check()  # without its volume every run looks deleted
+            self._spool.check()  # without its volume, every run looks deleted
             self._spool.runs.directory(run)
         except NotFound:
             return True
@@ -224,14 +225,15 @@ class Publisher:
         return False
 
     def _is_in_chain(self, name: str) -> bool:
-        """Whether the step is in its run's chain. A step that was removed by age counts too, a step
-        that a rollback discarded does not."""
+        """Whether the step is in its run's chain of checkpoints. A step whose checkpoint was
+        removed because of its age also counts as in the chain. A step that a rollback discarded
+        does not count."""
         run = run_of(name)
         try:
             return run in self._specs and int(
                 name.rpartition("@")[2]
             ) <= self._spool.checkpoints.newest(run)
-        except (TandemError, OSError):  # the run was deleted in between
+        except (TandemError, OSError):  # the run was deleted meanwhile
             return True
 
     def _withdraw_records(self) -> bool:
@@ -247,15 +249,15 @@ class Publisher:
         return True
 
     def _publish_run(self, run: RunSpec, keep: int) -> set[str]:
-        """Have the newest `keep` good steps of a run served by vLLM. Returns the steps' names,
-        which must stay loaded."""
+        """Have the newest `keep` good steps of a run served by vLLM. Returns the names of these
+        steps, which must stay loaded."""
         wanted = self._records.keep(run.name)
         kept: list[Served] = []  # the newest first
-        # The newest refused step above the kept ones.
+        # The newest refused step, if it is newer than all kept steps.
         refused: Refused | None = None
-        # If steps are refused, older steps are tried, at most two extra steps per turn. If no step
-        # can be served, the next turn continues with older steps, because refused steps are
-        # remembered.
+        # If steps are refused, older steps are tried, at most two more steps per turn than `keep`.
+        # If no step can be served, the next turn continues with older steps: it remembers the
+        # refused steps and loads them no more.
         most_steps, most_loads = keep + 2, self._loader.loads + keep + 2
         invisible = ""
         for looked, step in enumerate(reversed(self._spool.checkpoints.steps(run.name))):
@@ -300,7 +302,8 @@ class Publisher:
         return loaded
 
     def _serves(self, run: str, kept: list[Served]) -> list[Served]:
-        """The steps that vLLM serves: `kept`, then older steps that are still loaded."""
+        """The steps that vLLM serves: the steps in `kept`, followed by older steps that are still
+        loaded."""
         return kept + [old for old in self._loader.serving(run) if old.step < kept[-1].step]
 
     def _served(self, run: str) -> Served | None:

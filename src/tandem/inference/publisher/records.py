@@ -1,5 +1,5 @@
 """The publisher's records of served steps, if the spool has only one vLLM. (`replica.py` has the
-records of one of several.)"""
+records for one of several vLLM servers.)"""
 
 from collections.abc import Collection, Sequence
 from typing import Protocol
@@ -17,11 +17,11 @@ class Records(Protocol):
         """The newest step of a run that this vLLM serves, according to the records."""
 
     def put(self, run: str, serves: Sequence[Served], refused: Refused | None) -> None:
-        """Records what this vLLM serves of a run.
+        """Records which steps of a run this vLLM serves.
 
         Args:
-            serves: the steps that it serves, newest first; empty: it serves nothing of the run.
-            refused: a newer step that it has refused; None: it has refused none.
+            serves: the steps that vLLM serves, newest first; empty: vLLM serves no step of the run.
+            refused: a newer step that was refused; None: no newer step was refused.
         """
 
     def tell(self, run: str, served: ServedCheckpoint) -> None:
@@ -39,10 +39,11 @@ class Records(Protocol):
         restart of vLLM."""
 
     def turn_begins(self) -> None:
-        """Called before vLLM's list is read."""
+        """Called before the publisher reads vLLM's list of models."""
 
     def turn_done(self, runs: Collection[str]) -> None:
-        """Called when vLLM serves the right steps of `runs`, which are all runs."""
+        """Called at the end of a turn, when vLLM serves the right steps of all runs. `runs`: the
+        names of all runs."""
 
 
 class OnlyServer:
@@ -85,7 +86,7 @@ class OnlyServer:
                 self._spool.served.withdraw(run)
 
     def turn_begins(self) -> None:
-        """Nobody asks."""
+        """Nothing to do, because the only server has no readiness."""
 
     def turn_done(self, runs: Collection[str]) -> None:
         """Nothing to do: no other replica waits."""
@@ -96,7 +97,7 @@ def tell_job(spool: Spool, job: str, served: Served) -> None:
     however often the checkpoint is loaded."""
     with spool.job_lock(job):
         events = spool.events.read(job)
-        # A job without events has had its records removed.
+        # If a job has no events, its records were removed.
         if events and not any(event.type == "served" for event in events):
             told = {
                 "step",

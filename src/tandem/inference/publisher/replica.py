@@ -3,12 +3,12 @@ answer.
 
 A replica is *ready* when it serves every announced step. The replica's vLLM answers requests only
 while the replica is ready (`inference.server.readiness`). No step is announced before every ready
-replica has verified it. A replica becomes ready, or stops being ready, under the same lock under
-which steps are announced. So no client asks a ready replica for a step that it lacks, and with
-merged weights no client gets an answer from an older step.
+replica has verified it. One lock protects three actions: a replica becomes ready, a replica stops
+being ready, and a step is announced. So no client asks a ready replica for a step that it lacks,
+and with merged weights no client gets an answer from an older step.
 
-The permission ends by itself before the other replicas consider this one dead. So if a publisher
-stops, or loses the volume, its vLLM stops answering.
+vLLM's permission to answer ends by itself before the other replicas consider this replica dead. So
+if a publisher stops, or loses the volume, its vLLM stops answering.
 """
 
 import os
@@ -38,9 +38,10 @@ BEAT_SECONDS = 2.0
 """Seconds between two renewals of a living replica's record, and between two reads of the other
 replicas' records."""
 LEASE_SECONDS = DEAD_SECONDS / 2
-"""Seconds for which vLLM answers requests after the last renewal."""
+"""Seconds for which vLLM answers requests after the last renewal of its permission."""
 DRAIN_SECONDS = READY_MARGIN_SECONDS
-"""Seconds for which vLLM still answers requests after the proxy was told to send none."""
+"""Seconds for which vLLM still answers requests after the proxy was told to send it no more
+requests."""
 
 
 class Member:
@@ -64,13 +65,16 @@ class Member:
             beat=time.time(),
             why="it starts",
         )
-        # Times of the monotonic clock, which is the same for vLLM on this machine.
+        # Times by the monotonic clock of this machine, which vLLM on the same machine also uses.
         self._beaten = self._lease = 0.0
-        # The vLLM process whose list was read in this turn, and the process that became ready.
+        # The ids of two vLLM processes: the process that answered in this turn, and the process
+        # that became ready.
         self._asked = self._joined = ""
-        # Run -> step that others serve and this replica does not -> the time since when, monotonic.
+        # For each run, the steps that other replicas serve and this replica does not, each with the
+        # monotonic time since which this replica is behind.
         self._behind: dict[str, dict[int, float]] = {}
-        # Run -> the verified steps that their jobs were told about.
+        # For each run, the verified steps for which the event `served` was written to the step's
+        # job.
         self._told: dict[str, set[tuple[int, str]]] = {}
         self._trouble = ""
         with self._replicas.lock():
@@ -93,7 +97,8 @@ class Member:
             self._announce(run)
 
     def tell(self, run: str, served: ServedCheckpoint) -> None:
-        """Nothing to do: the replica that announces a step informs its job."""
+        """Nothing to do here, because the replica that announces a step writes the event to the
+        step's job."""
 
     def keep(self, run: str) -> set[str]:
         announced = self._spool.served.get(run)
@@ -176,8 +181,9 @@ class Member:
                 self._trouble = str(error)
 
     def beat(self) -> None:
-        """Renew the record. Stop being ready if the server is about to stop, or lags behind. Then
-        announce for each run the steps on which the ready replicas agree."""
+        """Renew this replica's record. Stop being ready if the server is about to be stopped, or if
+        this replica lags behind the others. Then announce for each run the steps on which the ready
+        replicas agree."""
         self._spool.check()
         with self._replicas.lock():
             if self._record.ready and time.monotonic() - self._beaten > DEAD_SECONDS - 5:
@@ -201,8 +207,8 @@ class Member:
         return ""
 
     def _lag(self) -> str:
-        """The reason why the other replicas should continue without this one; empty if there is
-        none."""
+        """The reason why the other replicas should continue without this replica; empty if there is
+        no reason."""
         others = [
             name
             for name, record in self._replicas.living().items()
@@ -234,8 +240,8 @@ class Member:
         return max((served.step for served in record.steps if has(run, served)), default=-1)
 
     def _leave(self, why: str) -> None:
-        """Stop being ready, in this order: inform the proxy, make vLLM refuse requests, and let the
-        other replicas stop waiting."""
+        """Stop being ready in three steps: inform the proxy, then make vLLM refuse requests, then
+        record that this replica is not ready, so that the other replicas no longer wait for it."""
         self._tell_vllm(min(self._lease, time.monotonic() + DRAIN_SECONDS))
         if time.monotonic() >= self._lease:
             self._set(ready=False, why=why)
@@ -258,8 +264,8 @@ class Member:
         self._replicas.put(self._record)
 
     def _renew(self) -> bool:
-        """Let vLLM answer requests for LEASE_SECONDS after the record was written. Returns False if
-        vLLM is gone, or another process runs in its place."""
+        """Let vLLM answer requests until LEASE_SECONDS after the last write of the record. Returns
+        False if vLLM is gone, or if another vLLM process has taken its place."""
         return self._tell_vllm(self._beaten + LEASE_SECONDS, self._joined)
 
     def _tell_vllm(self, until: float, instance: str | None = None) -> bool:

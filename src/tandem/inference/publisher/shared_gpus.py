@@ -1,20 +1,22 @@
 """Controls a vLLM that shares its GPUs with the trainer. vLLM sleeps while a trainer holds the
-GPUs, and is awake otherwise.
+GPUs, and is awake at all other times.
 
-The publisher alone puts vLLM to sleep and wakes it. The runner asks for the GPUs by a hold with the
-phase `sleeping`, and gives them back by removing the hold, which works even on a full volume. The
-publisher answers in a record (`SharedVllm`). The publisher looks for a hold only between its own
-turns. So vLLM never falls asleep while something is loaded into it, which matters because an
-adapter that is loaded into a sleeping vLLM ends the engine.
+The publisher alone puts vLLM to sleep and wakes it. The runner asks for the GPUs by writing a hold,
+the record `jobs/hold.json`, with the phase `sleeping`. The runner gives the GPUs back by removing
+the hold; a removal works even on a full volume. The publisher answers in a record (`SharedVllm`).
+The publisher looks for a hold only between its own turns, never during a load. So vLLM never falls
+asleep while an adapter is being loaded: loading an adapter into a sleeping vLLM would end the
+engine.
 
 A hold is live while its runner holds the runner lock and has renewed the hold within
-`TANDEM_LEASE_SECONDS` (`spool/locks.py`). A runner that starts again has another name. Under a live
-hold no program wakes vLLM, starts it or loads an adapter. The publisher wakes a vLLM that sleeps
-without a live hold. Before that, the publisher waits until the memory in use is back at the hold's
-floor, or until the hold's deadline has passed. If vLLM is awake, a lost hold is removed
-immediately, because the memory in use is vLLM's. A publisher that starts again finds the hold and
-its predecessor's answer, and continues. A vLLM that still sleeps `TANDEM_VLLM_STALL_SECONDS` after
-the last hold can't be woken, so `tandem up` restarts it.
+`TANDEM_LEASE_SECONDS` (`spool/locks.py`). A runner that starts again has another name, so its
+predecessor's hold is not live. Under a live hold no program wakes vLLM, starts it or loads an
+adapter. The publisher wakes a vLLM that sleeps without a live hold. Before it wakes vLLM, the
+publisher waits until the memory in use is back at the hold's floor, or until the hold's deadline
+has passed. If vLLM is already awake, a hold whose runner is lost is removed immediately, because
+the memory in use is vLLM's. A publisher that starts again finds the hold and its predecessor's
+answer, and continues. If vLLM still sleeps `TANDEM_VLLM_STALL_SECONDS` after the last hold, it
+can't be woken, and `tandem up` restarts it.
 """
 
 import time
@@ -45,8 +47,8 @@ class LentGpus:
         self._trouble = ""
 
     def turn(self) -> str:
-        """Act on the hold, or wake vLLM if no hold is live, and record vLLM's state. Returns "" if
-        vLLM is awake and stays awake until the next call, else the reason why not.
+        """Act on the hold, or wake vLLM if no hold is live, and record vLLM's state. Returns an
+        empty string if vLLM is awake and stays awake until the next call; if not, the reason.
 
         Raises the errors of VllmClient if vLLM can't be woken.
         """
@@ -79,8 +81,8 @@ class LentGpus:
         time.sleep(seconds)
 
     def _answer_hold(self, hold: Hold) -> None:
-        """Answers once per hold. If vLLM dies after the answer, the vLLM that starts afterwards is
-        not put to sleep."""
+        """Answers a hold that has no answer yet. Each hold is answered only once: if vLLM dies
+        after the answer, the vLLM that starts afterwards is not put to sleep."""
         if same_attempt(self._answer, hold):
             return
         self._answer = None
@@ -92,12 +94,12 @@ class LentGpus:
 
     def _put_to_sleep(self) -> tuple[Literal["asleep", "gone", "refused"], str]:
         """The outcome, with a reason if vLLM does not sleep."""
-        # A vLLM that is still starting checked for a hold before this hold existed, and would wake
-        # up beside the job.
+        # A vLLM that is still starting looked for a hold before this hold existed, so it would
+        # become awake while the job has the GPUs.
         if not self._client.healthy():
             return "refused", "vLLM stopped being ready"
         try:
-            # asleep already, if a killed publisher put it to sleep
+            # vLLM may sleep already, because a killed publisher put it to sleep
             if not self._client.is_sleeping():
                 self._client.sleep()
             if self._client.is_sleeping():
@@ -110,7 +112,8 @@ class LentGpus:
         return "gone", failure
 
     def _ensure_awake(self, hold: Hold | None) -> str:
-        """Clear a stale hold and wake vLLM. Returns the reason if that is not possible yet.
+        """Clear a hold that is not live, and wake vLLM. Returns the reason if vLLM can't be woken
+        yet, and an empty string if vLLM is awake.
 
         The method waits, over several calls, until the memory of the lost trainer is back at the
         hold's floor, or until the hold's deadline has passed. Then the method wakes vLLM. If vLLM
@@ -126,8 +129,8 @@ class LentGpus:
                     " bytes are in use"
                 )
             # The hold is removed before the wake, because the watchdog restarts a vLLM that can't
-            # wake only if there is no hold. A volume that refuses the removal is no reason to stay
-            # asleep.
+            # be woken, but only if there is no hold. If the volume refuses the removal, vLLM is
+            # woken nevertheless.
             with suppress(SpoolUnusable):
                 self._spool.hold.clear()
         if self._client.is_sleeping():

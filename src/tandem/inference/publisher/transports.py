@@ -1,15 +1,16 @@
 """Brings a checkpoint's weights into vLLM, as an adapter (`LoraTransport`) or as vLLM's own weights
 (`MergedTransport`).
 
-`TANDEM_WEIGHTS` chooses between the two. Their methods may raise the errors of `VllmClient`.
-docs/architecture.md, "How to add something", lists what a further way for whole weights needs.
+`TANDEM_WEIGHTS` chooses the transport. The methods of both classes may raise the errors of
+`VllmClient`. docs/architecture.md, "How to add something", lists the parts that a new transport for
+whole weights needs.
 
 vLLM (0.32) reads an adapter's files again after it has evicted the adapter from its cache, and its
-engine ends if the files are gone. So vLLM loads copies on this machine, which a rollback or an
-unreachable volume does not affect. A copy's path contains a hash of its content. From the path, a
-new publisher recognises the checkpoint in vLLM's list, even if a rollback has replaced it under the
-same name. vLLM's prefix cache also distinguishes the two by the path
-(`VllmClient.prefix_cache_keyed_by_path`).
+engine ends if the files are gone. So vLLM loads copies of the adapters on this machine. A rollback
+or an unreachable volume does not affect the copies. A copy's path contains a hash of its content.
+vLLM lists the path of each adapter, so a restarted publisher recognises which checkpoint vLLM has,
+even if a rollback has replaced the checkpoint under the same name. vLLM's prefix cache also
+distinguishes the old and the new checkpoint by the path (`VllmClient.prefix_cache_keyed_by_path`).
 """
 
 import hashlib
@@ -43,11 +44,12 @@ log = Log("publisher")
 
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 FLUSH_SECONDS = 30.0
-"""Seconds that one attempt waits for the requests of a replaced adapter to end, if the adapter's
-cached blocks could be reused."""
+"""The longest time, in seconds, that a load waits until the requests of a replaced adapter have
+ended. The load waits only if vLLM could reuse the old adapter's cached blocks for the new
+adapter."""
 BEAT_SECONDS = 10.0
-"""Seconds between two liveness beats in work that may take longer than the liveness probe allows
-for one turn of the publisher."""
+"""Seconds between two liveness beats during long work. Without these beats, the liveness probe
+would consider a publisher dead whose turn takes too long."""
 
 
 def copies_directory(root: Path, url: str) -> Path:
@@ -69,9 +71,9 @@ class AdapterCopies:
         return Path(path).parent == self._directory
 
     def path(self, name: str, manifest: Manifest, run: RunSpec) -> Path:
-        """The path of this checkpoint's copy, whether it exists or not. A run of all weights has no
-        copy; its path only identifies its weights. Raises CheckpointDamaged if the manifest lists
-        no adapter."""
+        """The path of this checkpoint's copy, whether it exists or not. For a run that trains all
+        weights no copy is made, and the path only identifies the weights. Raises CheckpointDamaged
+        if the manifest lists no adapter."""
         content = manifest.weights_sha256
         if run.lora is not None:
             for file in ADAPTER_FILES:
@@ -96,8 +98,8 @@ class AdapterCopies:
         )
         if path.is_dir():
             try:
-                # After a power loss files may be empty, and a cleaner of TMPDIR may have removed
-                # some.
+                # After a power loss, files of the copy may be empty. A program that cleans TMPDIR
+                # may have removed files.
                 if path not in self._checked or not _have_sizes(path, files):
                     verify_files(path, files)
                 self._checked.add(path)
@@ -127,8 +129,8 @@ class AdapterCopies:
 
         Args:
             listed: the paths of the models that vLLM lists.
-            in_use: returns names of models. Their copies stay, because running requests use them
-                and vLLM may read them again.
+            in_use: returns the names of models that running requests use. The copies of these
+                models stay, because vLLM may read them again.
             older_than: seconds since vLLM last used a copy.
         """
         unused = []
@@ -147,8 +149,8 @@ class AdapterCopies:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Renames a copy before it removes it, so that after a kill no partial copy is mistaken for
-        a complete one."""
+        """Removes a copy. The copy is renamed first, so that a publisher that is killed during the
+        removal leaves no partial copy under the copy's name."""
         self._checked.discard(path)
         with suppress(OSError):
             removed = Path(tempfile.mkdtemp(prefix=".removed-", dir=self._directory))
@@ -168,7 +170,7 @@ def _have_sizes(directory: Path, files: Manifest) -> bool:
 class LoraTransport:
     """The adapters of one vLLM server. `listed`: name -> path of every model that vLLM lists, as of
     the last `refresh` plus this object's own changes; `name`: the transport's name in records;
-    `identity`: vLLM's model that must equal the identity adapter."""
+    `identity`: the name of vLLM's model that step 0, whose adapter changes nothing, must equal."""
 
     name, identity = "lora", BASE_MODEL_NAME
 
@@ -176,12 +178,13 @@ class LoraTransport:
         self._client = client
         self.copies = copies
         self.listed: dict[str, str] = {}
-        # Name -> path of the last load since the server started, if known.
+        # Name -> path that was last loaded under this name since vLLM started; None if the loads
+        # are unknown.
         self._loaded: dict[str, str] | None = None
 
     def refresh(self) -> bool:
-        """Ask vLLM for its list. Returns whether a previously listed name is missing, which means
-        that the server is another process."""
+        """Ask vLLM for its list. Returns whether a previously listed name is missing. A missing
+        name means that vLLM has started again."""
         before, self.listed = self.listed, self._client.models()
         return not before.keys() <= self.listed.keys()
 
@@ -190,8 +193,8 @@ class LoraTransport:
         self.listed, self._loaded = {}, {}
 
     def load(self, name: str, path: Path, _run: RunSpec, _checkpoint: Manifest) -> dict[str, float]:
-        """Load a copied adapter under a name that is not listed yet. Returns the seconds of each
-        part of the work, if there are parts."""
+        """Load a copied adapter under a name that is not listed yet. Returns no seconds, because
+        this load has no separate parts."""
         self._flush_prefix_cache(name, path)
         self._client.load_lora(name, str(path))
         self.listed[name] = str(path)
@@ -227,11 +230,12 @@ class LoraTransport:
 
 
 class MergedTransport:
-    """vLLM's own weights, which belong to one checkpoint at a time. Whole weights come from the
-    job's ranks, or from files if they were offered. Otherwise vLLM's workers merge the adapter, or
-    read a whole model's files."""
+    """vLLM's own weights, which belong to one checkpoint at a time. If the job's ranks offer whole
+    weights, the weights come from the ranks or from the files that the ranks have written. If not,
+    vLLM's workers merge the adapter, or read a whole model's files."""
 
-    # vLLM has no second model for a comparison; the comparison of rows proves these weights.
+    # vLLM has no second model to compare with, so `identity` is empty. The comparison of rows
+    # proves the weights.
     name, identity = "merge", ""
 
     def __init__(
@@ -240,16 +244,16 @@ class MergedTransport:
         self._client, self.copies, self._settings, self._spool = client, copies, settings, spool
         self._check = SpotCheck(settings.model_path(), serving_dtype(settings))
         self.listed: dict[str, str] = {}
-        # the models that the last `refresh` listed; `load` replaces them
+        # the models that the last `refresh` found; unlike `listed`, `load` does not change them
         self._refreshed: dict[str, str] = {}
-        # The monotonic time until which no swap is ordered, because running requests did not end,
-        # and the reason.
+        # After a swap for which running requests did not end in time: the monotonic time until
+        # which no swap is ordered, and the reason.
         self._waits = 0.0, ""
 
     def refresh(self) -> bool:
-        """Asks vLLM which merged weights it has. Weights that were not announced, or that are torn,
-        count as
-        missing: `load` writes and checks such weights again."""
+        """Asks vLLM which merged weights it has. Weights that were not announced, or that are torn
+        (the workers have different versions), count as missing: `load` writes and checks such
+        weights again."""
         before, state = self._refreshed, self._client.merged()
         self.name = state["transport"]
         self.listed = {state["name"]: state["path"]} if state["phase"] == "served" else {}
@@ -262,8 +266,8 @@ class MergedTransport:
 
     def load(self, name: str, path: Path, run: RunSpec, checkpoint: Manifest) -> dict[str, float]:
         """Swap the weights, and compare some rows of every tensor with the expected values. New
-        requests wait from here until `announce`. Raises InferenceRefused if vLLM has other weights
-        after the swap. Raises InferenceUnavailable if vLLM can't swap now."""
+        requests wait from the swap until `announce`. Raises InferenceRefused if vLLM has other
+        weights after the swap. Raises InferenceUnavailable if vLLM can't swap now."""
         until, why = self._waits
         if time.monotonic() < until:
             raise InferenceUnavailable(why)
@@ -302,8 +306,8 @@ class MergedTransport:
                     reason=error,
                 )
         else:
-            # Hashed only now: ranks that offer weights give up sooner than a large checkpoint is
-            # hashed.
+            # The files are hashed only after the ranks' offers were tried, because hashing a large
+            # checkpoint takes longer than the ranks wait for vLLM.
             if own is not None:
                 files = checkpoint.model_copy(update={"files": checkpoint.weights_files})
                 _alive(partial(verify_files, model, files))
@@ -318,9 +322,9 @@ class MergedTransport:
         }
 
     def _order(self, swap: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """vLLM's answer to `swap`. With `wait`, new requests wait for running ones to end. If the
-        running requests did not end in time, new requests are let in for the same time before the
-        next swap."""
+        """vLLM's answer to `swap`. With TANDEM_SWAP_REQUESTS=wait, new requests wait until the
+        running requests have ended. If the running requests do not end in time, the next swap is
+        delayed by the time of this attempt, so that new requests are answered in between."""
         begin = time.monotonic()
         try:
             return _alive(swap)
@@ -335,8 +339,8 @@ class MergedTransport:
         return self._spool.checkpoints.path(run.name, checkpoint.step)
 
     def _offered(self, run: RunSpec, checkpoint: Manifest) -> list[dict[str, Any]]:
-        """The sources from which vLLM's workers may get whole weights, best first, without the
-        checkpoint's own files."""
+        """The sources from which vLLM's workers may get whole weights, the best source first. The
+        checkpoint's own files are not among them."""
         if self._settings.way == "merge" or checkpoint.job is None:
             return []
         sources, deadline = list[dict[str, Any]](), time.monotonic() + self._settings.swap_seconds
@@ -366,7 +370,8 @@ class MergedTransport:
         return sources
 
     def _offer(self, job: str) -> dict[str, Any]:
-        """The job's ranks' offer to send weights, while they run; otherwise {}."""
+        """The offer of the job's ranks to send weights. Empty if the ranks made no offer, no longer
+        run, or have already ended the transfer (event `sent`)."""
         offers = [
             event for event in self._spool.events.read(job) if event.type in ("offered", "sent")
         ]
@@ -380,13 +385,13 @@ class MergedTransport:
         self._client.announce_merged(str(path))
 
     def unload(self, name: str, *, deleted: bool = False) -> None:
-        """Return to the weights that were verified before; with `deleted`, to the base model's
-        weights, which are not served to clients."""
+        """Return to the weights that were verified before. With `deleted`, return to the base
+        model's weights, and serve no model to clients."""
         self._client.revert_merged(self.listed[name], to_base=deleted)
         self.refresh()
 
 
 def _alive[T](action: Callable[[], T]) -> T:
-    """The result of `action`. Writes liveness beats while it runs, because it may take
+    """The result of `action`. Writes liveness beats while `action` runs, because `action` may take
     TANDEM_SWAP_SECONDS, or longer for a large model."""
     return liveness.in_thread(action, lambda: liveness.beat("publisher"), BEAT_SECONDS)

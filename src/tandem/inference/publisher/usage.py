@@ -1,5 +1,5 @@
-"""Tracks the use of adapters: when each run was last sampled, and which older steps are unused and
-can be unloaded."""
+"""Tracks the use of adapters: when clients last sampled each run, and which older steps are unused
+and can be unloaded."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -16,11 +16,11 @@ from tandem.vllm_client.client import VllmClient
 log = Log("publisher")
 
 LOOK_SECONDS = 15.0
-"""Seconds between two questions to vLLM."""
+"""Seconds between two reads of vLLM's metrics."""
 _LAST = TypeAdapter(dict[str, FiniteFloat])
 _OWN_SECONDS = 5.0
-"""vLLM counts the verification of an adapter as a use, until at most this many seconds after the
-verification."""
+"""vLLM's metrics count the verification of an adapter as a use. The time of this use is at most
+this many seconds after the verification."""
 
 
 class Usage:
@@ -59,10 +59,11 @@ class Usage:
 class Retention:
     """Decides which adapters are unloaded, and when.
 
-    An older step is unloaded once it has had no request for `grace` consecutive seconds. A
-    conversation has no request between two turns. If there are more than `most` older steps, the
-    grace period is ignored. (The newest step of each run is not counted, so that unused runs don't
-    displace steps that others sample.) A step that a rollback discarded is unloaded immediately.
+    An older step is unloaded once it has had no request for `grace` consecutive seconds. The grace
+    period covers the pause between two turns of a conversation. If there are more than `most` older
+    steps, the grace period is ignored. (The newest step of each run is not counted, so that unused
+    runs don't displace steps that clients sample.) A step that a rollback discarded is unloaded
+    immediately.
     """
 
     client: VllmClient
@@ -78,11 +79,11 @@ class Retention:
         wanted: Collection[str],
         existing: Collection[str],
     ) -> list[str]:
-        """Names of `listed` that can be unloaded now. A name that is not `<run>@<step>` of one of
-        `runs` belongs to another program and stays.
+        """The names in `listed` that can be unloaded now. A name that is not `<run>@<step>` of one
+        of `runs` belongs to another program and stays.
 
         Args:
-            existing: the steps in the chains of `runs`.
+            existing: the names of the steps that are in the chains of `runs`.
         """
         candidates = [name for name in listed if name not in wanted and run_of(name) in runs]
         self._idle_since = {

@@ -1,9 +1,8 @@
-"""Checks that vLLM computes the same for a checkpoint as the trainer.
-
-vLLM's workers prove that they hold the checkpoint's tensors. Each worker compares its adapter with
-the file, bit for bit (`held_adapter.py`). For merged weights, rows are compared with the expected
-values (`SpotCheck`). Log-probs prove that vLLM computes with these tensors, and from the same base
-model. No checkpoint is served without both proofs.
+"""Checks that vLLM computes the same log-probs for a checkpoint as the trainer. vLLM's workers
+prove that they have the checkpoint's tensors. Each worker compares its adapter with the file, bit
+for bit (`held_adapter.py`). For merged weights, rows are compared with the expected values
+(`SpotCheck`). Log-probs prove that vLLM computes with these tensors, and from the same base model.
+No checkpoint is served without the proof of the tensors and the proof of the log-probs.
 """
 
 import math
@@ -24,32 +23,33 @@ IDENTITY_PROMPTS: tuple[tuple[int, ...], ...] = (tuple(range(1, 33)), tuple(rang
 """Prompts on which step 0 is compared with the base model. Every vocabulary has these tokens."""
 
 MARGIN = 4.0
-"""A movement below one half by at least this many standard errors counts against a checkpoint. The
-trainer's log-probs are rounded too: after a step no larger than bfloat16's rounding, any weights
-give a movement of about one half."""
+"""A checkpoint is refused if its movement (see `movement`) is below one half by more than this many
+standard errors. The trainer's log-probs are rounded too: after a step no larger than bfloat16's
+rounding, any weights give a movement of about one half."""
 
 ROUNDING = {"float32": 0.02, "bfloat16": 0.15}
-"""Limit in nats for the effect of rounding on log-probs, for any model, by the dtype in which vLLM
-serves."""
+"""The allowed effect of rounding on log-probs, in nats, by the dtype in which vLLM serves. The
+limit holds for any model."""
 BASE_ERRORS = 4.0
-"""Allowed error as a multiple of vLLM's error of the base model on the same tokens, if that is more
-than
-ROUNDING: with an FP8 base, or a mixture of experts."""
+"""The allowed error as a multiple of vLLM's error of the base model on the same tokens. This limit
+counts if it is above ROUNDING, for example with an FP8 base model or a mixture of experts."""
 MOVED_SHARE = 0.25
-"""Allowed error as a share of the distance from the base model to the checkpoint. Rounding grows
-with this distance; weights that are not in use give an error as large as the distance."""
+"""The allowed error grows by this share of the distance between the log-probs of the base model and
+of the checkpoint. Rounding grows with this distance. If vLLM does not use the checkpoint's weights,
+the error is as large as the distance."""
 LONG_TOLERANCE = 2.0
 COMPARED = 0.9
-"""The share of tokens that count: the mean error of the tokens with the smallest errors must be
-within the tolerance. A token that is routed to other experts may differ by any amount, but wrong
-weights change all tokens.
+"""The share of tokens that count: the mean error of this share of tokens, those with the smallest
+errors, must be within the tolerance. A token that is routed to other experts may differ by any
+amount, but wrong weights change all tokens.
 """
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The result. `error`: mean |served - expected| over all `tokens` log-probs, in nats;
-    `allowed`: the limit for the mean error of the closest tokens (a share COMPARED of all)."""
+    """The result of a verification. `error`: mean |served - expected| over all log-probs, in nats;
+    `tokens`: their number; `allowed`: the limit, in nats, for the mean error of the share COMPARED
+    of tokens with the smallest errors."""
 
     error: float
     allowed: float
@@ -57,8 +57,8 @@ class Verification:
 
 
 class WrongWeights(Exception):
-    """vLLM does not serve a checkpoint's weights, or this can't be verified. The message says
-    why."""
+    """vLLM does not serve a checkpoint's weights, or it can't be verified that it does. The message
+    gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Tolerance:
     """The rule for the largest error at which a step is served, in nats.
 
     The rule estimates rounding from vLLM's error of the base model on the same tokens, and from the
-    distance by which the checkpoint moved them. `bench/verification.py` measures the rule, and
-    docs/performance.md has its table.
+    distance by which the checkpoint moved these tokens' log-probs. `bench/verification.py` measures
+    the rule, and docs/performance.md has the table of results.
     """
 
     rounding: float
@@ -80,9 +80,9 @@ class Tolerance:
         return cls(ROUNDING[serving_dtype(settings)], settings.verify_tolerance or math.inf)
 
     def allowed(self, base_error: float, moved: float) -> float:
-        """The limit for a checkpoint in nats. `base_error`: mean error of the base model, 0 if vLLM
-        does not serve it; `moved`: mean distance of the checkpoint's log-probs from the base
-        model's."""
+        """The limit for a checkpoint in nats. `base_error`: vLLM's mean error of the base model, 0
+        if vLLM does not serve the base model; `moved`: mean distance between the checkpoint's and
+        the base model's log-probs. All are in nats."""
         return min(max(self.rounding, BASE_ERRORS * base_error) + MOVED_SHARE * moved, self.limit)
 
 
@@ -100,15 +100,16 @@ def movement(
 
     The position is the least-squares coefficient a of `served - reference = a (checkpoint -
     reference)`. Rounding may route a few tokens of a mixture to other experts, in vLLM or in the
-    trainer, before or after the step. Tokens with other experts move by any amount. To limit their
-    influence on a, both sides of each token's equation are divided by |checkpoint - reference|, or
-    by the third quartile of |checkpoint - reference| if that is larger. Then the left side is
-    clipped to within 1 of the middle of the line.
+    trainer, before or after the step. Tokens with other experts move by any amount. To limit the
+    influence of these tokens on the coefficient a, both sides of each token's equation are divided
+    by |checkpoint - reference|, or by the third quartile of |checkpoint - reference| if that is
+    larger. Then the left side of each equation is clipped to a distance of at most 1 from the
+    middle of the line.
 
     Args:
         served, checkpoint, reference: log-probs of the same tokens, [tokens], in nats.
-        contexts: [tokens]. Tokens with the same entry have correlated errors: rounding moves the
-            words of a prompt by the same amount in each sequence that contains it.
+        contexts: [tokens]. Tokens with the same entry have correlated errors, because rounding
+            moves a token by the same amount in each sequence that contains the same prompt.
     """
     direction = [c - r for c, r in zip(checkpoint, reference, strict=True)]
     moved = [abs(d) for d in direction if d]
@@ -142,8 +143,8 @@ def verify(
     `identity` if there is no probe (step 0).
 
     The mean error of the closest tokens must be within `tolerance`. The served log-probs must also
-    be nearer to the checkpoint's than to those of the previous checkpoint and of the base model,
-    unless rounding hides the difference.
+    be nearer to the log-probs of this checkpoint than to those of the previous checkpoint and of
+    the base model, unless rounding hides the difference.
 
     Args:
         client: a client of the vLLM server.
@@ -151,7 +152,8 @@ def verify(
         probe: the probe in the checkpoint's manifest; None for step 0.
         tolerance: rule for the largest error.
         identity: name of a model that equals step 0.
-        beside: name under which vLLM serves the base model beside `model`; empty if it does not.
+        beside: name under which vLLM serves the base model beside `model`; empty if vLLM does not
+            serve the base model.
 
     Raises WrongWeights, and the errors of VllmClient.
     """
@@ -199,8 +201,9 @@ def _with_long(
     longest: int,
 ) -> Verification:
     """The result for all tokens, including the long sequence. `longest`: the longest prompt that
-    vLLM accepts; positions beyond it are not compared. The mean error may be LONG_TOLERANCE times
-    as large, because a few tokens after a long prefix have more rounding.
+    vLLM accepts; positions beyond it are not compared. In the long sequence, the mean error may be
+    LONG_TOLERANCE times as large as in the short sequences, because the few compared tokens after a
+    long prefix have more rounding.
     """
     positions = [position for position in probe.positions if position < longest]
     if not positions:
@@ -224,8 +227,8 @@ def _with_long(
 def _error(
     served: Sequence[float], expected: Sequence[float], owner: str, allowed: float, where: str = ""
 ) -> float:
-    """The mean |served - expected| of all tokens in nats. Raises WrongWeights if the mean of the
-    closest tokens (a share COMPARED of all) is above `allowed`."""
+    """The mean |served - expected| of all tokens in nats. Raises WrongWeights if `_closest_mean` is
+    above `allowed`."""
     if len(served) != len(expected) or not served:
         raise WrongWeights(
             f"the probe is malformed: {len(expected)} log-probs for {len(served)}"
@@ -247,7 +250,8 @@ def _error(
 
 
 def _closest_mean(one: Sequence[float], other: Sequence[float]) -> float:
-    """The mean difference, in nats, over the closest tokens: a share COMPARED of all."""
+    """The mean |one - other|, in nats, over the share COMPARED of tokens with the smallest
+    differences."""
     errors = sorted(abs(a - b) for a, b in zip(one, other, strict=True))
     closest = errors[: math.ceil(COMPARED * len(errors))]
     return sum(closest) / len(closest)
@@ -260,8 +264,8 @@ def _refuse_reference(
     contexts: Sequence[Hashable],
     name: str,
 ) -> None:
-    """Raises WrongWeights if vLLM's log-probs are nearer to the weights of a reference than to the
-    checkpoint."""
+    """Raises WrongWeights if vLLM's log-probs are nearer to the log-probs of a reference than to
+    those of the checkpoint."""
     if len(reference) != len(served):
         problem = f"{len(reference)} log-probs of {name} for {len(served)} predictions"
         raise WrongWeights(f"the probe is malformed: {problem}")

@@ -1,7 +1,6 @@
-"""ASGI middleware around the guard. The middleware accepts every key of the deployment, and passes
-vLLM the only key that vLLM accepts.
-
-vLLM accepts several keys only on its command line, which every user of the machine can read.
+"""ASGI middleware around the guard. The middleware accepts every key of the deployment, and
+replaces it by the one key that vLLM knows. vLLM itself accepts several keys only on its command
+line, which every user of the machine can read.
 """
 
 import json
@@ -29,7 +28,7 @@ class ApiKeys:
         scope = with_bearer(scope)
         headers = scope.get("headers", ())
         given = [value for name, value in headers if name.lower() == b"authorization"]
-        # A request with two keys is left to the guard, which refuses it.
+        # A request with two keys is passed on unchanged, and the guard refuses it.
         if (
             len(given) == 1
             and (name := name_of(given[0].decode("latin-1"), self._known)) is not None

@@ -1,4 +1,5 @@
-"""Shared by the middlewares in vLLM's API server: paths, errors, bodies, and changed answers."""
+"""Functions that the middlewares in vLLM's API server share: for paths, errors, bodies, and changed
+answers."""
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -48,12 +49,13 @@ async def read_body(scope: Scope, receive: Receive) -> bytes | None:
 
 
 class ChangedAnswer:
-    """Passes vLLM's answer on to the client: a JSON answer is changed as a whole, a stream event by
-    event. Errors are not changed."""
+    """Changes vLLM's answer on its way to the client. A JSON answer is changed as a whole, a stream
+    event by event. Answers with an error status are not changed."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        # The headers are held back, because the first event or the whole body decides them.
+        # The headers are sent only with the first event or the whole body, because their values
+        # depend on it.
         self._start: Message | None = None
         self._body = b""
         self._stream = False

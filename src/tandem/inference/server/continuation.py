@@ -1,11 +1,11 @@
 """Makes vLLM continue the tokens that a session of the rollout door has sampled, and records the
 next sampled tokens.
 
-vLLM renders each request's whole history. The client sends back the text of the sampled tokens,
-which the template may render differently: a call's `false` as `False`, other white space, thoughts
-left out, no stop string. If the last answer of a history is in the session, only the text after
-that answer is rendered: a mark takes the answer's place, and the text after the mark is tokenized
-and appended to the sampled tokens.
+vLLM renders each request's whole history. The client sends back the text of the sampled tokens, and
+the template may render this text differently: a call's `false` as `False`, other white space,
+thoughts left out, no stop string. If the session has the tokens of the history's last answer, these
+tokens are used instead of rendered text. A mark replaces the answer in the history, vLLM renders
+this history, and the text after the mark is tokenized and appended to the sampled tokens.
 
 Each request's `Recording` is a context variable, because vLLM's code between the rollout door and
 the engine runs in the request's context on every route.
@@ -71,7 +71,7 @@ class Recording:
         """The sampled turns, each with its answer in the client's form."""
         if self.prompt is None:
             return []
-        # Turns of GPT-OSS get a random key: no later request finds them.
+        # Turns of GPT-OSS get a random key, so no later request finds them by their history.
         asked = self.conversation.digests[-1] if self.conversation else uuid4().bytes
         head = self.head or self.session.deepest(self.prompt)
         new = self.prompt[len(head.all_tokens()) if head else 0 :]
@@ -118,8 +118,8 @@ class Recording:
                 yield output
 
     def _sampled_from(self, prompt: list[int]) -> None:
-        """Record the prompt, and count requests that fail to continue the turn that they should
-        continue."""
+        """Record the prompt's tokens. Call `broken` if the prompt does not begin with the tokens of
+        the turn that the request should continue."""
         self.prompt, self.samples = prompt, {}
         if self.conversation is None:  # vLLM renders GPT-OSS by Harmony
             answered = any(_sampled(message) for message in self.messages)
@@ -184,7 +184,7 @@ def follow(engine: Any) -> None:
 
 
 def malformed_call(name: str) -> str:
-    """The mistake in a call of the history that vLLM can't render."""
+    """The error message for a call in the history that vLLM can't render."""
     return (
         f"the arguments of the call of {name!r} in the history are not a JSON object, and vLLM"
         f" would render a call without arguments: send the answer back as it came, with the header"
@@ -220,15 +220,15 @@ def _sampled(message: Any) -> bool:
 
 
 def _listed(message: Any) -> Any:
-    """The message with its calls as a list: pydantic gives an iterator that can be read only
-    once."""
+    """The message with its calls as a list, because pydantic returns an iterator that can be read
+    only once."""
     if isinstance(message, dict) and message.get("tool_calls") is not None:
         message["tool_calls"] = [*message["tool_calls"]]
     return message
 
 
 def _begin(messages: Sequence[Any], end: int) -> int:
-    """The index of the first of the consecutive assistant messages that end before `end`."""
+    """The index at which the unbroken series of assistant messages before index `end` begins."""
     begin = end
     while begin and messages[begin - 1].get("role") == "assistant":
         begin -= 1
@@ -236,8 +236,8 @@ def _begin(messages: Sequence[Any], end: int) -> int:
 
 
 def _marked(answer: Sequence[Any]) -> list[dict[str, Any]]:
-    """The answer replaced by a mark: in its calls, or in its text if the template does not render
-    calls."""
+    """Messages that replace the answer and contain a mark, to be tried in turn. The mark is in the
+    arguments of the answer's calls. If the answer has no calls, the mark is its text."""
     arguments = json.dumps({"mark": _MARK})
     calls = [
         {**call, "function": {**call["function"], "arguments": arguments}}
@@ -270,13 +270,13 @@ async def _rendered_tail(
     end: int,
     stops: Mapping[int, str],
 ) -> tuple[Any, str | None]:
-    """vLLM's conversation, and the text after the turn's tokens; None if that text's beginning
-    can't be found in the rendered prompt."""
+    """vLLM's conversation, and the text that follows the turn's tokens in the rendered prompt. The
+    text is None if its beginning can't be found."""
     begin = _begin(messages, end)
     before, new = [*map(_parsable, messages[:begin])], messages[end:]
     # Some templates write tools' answers elsewhere than after the calls (Gemma 4), and a message
-    # may contain the text of a stop token. So the prompt is rendered again with other messages,
-    # which must begin at the same place.
+    # may contain the text of a stop token. So the prompt is rendered a second time, with other
+    # texts in the new messages. In both prompts the new messages must begin at the same place.
     probes = [{**message, "content": _PROBE} for message in new]
     conversation = None
     for marked in _marked(messages[begin:end]):
@@ -293,7 +293,8 @@ async def _rendered_tail(
 def _behind_the_turn(
     prompt: Any, turn: SampledTurn, stops: Mapping[int, str]
 ) -> tuple[str, int] | None:
-    """The text after the turn, and its distance in characters from the mark."""
+    """The text after the turn, and the distance in characters from the mark to this text. None if
+    the end of the turn can't be found."""
     if not isinstance(prompt, dict) or {"multi_modal_data", "prompt_embeds"} & {*prompt}:
         return None
     text = prompt.get("prompt")

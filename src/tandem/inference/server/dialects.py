@@ -21,11 +21,11 @@ THREADS_ELSEWHERE = {
     },
 }
 """The answer to a client that sends only the new messages of a thread. vLLM would treat these
-messages as the whole conversation. Anthropic's SDK (2.12) then sends the whole history by
-itself."""
+messages as the whole conversation. After this answer, Anthropic's SDK (2.12) sends the whole
+history by itself."""
 
-# Options with which the answer would not contain exactly the sampled tokens, or would lack
-# log-probs of some; each with its harmless values.
+# Options with which the answer would not contain exactly the sampled tokens, or would lack the
+# log-probs of some tokens. Each option has its harmless values.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "echo": (None, False),
     "include_reasoning": (None, True),
@@ -36,7 +36,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def refused(path: str, options: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first option that the rollout door refuses, and the reason."""
+    """The first option that the rollout door refuses, and the reason; None if it refuses none."""
     params = options.get("sampling_params")
     asked = {**options, **(params if isinstance(params, dict) else {})}
     if path == RESPONSES and isinstance(text := options.get("text"), dict):
@@ -57,8 +57,8 @@ def refused(path: str, options: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def unforced(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The request without options that agent frameworks send by default and that vLLM would enforce
-    by a grammar: strict schemas of calls, a thinking budget."""
+    """The request without two options: `strict` in the schemas of tools, and a thinking budget.
+    Agent frameworks send these options by default, and vLLM would enforce them by a grammar."""
     changed = dict(options)
     if isinstance(tools := options.get("tools"), list):
         changed["tools"] = [_not_strict(tool) for tool in tools]
@@ -78,8 +78,8 @@ def _not_strict(tool: Any) -> Any:
 
 
 class Answers:
-    """The assistant's messages of one answer in the form of chat completions, and the model's name.
-    `ended`: whether the answer is complete."""
+    """Collects the assistant's messages of one answer, in the form of chat completions, and the
+    model's name. `ended`: whether the answer is complete."""
 
     def __init__(self, path: str) -> None:
         self._path = path

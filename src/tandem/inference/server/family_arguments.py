@@ -14,11 +14,11 @@ CPU_LATENT = 576
 
 
 def family_arguments(model: str, dtype: str, *, on_cpu: bool) -> list[str]:
-    """The family's arguments. Raises InvalidInput if vLLM can't serve the model here, in
-    `dtype`."""
+    """The arguments for the model's family. Raises InvalidInput if vLLM can't serve the model on
+    this device in `dtype`."""
     try:
         arch = read_arch(str(model_directory(model, ("config.json",), cached=True)))
-    # the model is not downloaded yet, or is of a family that the trainer refuses with its own error
+    # the model is not downloaded yet, or the trainer refuses its family with an error of its own
     except TandemError:
         return []
     if arch.mla is not None and on_cpu:
@@ -28,8 +28,8 @@ def family_arguments(model: str, dtype: str, *, on_cpu: bool) -> list[str]:
     vision = arch.weight_prefix != "model."
     argv = ["--language-model-only"] if vision else []
     if (growth := arch.query_growth) is not None:
-        # vLLM 0.32 reads the growth of queries only from this key, which Hugging Face's configs
-        # lack.
+        # vLLM 0.32 reads the scaling of queries with the position only from this key, and Hugging
+        # Face's configs do not have the key.
         of_text: dict[str, Any] = {
             "llama_4_scaling": {
                 "beta": growth.rate,
@@ -54,11 +54,11 @@ def family_arguments(model: str, dtype: str, *, on_cpu: bool) -> list[str]:
 
 
 def _latent_arguments(mla: LatentAttention, model_type: str) -> list[str]:
-    """On the CPU."""
+    """The arguments for latent attention on the CPU."""
     if (size := mla.kv_rank + mla.rope_size) != CPU_LATENT:
         problem = f"kv_lora_rank + qk_rope_head_dim is {size} here"
         needed = f"vLLM serves {model_type} on the CPU where it is {CPU_LATENT}"
         raise InvalidInput(f"{problem}; {needed}", field="base_model")
-    # vLLM 0.32's RoPE kernel rotates queries of several heads wrongly if the dimensions of a pair
-    # are adjacent; torch's code is correct.
+    # vLLM 0.32's RoPE kernel rotates the queries of several heads wrongly if the two dimensions of
+    # a rotated pair are adjacent. The option selects torch's code, which is correct.
     return ["--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']

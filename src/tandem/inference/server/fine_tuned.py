@@ -1,8 +1,8 @@
 """ASGI middleware inside the guard that accepts the names of fine-tuned models in OpenAI's API.
 
-The controller calls a model `ft:<base>:<organization>:<suffix>:<run>@<step>`, and vLLM serves its
-last part. A request with such a name is served by that model; in the answer, the model's name is
-the last part.
+The controller calls a model `ft:<base>:<organization>:<suffix>:<run>@<step>`. In vLLM, the model's
+name is only the last part, `<run>@<step>`. The middleware replaces the long name in a request by
+the last part. The answer names the model by the last part.
 """
 
 import json

@@ -3,8 +3,8 @@ tandem.inference.server.guard.AdminGuard`.
 
 vLLM (0.26 to 0.33) checks its API key only on `/v1`, `/v2`, `/inference` and `/cohere`, and every
 sampling client has that key. Routes that change the served weights (`/v1/load_lora_adapter`,
-`/pause`, `/update_weights`, ...) need the admin token here. The guard has an allow-list, so a route
-that a new vLLM version adds stays closed until it is added here.
+`/pause`, `/update_weights`, ...) need the admin token in this guard. The guard has a list of
+allowed routes, so a route that a new vLLM version adds stays closed until it is added to the list.
 """
 
 import hmac
@@ -33,11 +33,11 @@ the guard checks it on these paths."""
 
 
 class AdminGuard:
-    """Requires the admin token on every path that is not listed above. Without a configured token
-    these paths are closed.
+    """Requires the admin token on every path that is neither public, nor a probe's path, nor in
+    API_KEY_PATHS, nor a path of FINISH. Without a configured token these paths are closed.
 
-    Without a configured API key, every path but liveness and metrics answers only requests to
-    localhost that do not come from a page of another site. The controller has the same rule.
+    Without a configured API key, every path except liveness and metrics answers only requests to
+    localhost, and no requests from a web page of another site. The controller has the same rule.
 
     The token comes from `TANDEM_ADMIN_TOKEN` or from the file that `TANDEM_ADMIN_TOKEN_FILE` names,
     the API key from `VLLM_API_KEY`. An unreadable token file raises OSError and so stops the start
@@ -125,8 +125,8 @@ def _matches(given: bytes, secret: str) -> bool:
 
 
 def _single_header(scope: Scope, name: str) -> bytes:
-    """The value of a header that occurs exactly once, else empty, because with two values it would
-    be unclear which one counts."""
+    """The value of a header that occurs exactly once. Empty if the header occurs several times,
+    because it would be unclear which value counts."""
     values: list[bytes] = [
         value for key, value in scope.get("headers", ()) if key.lower() == name.encode()
     ]

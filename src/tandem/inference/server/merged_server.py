@@ -1,9 +1,9 @@
-"""ASGI middleware in vLLM's API server, inside the guard, that serves one run's merged weights as
-`<run>@<step>`.
+"""ASGI middleware in vLLM's API server, inside the guard. It serves the merged weights of one run
+as the model `<run>@<step>`.
 
 The publisher swaps weights, verifies the weights and announces them. From the swap to the
 announcement new requests wait, so no client samples from unverified weights. Running requests
-continue; their answers name the weights from which each token came (`weight_versions.py`).
+continue, and their answers name the weights that sampled each token (`weight_versions.py`).
 """
 
 import asyncio
@@ -36,8 +36,8 @@ SAMPLING = frozenset(
     }
 )
 HOLD_SECONDS = 60.0
-"""Seconds that a new request waits for weights to be announced. After that, the answer has status
-503."""
+"""Seconds that a new request waits for the announcement of new weights. After this time, the answer
+has status 503."""
 GRACE_SECONDS = 10.0
 """Seconds after an order's deadline for which the server still waits for the engine's result."""
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.1
@@ -47,8 +47,9 @@ _CHECK_SECONDS = 1.0  # seconds between two checks that the engine is alive, whi
 @dataclass(frozen=True)
 class Version:
     """One version of the weights. `path`: the adapter's path, or a name for the content of whole
-    weights; `scale`: the adapter's scale; `transport`: the way by which the weights came; `again`:
-    the source from which to get them again (a source of `worker/landing.py`)."""
+    weights; `scale`: the adapter's scale; `transport`: the way by which the weights came to vLLM;
+    `again`: the source from which vLLM can get the same weights again (a source of
+    `worker/landing.py`)."""
 
     name: str
     path: str
@@ -58,8 +59,8 @@ class Version:
 
 
 class SwapFailed(Exception):
-    """The order was not carried out. `status`: the status of the HTTP answer; 503 if the same order
-    can succeed later."""
+    """An order of the publisher was not carried out. `status`: the status of the HTTP answer; 503
+    if the same order can succeed later."""
 
     def __init__(self, message: str, status: int = 503) -> None:
         super().__init__(message)
@@ -94,7 +95,8 @@ class MergedServer:
             await self.app(scope, receive, send)
 
     def _follow(self, state: Any) -> None:
-        """Record each request when vLLM passes it to the engine."""
+        """Makes vLLM mark each request in `current_request` when it passes the request to the
+        engine."""
         if self._state is state:
             return
         self._state, self._engine = state, state.engine_client
@@ -144,8 +146,8 @@ class MergedServer:
         return f"{given}-{uuid4().hex}" if given else uuid4().hex
 
     async def _until(self, check: Callable[[], bool], deadline: float) -> bool:
-        """Wait until a condition holds. Returns False if the engine dies or the deadline passes
-        first."""
+        """Wait until `check()` is true. Returns False if the engine dies, or if the deadline
+        (monotonic clock) passes first."""
         async with self._changed:
             while (
                 not check()
@@ -202,8 +204,8 @@ class MergedServer:
 
     async def _revert(self, order: dict[str, Any]) -> dict[str, Any]:
         """Restores the weights that were announced last, because the publisher refuses the weights
-        at `path`. `to_base`: their run was deleted, so the base model's weights are restored, and
-        no run is served."""
+        at `path`. `to_base`: the run of the weights was deleted, so the base model's weights are
+        restored, and no run is served."""
         async with self._swap:
             if order["path"] != self.current.path or (
                 self.phase == "served" and not order.get("to_base")
@@ -218,8 +220,8 @@ class MergedServer:
         return seconds
 
     async def _swap_to(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Stage the weights, then swap. The old weights stay in use until all new weights have
-        arrived."""
+        """Bring the new weights to the workers, then swap. The old weights stay in use until all
+        new weights have arrived."""
         version = Version(order["name"], order["path"], order["scale"], again=order["again"])
         begin = time.monotonic()
         deadline = begin + order["seconds"]
@@ -233,20 +235,21 @@ class MergedServer:
         return {"stage_seconds": staged - begin, **seconds}
 
     async def _stage(self, version: Version, source: dict[str, Any] | None, deadline: float) -> str:
-        """Bring the weights to the workers. Returns the way by which the weights came."""
+        """Bring the weights to the workers. Returns the way by which the weights came to the
+        workers ("merge", "nccl" or "volume")."""
         await self._call("stage", deadline, version.path, version.scale, source)
         pause = _POLL_SECONDS
         while not all(
             ways := [a["result"] for a in await self._call("staged", deadline, version.path)]
         ):
             await asyncio.sleep(pause)
-            # Each call delays the engine between two of its steps.
+            # Each call of the workers delays the engine's next step.
             pause = min(1.2 * pause, _LONGEST_POLL_SECONDS)
         return str(ways[0])
 
     async def _write(self, version: Version, requests: str, deadline: float) -> dict[str, Any]:
-        """Swap between two engine steps. If the swap fails, the old weights are in use, or the
-        phase is `torn`."""
+        """Swap the weights between two engine steps. If the swap fails, the old weights stay in
+        use, or the phase is `torn`."""
         before: MergedPhase = self.phase
         await self._set("swapping")
         begin = time.monotonic()
@@ -269,12 +272,13 @@ class MergedServer:
         return {"drain_seconds": swapped - begin, "swap_seconds": outcome["seconds"]}
 
     async def _order_swap(self, version: Version, deadline: float) -> dict[str, Any]:
-        """The engine starts no swap after the deadline, so a missing answer means that the engine
-        hangs."""
+        """Has the engine swap the weights. The engine starts no swap after the deadline. So if no
+        answer has come GRACE_SECONDS after the deadline, the engine hangs, and the weights count as
+        torn."""
         in_engine = {request: request.in_engine for request in self._in_flight}
         arguments = (version.path, version.name, deadline)
 
-        # Called before any token that follows the swap is passed on.
+        # `_call` calls this function before any token that was sampled after the swap is passed on.
         def tell(answers: list[dict[str, Any]]) -> None:
             if "tokens" in answers[0] and version.path != self.current.path:
                 for request in self._in_flight:

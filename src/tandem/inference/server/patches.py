@@ -1,5 +1,5 @@
-"""Replaces functions of vLLM, and of its server uvicorn. This file contains every such replacement.
-`plugin.py` decides which patches to apply.
+"""Patches: replacements of functions of vLLM, and of its server uvicorn. This file contains every
+patch. `plugin.py` decides which patches to apply.
 
 `tests/test_patches.py` lists the replaced names, with the version of vLLM from which each patch can
 be removed.
@@ -15,9 +15,10 @@ from typing import Any
 
 
 def install_merged_weights(attach: Callable[[Any], None], swap: Callable[..., Any]) -> None:
-    """Makes workers call `attach` after they have loaded the model, within vLLM's memory pool for
-    weights: a sleeping engine offloads only this pool. The engine calls `swap` between two steps.
-    After a swap the engine updates its requests, including requests that arrived during the swap.
+    """Makes workers call `attach` after they have loaded the model, while vLLM's memory pool for
+    weights is active, because a sleeping engine offloads only this pool. Makes the engine call
+    `swap` between two steps; `swap` updates the engine's requests. If a swap ran while a request
+    was on its way into the engine, the request's block hashes are computed again.
     """
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_worker import Worker
@@ -61,7 +62,8 @@ def install_merged_weights(attach: Callable[[Any], None], swap: Callable[..., An
 
 
 def bound_http_requests() -> None:
-    """Limits headers and waits of every uvicorn server that this process configures afterwards."""
+    """Limits the headers and the waiting times of HTTP requests, in every uvicorn server that this
+    process configures afterwards."""
     from uvicorn.config import HTTP_PROTOCOLS
 
     from tandem.system.http_limits import BoundedHttp
@@ -70,24 +72,26 @@ def bound_http_requests() -> None:
 
 
 def hash_root() -> bytes | None:
-    """The value that all block hashes begin with; None before vLLM has one."""
+    """The value from which vLLM computes the hashes of all cached blocks; None before vLLM has set
+    it."""
     from vllm.v1.core import kv_cache_utils
 
     return getattr(kv_cache_utils, "NONE_HASH", None)
 
 
 def replace_hash_root() -> None:
-    """Replaces the value that all block hashes begin with, so that no request finds a cached block
-    that was computed by other weights."""
+    """Replaces the value from which vLLM computes the hashes of all cached blocks, so that no
+    request finds a cached block that was computed by other weights."""
     from vllm.v1.core import kv_cache_utils
 
     kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(os.urandom(32))
 
 
 def renew_hashes(request: Any) -> None:
-    """Checks the block hashes of a request that the engine accepts now. Another thread hashed the
-    request's blocks, starting from the root `tandem_root`. If a swap ran since then, the blocks are
-    hashed again. Otherwise the request would find blocks that other weights have computed."""
+    """Renews the block hashes of a request that enters the engine, if they are out of date. Another
+    thread has hashed the request's blocks, starting from the root `tandem_root`. If a swap has run
+    since, the root is another one. Without new hashes, the request would find cached blocks that
+    other weights have computed."""
     if getattr(request, "tandem_root", None) != hash_root():
         hash_again(request)
 
@@ -99,7 +103,8 @@ def hash_again(request: Any) -> None:
 
 def note_added_requests(engine: Any, note: Callable[[], None]) -> None:
     """Makes the API server call `note` after it has given a request to the engine, in the request's
-    context. vLLM's `generate` gives the request only when its caller asks for the first result."""
+    context. vLLM's `generate` passes the request to the engine only when its caller asks for the
+    first result."""
     add_request = engine.add_request
 
     async def add_and_note(*args: Any, **kwargs: Any) -> Any:
@@ -113,11 +118,12 @@ def note_added_requests(engine: Any, note: Callable[[], None]) -> None:
 def continue_sampled_tokens(
     engine: Any, render: Callable[..., Any], record: Callable[..., Any]
 ) -> None:
-    """Makes the API server render chats and sample by other functions.
+    """Makes the API server call `render` to render chats, and `record` to sample.
 
     Args:
         engine: vLLM's engine client; its `generate` and its renderer's method are replaced.
-        render: `render(original, messages, params)`, with the renderer's own method first; awaited.
+        render: `render(original, messages, params)`, an async function; `original` is the
+            renderer's own method.
         record: called with the arguments of `generate`.
     """
     renderer = engine.renderer
@@ -134,7 +140,7 @@ def continue_sampled_tokens(
 
 
 def leave_texts_of_tokens_out(unneeded: Callable[[], bool]) -> None:
-    """Leaves out the texts of tokens from a request's log-probs if `unneeded` returns True.
+    """Makes vLLM leave the texts of tokens out of a request's log-probs if `unneeded` returns True.
     `unneeded` is called in the request's context when the engine gets the request. Decoding tokens
     one at a time takes a third of the API server's time for an answer."""
     from vllm.v1.engine.logprobs import LogprobsProcessor
@@ -150,8 +156,8 @@ def leave_texts_of_tokens_out(unneeded: Callable[[], bool]) -> None:
 def install_plain_cpu_kernels(
     keep_plain: Callable[..., None], experts: Callable[..., None]
 ) -> None:
-    """Replaces packed matrix products by torch's own: vLLM 0.32's CPU backend packs weights into
-    its own layouts. Merged weights need the unpacked layout."""
+    """Makes vLLM's CPU backend multiply matrices with torch. vLLM 0.32's CPU backend packs weights
+    into its own layouts, and merged weights need the unpacked layout."""
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -161,9 +167,9 @@ def install_plain_cpu_kernels(
 
 
 def fork_the_engine(begin: Callable[[], None]) -> None:
-    """Makes the API server fork its engine, which calls `begin` first. A fork is safe on the CPU
-    (and is vLLM's default as a library), because only one thread runs Python and no thread has
-    computed."""
+    """Makes the API server start its engine by a fork. The engine calls `begin` first. A fork is
+    safe on the CPU (and is vLLM's default as a library), because only one thread runs Python and no
+    thread has computed."""
     from vllm.v1.engine import utils as engine_utils
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -179,8 +185,8 @@ def fork_the_engine(begin: Callable[[], None]) -> None:
 
 
 def tell_failed_adapters() -> None:
-    """Makes a worker that can't load an adapter, or holds other tensors than the adapter's file,
-    return its error as the answer. The engine then raises the error."""
+    """Makes a worker return an error as its answer if it can't load an adapter, or if its tensors
+    differ from the adapter's file. The engine then raises the error."""
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -219,13 +225,13 @@ def hide_flashinfer_without_nvcc() -> None:
 
     if not has_flashinfer():
         sys.modules["flashinfer"] = None  # type: ignore[assignment]
-        # otherwise vLLM would import FlashInfer without a guard
+        # without this, vLLM imports FlashInfer and does not catch the error
         os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
 
 
 def switch_expert_lora_off() -> None:
-    """Makes mixtures of experts use kernels without adapters, on the CPU and on Blackwell, unless
-    adapters are on experts."""
+    """On the CPU and on Blackwell, makes mixtures of experts use kernels without adapters, unless
+    adapters may change experts."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu() and not current_platform.is_device_capability_family(100):
@@ -249,8 +255,8 @@ def switch_expert_lora_off() -> None:
 
 
 def multiply_adapters_on_the_cpu() -> None:
-    """Makes the CPU multiply each adapter once with all of its tokens. Tokens without an adapter
-    (slot -1) are skipped."""
+    """Makes vLLM on the CPU multiply each adapter once with all tokens of the batch that use it.
+    Tokens without an adapter (slot -1) are skipped."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -295,7 +301,7 @@ def multiply_adapters_on_the_cpu() -> None:
         lora_indices_tensor: Any,
         add_inputs: bool = True,
     ) -> None:
-        # vLLM may pad one of the two sizes more than the other.
+        # vLLM may pad the weights and the output to different sizes.
         size = min(lora_b_weights.shape[-2], output_tensor.shape[1])
         expand_slice(
             inputs, lora_b_weights, output_tensor, lora_indices_tensor, 0, size, add_inputs

@@ -1,28 +1,28 @@
 """A vLLM plugin (entry point `vllm.general_plugins`). vLLM calls `register` in every process that
 it starts.
 
-The plugin limits the headers and waits of HTTP requests, makes the API server collect garbage less
-often, and installs the code for merged weights (`worker/`). With functions of `patches.py`, it also
-works around five faults of vLLM 0.32:
+The plugin limits the headers and waiting times of HTTP requests, makes the API server collect
+garbage less often, and installs the code for merged weights (`worker/`). It also works around five
+faults of vLLM 0.32, mostly with functions of `patches.py`:
 
 - `kill -9` of the API server leaves the engine process behind for ever, with all of the GPU's
   memory. (The orphan can't be found by its environment, because it overwrites its environment.)
   Every engine process asks the kernel to die with its parent.
-- With `--enable-lora`, vLLM runs every mixture of experts in kernels that take adapters, also
-  without adapters on experts. The CPU lacks these kernels (they are written in Triton). On
-  Blackwell these kernels require an adapter on experts, so the engine ends. On the CPU and on
-  Blackwell, the plugin therefore reports to vLLM that experts have no LoRA.
+- With `--enable-lora`, vLLM runs every mixture of experts in kernels for adapters, even if no
+  adapter changes experts. These kernels are written in Triton, and the CPU has no Triton kernels.
+  On Blackwell these kernels require an adapter that changes experts, and without one the engine
+  ends. On the CPU and on Blackwell, the plugin therefore reports to vLLM that experts have no LoRA.
 - On the CPU, vLLM copies an adapter's weights, padded to the largest rank, for each token: a real
-  model samples 11 times as slowly. Also, tokens of the base model get the last slot's adapter if
-  they share a batch with tokens of an adapter: their slot is -1, which torch takes as an index from
-  the end. The plugin multiplies each adapter once with all of its tokens.
+  model samples 11 times as slowly. Also, in a batch with tokens of an adapter, tokens of the base
+  model get the adapter in the last slot: the base model's slot is -1, and torch takes -1 as an
+  index from the end. The plugin multiplies each adapter once with all of its tokens.
 - If a worker raises an error, the executor does not read the answers of later workers, and takes
-  them as answers to the next call. So with several workers, no worker raises an error if an adapter
-  can't be loaded; it returns the error.
-- FlashInfer compiles its kernels with nvcc, which container images and many machines lack. vLLM
-  chooses some of these kernels even without nvcc: for the sums over tensor-parallel GPUs (0.26 did
-  not), and for attention on Blackwell. The first use ends the engine. The plugin hides FlashInfer
-  if it can't compile, so that vLLM chooses other kernels.
+  these answers as answers to the next call. So a worker that can't load an adapter does not raise
+  the error, but returns it as its answer.
+- FlashInfer compiles its kernels with nvcc, and container images and many machines have no nvcc.
+  Without nvcc, vLLM nevertheless chooses some of these kernels: for the sums over tensor-parallel
+  GPUs (0.26 did not), and for attention on Blackwell. The first use of such a kernel ends the
+  engine. The plugin hides FlashInfer if it can't compile, so that vLLM chooses other kernels.
 
 On the CPU, the plugin also makes the API server fork its engine. vLLM would start a new process
 that imports torch and vLLM again, which takes 8 of the 17 seconds of a start.
@@ -51,11 +51,11 @@ almost nothing."""
 
 
 def register() -> None:
-    """Change vLLM in its engine and worker processes, and on the CPU the way in which the API
-    server starts its engine."""
+    """Apply the patches that this process needs: an API server, an engine or a worker. On the CPU,
+    also change how the API server starts its engine."""
     parent = multiprocessing.parent_process()
     if parent is None or multiprocessing.current_process().name.startswith(API_SERVER):
-        patches.bound_http_requests()  # not in engines, because the patch imports uvicorn
+        patches.bound_http_requests()  # only here, because the patch imports uvicorn
         gc.set_threshold(*COLLECTIONS)
     if parent is None:
         _fork_the_engine_on_the_cpu()
@@ -93,23 +93,22 @@ def _fork_the_engine_on_the_cpu() -> None:
 
 def _begin_engine() -> None:
     _give_up_the_port()
-    # vLLM assumes that this process has called its plugins, because the server that it was forked
-    # from has
+    # vLLM does not call the plugins here, because it assumes that they were called before the fork
     register()
 
 
 def _give_up_the_port() -> None:
-    """Close the API server's port, which a forked process inherits. Otherwise a client that
-    connects while the server shuts down would wait until the engine ends."""
+    """Close the API server's port, which a forked process inherits. If the engine kept the port
+    open, a client that connects while the server shuts down would wait until the engine ends."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
-        # this descriptor belonged to the listing itself, which has closed it
+        # one of the descriptors belonged to the listing of the directory, and is closed now
         with suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6):
-                    # The server's socket object exists here too, and would later close this number
-                    # again.
+                    # The descriptor is replaced and not closed: the server's socket object also
+                    # exists in this process, and would later close the same number.
                     os.dup2(null, descriptor)
     os.close(null)

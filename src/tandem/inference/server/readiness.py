@@ -1,10 +1,11 @@
-"""ASGI middleware inside the guard that decides whether this vLLM, one of several behind one
-address, answers requests.
+"""ASGI middleware inside the guard, for one of several vLLM servers behind one address. It decides
+whether this vLLM answers requests.
 
-The server's publisher permits it to answer for a few seconds at a time
+The publisher of this vLLM permits it to answer requests for a few seconds at a time
 (`inference.publisher.replica`). Without permission requests get 503. The permission ends by itself
-if the publisher is silent. A vLLM that has just started has no permission. `GET /tandem/ready` says
-a little earlier that the permission will end, so that the proxy sends no more requests.
+if the publisher is silent. A vLLM that has just started has no permission. `GET /tandem/ready`
+answers with status 503 a little before the permission ends, so that the proxy stops sending
+requests in time.
 """
 
 import json

@@ -1,16 +1,17 @@
 """The rollout door: `/rollout/v1/...` is vLLM's `/v1/...` for clients that are not made for
-training, and `/rollout/inference/v1/generate` is its route from token ids to token ids.
+training. `/rollout/inference/v1/generate` is vLLM's route from token ids to token ids.
 
 The rollout door is ASGI middleware inside the guard, which checks the API key. The rollout door
 asks vLLM for token ids and log-probs, and puts the prompt's token ids and the model's name into
-each choice (in a stream, into its first chunk). So a choice alone holds everything that
+each choice (in a stream, into its first chunk). So each choice contains all data that
 `turn_from_openai` needs.
 
-With the header X-Session-ID each turn continues the sampled tokens of the turn before
-(`continuation.py`), and the server keeps the turns: `POST /rollout/sessions/{id}/finish` makes a
-trajectory of them. If the clients of an API dialect can't send tokens back, the header is required.
-A complete chat answer gets its tokens and log-probs from the session's record. vLLM would make
-several objects for each token, which is most of the API server's cost for a longer answer.
+With the header X-Session-ID each turn continues the sampled tokens of the previous turn
+(`continuation.py`), and the server keeps the turns. `POST /rollout/sessions/{id}/finish` returns
+the kept turns as a trajectory. For the API dialects whose clients can't send tokens back, the
+header is required. In a session, a chat answer that is not streamed gets its tokens and log-probs
+from the session's record instead of from vLLM. vLLM would make several Python objects for each
+token. For a longer answer, this is most of the API server's work.
 """
 
 import json
@@ -128,8 +129,8 @@ class RolloutDoor:
             request.session.messages = [*request.messages, answers.messages[0]]
 
     def _finish(self, name: str, options: Options | None) -> JSONResponse:
-        """The session as a trajectory. The session is kept, so that a repeated request returns the
-        trajectory too."""
+        """The session as a trajectory. The session is kept, so that a repeated request gets the
+        same trajectory."""
         reward = None if options is None else options.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, int | float):
             return error(400, "invalid_input", 'missing: send {"reward": <number>}', "reward")
@@ -166,9 +167,9 @@ class _CompleteAnswer(ChangedAnswer):
 
 
 class _RecordedAnswer(_CompleteAnswer):
-    """Calls `keep` with the answer before the client has received all of it, because the client's
-    next request may follow immediately. `request`: the recording whose tokens are added to the
-    answer, if vLLM was not asked for them."""
+    """Calls `keep` with the answer before the client has received the whole answer, because the
+    client's next request may follow immediately. `request`: the recording whose tokens are added to
+    the answer; None if vLLM was asked for the tokens."""
 
     def __init__(self, send: Send, path: str, keep: Any, request: Recording | None) -> None:
         super().__init__(send, path)
@@ -244,8 +245,8 @@ _LEAST_LOGPROB = -9999.0
 
 
 def _in_vllms_names(message: Any) -> Any:
-    """The request with vLLM's names of fields: vLLM reads an answer's reasoning under a single
-    name, and silently drops other names."""
+    """A message of the history with vLLM's name for the reasoning. vLLM reads an answer's reasoning
+    under a single name, and silently drops the other names that clients use."""
     if isinstance(message, dict) and (reasoning := reasoning_of(message)):
         return {**message, "reasoning": reasoning}
     return message
@@ -266,7 +267,8 @@ def _complete(answer: Options) -> Options:
 
 
 def _problem(path: str, options: Options, session: str | None) -> tuple[str, str] | None:
-    """The field that makes the rollout door refuse a request, and the reason."""
+    """The field that makes the rollout door refuse a request, and the reason; None if it accepts
+    the request."""
     if session is not None and not NAME.fullmatch(session):
         return HEADER, f"{session!r} is not a name of a session: 1 to 128 of A-Z a-z 0-9 . _ : -"
     if session is None and path in (RESPONSES, MESSAGES):
@@ -281,7 +283,8 @@ def _problem(path: str, options: Options, session: str | None) -> tuple[str, str
 
 
 def _forks(options: Options) -> tuple[str, str] | None:
-    """The field that would make vLLM render other tokens than the sampled ones, and the reason."""
+    """The field that would make vLLM render other tokens than the sampled tokens, and the reason;
+    None if there is none."""
     messages = options.get("messages")
     answers = [
         (i, message)
@@ -302,7 +305,8 @@ def _forks(options: Options) -> tuple[str, str] | None:
 
 
 def _object(body: bytes) -> Options | None:
-    """The body as a JSON object; None if it is not one, in which case vLLM reports the mistake."""
+    """The body as a JSON object. None if the body is not a JSON object; vLLM then reports the
+    mistake."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):

@@ -1,9 +1,9 @@
 """Starts vLLM (`python -m tandem.inference.server.serve`): this process becomes the vLLM server
 that the settings describe.
 
-First it kills processes that an earlier vLLM left, and waits until vLLM's GPUs are free. vLLM
-allocates a share of a GPU's total memory. If another process uses that memory, vLLM fails after a
-minute of loading.
+Before that, the process kills the processes that an earlier vLLM left, and waits until vLLM's GPUs
+are free. vLLM allocates a share of a GPU's total memory. If another process uses this memory, vLLM
+fails after a minute of loading.
 """
 
 import fcntl
@@ -25,8 +25,8 @@ from tandem.system.logs import Log, configure
 log = Log("inference")
 
 FREE_SECONDS = 60.0
-"""Seconds within which the GPUs must become free. After that, this program exits, and supervisord
-starts it again."""
+"""Seconds within which the GPUs must become free. If they are not free by then, this program exits,
+and supervisord starts it again."""
 _KILL_SECONDS = 10.0
 _POLL_SECONDS = 0.5
 _MARKER = "TANDEM_VLLM_OF"
@@ -39,8 +39,9 @@ class CannotStartNow(TandemError):
 
 
 def main() -> None:
-    """Replace this process by vLLM, so that signals and exit status are vLLM's own. Exits 2 on
-    wrong settings, and 1 if vLLM can't start now but may later."""
+    """Replace this process by vLLM, so that signals and exit status are vLLM's own. Exits with
+    status 2 if the settings are wrong, and with status 1 if vLLM can't start now but may start
+    later."""
     configure()
     try:
         settings = load_settings()
@@ -67,9 +68,9 @@ def main() -> None:
 
 
 def check_plugin() -> None:
-    """Raises InvalidInput if vLLM would not find Tandem's plugin, whose entry point is in the
-    installed package's metadata. Without the plugin, adapters are not compared with their files,
-    and weights can't be merged."""
+    """Raises InvalidInput if vLLM would not find Tandem's plugin. vLLM finds the plugin by its
+    entry point in the metadata of the installed package. Without the plugin, adapters are not
+    compared with their files, and weights can't be merged."""
     if not entry_points(group="vllm.general_plugins", name="tandem"):
         raise InvalidInput(
             "tandem-rl is not installed for this Python, so vLLM would not load its plugin; install"
@@ -79,7 +80,7 @@ def check_plugin() -> None:
 
 def _withdraw_records(settings: Settings) -> None:
     """Remove the records of served steps, because the vLLM that starts now serves none. The
-    publisher does this too, but it may have died with the earlier vLLM."""
+    publisher removes these records too, but it may have died with the earlier vLLM."""
     try:
         spool = Spool(settings.root)  # a full volume can still delete files
         if settings.replica is not None:
@@ -125,8 +126,8 @@ def wait_for_gpu(settings: Settings, *, free_seconds: float = FREE_SECONDS) -> d
 
 
 def _wait_for_trainer(settings: Settings) -> None:
-    """Wait while a live trainer holds the GPUs. A vLLM that died during a job starts after the
-    job."""
+    """Wait while a live trainer holds the GPUs. So a vLLM that died while a job had the GPUs starts
+    again after the job."""
     try:
         spool = Spool(settings.root)
         if hold := spool.hold.live():
@@ -137,13 +138,13 @@ def _wait_for_trainer(settings: Settings) -> None:
             time.sleep(_POLL_SECONDS)
     except SpoolUnusable as error:
         # Without the volume the runner does not work either, so there is no trainer to wait for.
-        # After this function, the memory in use is measured.
+        # The memory in use is measured after this function in any case.
         log.warning("can't see whether a trainer holds the GPUs", error=error)
 
 
 def _wait_for_memory(settings: Settings, free_seconds: float) -> None:
-    # If several GPUs are visible, vLLM uses the first ones. On shared GPUs, resident ranks keep
-    # some memory. If that leaves too little for vLLM, vLLM itself refuses to start.
+    # If more GPUs are visible than vLLM needs, vLLM uses the first GPUs. On shared GPUs, resident
+    # ranks keep some memory. If too little memory is left for vLLM, vLLM itself refuses to start.
     devices = Devices(settings, "inference", most=settings.inference_tensor_parallel)
     allowed = STAYING_BYTES if settings.gpu_mode == "shared" else 0
     floor = dict.fromkeys(devices.uuids, allowed)

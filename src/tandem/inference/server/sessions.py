@@ -22,8 +22,8 @@ HEADER = SESSION_HEADER
 NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """Pattern of the names that a session may have."""
 MOST_SESSIONS, MOST_TOKENS = 2**14, 2**25
-"""Limits for all sessions together; they amount to half a gigabyte. The session that has been
-unused for the longest time is removed first."""
+"""The most sessions, and the most tokens of all sessions together. So many tokens take about half a
+gigabyte of memory. The session that has been unused for the longest time is removed first."""
 BREAKS = ("booleans", "whitespace", "stop_string", "truncated", "edited", "template")
 """The reasons why a turn does not continue the sampled tokens."""
 
@@ -32,10 +32,10 @@ Message = Mapping[str, Any]
 
 @dataclass(eq=False)
 class SampledTurn:
-    """A sampled turn. `head`: the turn that the prompt continues; `new`: the part of the prompt
-    after that turn.
-    `asked`: the digest of the conversation before the answer. `stop`: the stop string that ended
-    it; `with_stop`: the answer followed by the stop string, as some clients send it back."""
+    """A sampled turn. `head`: the earlier turn that the prompt continues; `new`: the prompt's
+    tokens after the tokens of `head`. `asked`: the digest of the conversation before the answer.
+    `stop`: the stop string that ended the answer; `with_stop`: the answer followed by the stop
+    string, as some clients send it back."""
 
     head: "SampledTurn | None"
     new: array[int]
@@ -82,7 +82,7 @@ class SampledTurn:
 @dataclass(frozen=True)
 class SentMessages:
     """A request's messages, where consecutive messages of the assistant are joined. `digests[i]`:
-    the digest of the first i joined messages and of everything else that affects the prompt;
+    the digest of the first i joined messages, together with the chat template and its options;
     `ends[i]`: the number of the request's messages that the first i joined messages contain."""
 
     messages: list[dict[str, Any]]
@@ -105,7 +105,7 @@ class SentMessages:
 
     @property
     def last_answer(self) -> int | None:
-        """The index of the assistant's last message."""
+        """The index in `messages` of the assistant's last message; None if there is none."""
         found = [i for i, one in enumerate(self.messages) if one["role"] == "assistant"]
         return found[-1] if found else None
 
@@ -190,7 +190,7 @@ class RolloutSession:
 
     def find(self, conversation: SentMessages) -> tuple[SampledTurn, int] | None:
         """The turn whose answer is the conversation's last answer, and the number of the request's
-        messages up to the end of that answer."""
+        messages up to the end of that answer. None if no turn fits."""
         if (at := conversation.last_answer) is None:
             return None
         turn = self.after.get(conversation.digests[at + 1])
@@ -200,8 +200,9 @@ class RolloutSession:
         return turn, conversation.ends[at + 1]
 
     def expected(self, conversation: SentMessages) -> SampledTurn | None:
-        """If `find` returns None: the turn that the client has probably edited. That turn followed
-        the same messages, or has the same answer after other messages."""
+        """The turn that the client has probably edited, if `find` returns None. This is a turn that
+        followed the same messages, or has the same answer after other messages, or is the last
+        known turn at the conversation's beginning. None if there is none."""
         if (at := conversation.last_answer) is None:
             return None
         asked, given = conversation.digests[at], conversation.messages[at]
@@ -220,7 +221,8 @@ class RolloutSession:
         self.size += turn.size
 
     def deepest(self, ids: Sequence[int]) -> SampledTurn | None:
-        """The turn whose tokens are the longest beginning of `ids`."""
+        """The turn whose tokens (prompt and answer) are the beginning of `ids`; if several are, the
+        longest. None if there is none."""
         found, longest = None, 0
         for turn in self.turns:
             known = turn.all_tokens()
@@ -234,7 +236,8 @@ def _same(one: Message, other: Message) -> bool:
 
 
 def reason_of_break(turn: SampledTurn, given: Mapping[str, Any]) -> str:
-    """The reason why the client's text renders to other tokens than the sampled ones."""
+    """The reason, one of BREAKS, why the client's text renders to other tokens than the sampled
+    tokens."""
 
     def compact(message: Mapping[str, Any], *, loose: bool) -> str:
         text = json.dumps([message["content"], message["calls"]], sort_keys=True, default=str)

@@ -1,6 +1,7 @@
-"""Adds to each answer the names of the weights that its tokens came from: in the header
-`x-tandem-weights`, and after a swap also in the field `weight_versions`, which contains for each
-sequence the index of the first token from each weights."""
+"""Adds to each answer the names of the weights that sampled its tokens. The names are in the header
+`x-tandem-weights`. If the weights were swapped during the request, the field `weight_versions`
+contains, for each sequence and each version of the weights, the index of the first token that this
+version sampled."""
 
 import asyncio
 import json
@@ -21,10 +22,10 @@ Sequence = tuple[int, int]  # the index of a prompt and the index of a sample
 @dataclass(eq=False)
 class InFlight:
     """A running sampling request. `id`: the header X-Request-Id, as vLLM reads it; `first`: the
-    weights with which it began.
+    name of the weights with which the request began.
 
-    `swaps`: for each swap during the request, the new name and the number of tokens that each
-    running sequence had.
+    `swaps`: for each swap during the request, the name of the new weights, and the number of tokens
+    that each running sequence had at the swap.
     """
 
     id: str
@@ -44,7 +45,7 @@ class InFlight:
             self.swaps.append((name, mine))
         elif not in_engine:
             self.first = name
-        # Otherwise all sequences of this request had ended before the swap.
+        # If neither is the case, all sequences of this request had ended before the swap.
 
     def _of_this_request(self, tokens: dict[str, int]) -> dict[Sequence, int]:
         """Selects the sequences of this request. vLLM names a sequence `chatcmpl-<id>`,
@@ -58,7 +59,8 @@ class InFlight:
         return {(int(match[2] or 0), int(match[1] or 0)): count for match, count in found if match}
 
     def versions(self) -> list[dict[str, Any]]:
-        """For each sequence that saw a swap: `spans` of [name, first token] in order."""
+        """For each sequence during which the weights were swapped: the list `spans` of [name of the
+        weights, index of the first token], in order."""
         found: dict[Sequence, list[list[Any]]] = {}
         for name, tokens in self.swaps:
             for sequence, count in tokens.items():

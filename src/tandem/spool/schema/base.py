@@ -36,8 +36,8 @@ class Record(BaseModel):
     """Base class of the records: unknown keys, NaN and infinity are errors, and a record is
     immutable."""
 
-    # By default, pydantic would keep the last 16,384 strings that it read in memory, and no two
-    # jobs have the same strings.
+    # By default, pydantic would cache the last 16,384 strings that it read. The cache would only
+    # cost memory, because no two jobs have the same strings.
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, cache_strings="keys"
     )

@@ -7,8 +7,9 @@ from tandem.spool.schema.base import JobId, Record
 
 
 class HoldAnswer(Record):
-    """The publisher's answer to a hold. `refused`: vLLM stays awake. `gone`: vLLM died while it was
-    put to sleep. `why`: the reason if it is refused or gone."""
+    """The publisher's answer to a hold, with which a runner asks for shared GPUs. `refused`: vLLM
+    stays awake. `gone`: vLLM died while it was put to sleep. `why`: the reason if it is refused or
+    gone."""
 
     runner: str
     job: JobId
@@ -26,9 +27,10 @@ class SharedVllm(Record):
     why: str = ""  # reason why vLLM is not awake
     looked: float
     """The time at which the publisher last looked for a hold, before it asked vLLM. The time is in
-    seconds of the machine's monotonic clock, which is the same for the runner on this machine."""
+    seconds of the machine's monotonic clock. The runner is on the same machine and uses the same
+    clock."""
     beat: float  # time of this record, by the same clock
-    answer: HoldAnswer | None = None  # answer to the hold of that time
+    answer: HoldAnswer | None = None  # answer to the hold that existed then
 
 
 class VllmPlace(Record):

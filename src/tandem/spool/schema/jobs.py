@@ -204,8 +204,8 @@ class Lease(BaseModel):
 
 
 class RankMemory(BaseModel):
-    """One rank's memory at the end of each phase of an attempt, in the order of the phases' first
-    ends.
+    """One rank's memory at the end of each phase of an attempt. The phases are in the order in
+    which they first ended.
 
     Each phase has a dict of bytes: `allocated` and `reserved` by torch's allocator, `device_used`
     on the whole device by all processes, `host_pinned`, and `peak`, the maximum of `allocated`
@@ -243,8 +243,8 @@ HoldPhase = Literal["sleeping", "training", "releasing"]
 
 class Hold(Record):
     """`jobs/hold.json`: a runner holds the GPUs that it shares with vLLM. In the phase `sleeping`,
-    the runner asks the publisher for the GPUs. The runner gives the GPUs back by removing the
-    record."""
+    the runner waits until the publisher has put vLLM to sleep. The runner gives the GPUs back by
+    removing the record."""
 
     schema_version: Literal[1] = 1
     runner: str
@@ -256,6 +256,6 @@ class Hold(Record):
     lease: float  # the runner counts as lost after this many seconds without a beat
     # if the runner is lost, vLLM may be woken after this time regardless of the memory in use
     deadline: float
-    # Device UUID -> bytes in use while vLLM sleeps and no rank runs. Empty until measured; until
-    # then no rank has started.
+    # Device UUID -> bytes in use while vLLM sleeps and no rank runs. Empty until the memory is
+    # measured, which happens before any rank starts.
     floor: dict[str, int] = Field(default_factory=dict)

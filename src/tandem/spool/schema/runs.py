@@ -141,8 +141,8 @@ class Probe(Record):
     """The trainer's log-probs of fixed token sequences. The publisher compares vLLM's log-probs
     with the trainer's.
 
-    The trainer computes all three kinds of log-probs. Differences between these log-probs cancel
-    rounding that vLLM doesn't share.
+    The trainer computes all three kinds of log-probs: `logprobs`, `previous` and `base`. The
+    difference of two kinds cancels the trainer's rounding, which vLLM doesn't share.
 
     Attributes:
         tokens: the sequences.
@@ -174,7 +174,7 @@ class Manifest(Record):
     versions: dict[str, str] = Field(default_factory=dict)
     # metrics of the job's last optimizer step
     metrics: dict[str, float] = Field(default_factory=dict)
-    probe: Probe | None = None  # None for step 0, which must equal the base model
+    probe: Probe | None = None  # None for step 0, whose weights must equal the base model's
     origin: Origin | None = None
     seq: int | None = None  # number of the last session request whose effect is in the weights
 
@@ -190,8 +190,8 @@ class Manifest(Record):
 
     @property
     def weights_sha256(self) -> str:
-        """The identity of the weights' content: the hash of their file; with several files or none,
-        the hash of the files' hashes."""
+        """The identity of the weights' content: with one file, the SHA-256 of the file; with
+        several files or none, the SHA-256 of the files' hashes."""
         hashes = [entry.sha256 for _, entry in sorted(self.weights_files.items())]
         return hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest()
 
@@ -211,20 +211,20 @@ class Served(Record):
     step: int = Field(ge=0, lt=STEPS)
     model: str  # "<run>@<step>"
     weights: Serving = "adapter"
-    transport: str = "lora"  # the way by which the weights reached vLLM
+    transport: str = "lora"  # how the weights reached vLLM
     checkpoint: str  # SHA-256 of the weights (`Manifest.weights_sha256`)
     # Inode and mtime (ns) of the manifest's file, so that readers need not open the file again.
     manifest: tuple[int, int] | None = None
     verified: float  # Unix seconds
     # mean difference between trainer and vLLM over the probe's tokens, in nats
     mean_abs_logprob_error: float
-    # The largest mean error of the closest tokens (`verify.COMPARED`), in nats, at which the step
-    # is served.
+    # The limit, in nats, on the mean error of the closest tokens (`verify.COMPARED`). A step with a
+    # larger mean error is not served.
     allowed_logprob_error: float
     tokens_checked: int
-    # Seconds of each part: copy, load (for merged weights including stage, drain and swap), verify.
-    # since_checkpoint is the time from the commit to `verified`, so it is long if a publisher or
-    # vLLM has started in between.
+    # Seconds of each part: copy, load, verify. For merged weights, load includes stage, drain and
+    # swap. since_checkpoint is the time from the commit to `verified`, so it is long if a publisher
+    # or vLLM started after the commit.
     seconds: dict[str, float] = Field(default_factory=dict)
     # The newest checkpoint that the publisher refused, and the reason. An older step is still
     # served.
@@ -233,7 +233,8 @@ class Served(Record):
 
     @property
     def refused(self) -> "Refused | None":
-        """The newest step that the publisher refused while an older one is served."""
+        """The newest step that the publisher refused while an older step is served; None if there
+        is none."""
         if self.refused_step is None:
             return None
         return Refused(step=self.refused_step, reason=self.refused_reason or "")

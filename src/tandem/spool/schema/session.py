@@ -1,5 +1,5 @@
-"""Records of sessions, their requests and the results. A session's client asks for one pass,
-optimizer step or save at a time, not for whole jobs."""
+"""Records of sessions, of their requests, and of the requests' results. A session's client asks for
+one pass, optimizer step or save at a time, not for whole jobs."""
 
 from typing import Annotated, Literal
 
@@ -39,7 +39,7 @@ class SessionEnd(Record):
 
 
 class ClientModel(Record):
-    """`sessions/<id>/model-<n>.json`, written once, before its run."""
+    """`sessions/<id>/model-<n>.json`, written once, before the model's run is created."""
 
     base_model: str  # the client's name of the base model
 
@@ -50,7 +50,7 @@ class ClientSampler(Record):
     samples the checkpoint named `name`, which may be made later."""
 
     base_model: str  # the client's name of the base model
-    path: str | None = None  # the client's
+    path: str | None = None  # the path that the client gave
     run: RunName | None = None
     name: str | None = None
     step: int | None = Field(default=None, ge=0)
@@ -103,8 +103,8 @@ class LoadRequest(Record):
 
 
 class VoidRequest(Record):
-    """Takes the place of a request that never arrived, so that later requests are computed. The
-    result of a void request is an error with this reason."""
+    """Takes the place of a request that never arrived, so that later requests can be computed. The
+    result of a void request is an error with the text `reason`."""
 
     kind: Literal["void"] = "void"
     reason: str
@@ -127,7 +127,8 @@ class LoggedRequest(Record):
 
 
 class RequestError(Record):
-    """`category`: who can fix the error, the user or the server."""
+    """The error with which a request ended. `category`: who can fix the error, the user or the
+    server's operator."""
 
     category: Literal["user", "server"]
     message: str

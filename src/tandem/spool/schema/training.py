@@ -8,12 +8,12 @@ from pydantic import Field, model_validator
 from tandem.spool.schema.base import Record
 
 Step = Annotated[int, Field(strict=True)]
-"""The number of a step. The type is strict, because otherwise `true`, `false` and strings would be
-converted to numbers."""
+"""The number of a step. The type is strict, so that `true`, `false` and strings are not converted
+to numbers."""
 
 
 class _Own(NamedTuple):
-    """A policy's default settings, which are those of its paper."""
+    """A policy's default settings, as in the policy's paper."""
 
     level: Literal["token", "sequence"]
     mean_over: Literal["token", "trajectory"]
@@ -29,7 +29,7 @@ _OWN = {
     "dro": _Own("token", "token", 1.0, math.inf),  # no bounds
     "sapo": _Own("token", "trajectory", 1.0, math.inf),  # no bounds
 }
-"""The defaults of each policy of `RLLoss`. A new policy needs a line here, its name in
+"""The defaults of each policy of `RLLoss`. A new policy needs a line in this table, its name in
 `RLLoss.policy`, and its term in `tandem.training.losses.policy_terms`."""
 
 
@@ -43,8 +43,8 @@ class RLLoss(Record):
     # `clip_bounds`).
     clip_low: float | None = Field(default=None, ge=0)
     clip_high: float | None = Field(default=None, ge=0)
-    # The level of the ratio: of the token, or of the token's sequence (exp of the mean log-ratio).
-    # None: the policy's own default (see `level`).
+    # The level of the ratio: the token's own ratio, or the ratio of the token's sequence (exp of
+    # the mean log-ratio). None: the policy's own default (see `level`).
     ratio_level: Literal["token", "sequence"] | None = None
     # For an item whose ratio is beyond the bounds: clip the ratio as the policy does, or leave the
     # item out.
@@ -53,8 +53,8 @@ class RLLoss(Record):
     dual_clip: float | None = Field(default=None, gt=1)
     # DRO: the weight of the squared log-ratio.
     dro_beta: float | None = Field(default=None, ge=0)
-    # SAPO: the temperatures of the gate, which decide how fast it closes, for positive and for
-    # other advantages. None: 1 and 1.05.
+    # SAPO: the temperatures of the sigmoid gate for positive and for other advantages. The
+    # temperatures decide how fast the gate closes as the ratio leaves 1. None: 1 and 1.05.
     sapo_temperature_pos: float | None = Field(default=None, gt=0)
     sapo_temperature_neg: float | None = Field(default=None, gt=0)
     # Leaves out a sequence with a negative advantage if its log-probs fell by more than this many
@@ -70,8 +70,8 @@ class RLLoss(Record):
     # before the first optimizer step. Importance weights between trainer and sampler (`tis_*`) need
     # the trainer's log-probs.
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
-    # The importance weight of the token, or the product over the token's sequence. The weight is
-    # truncated at the cap, and is 0 outside the mask's bounds.
+    # The importance weight of the token, or the product of the importance weights of the token's
+    # sequence. The weight is truncated at the cap, and is 0 outside the mask's bounds.
     tis_level: Literal["token", "sequence"] = "token"
     tis_cap: float | None = Field(default=None, gt=0)
     tis_mask_low: float | None = Field(default=None, ge=0)
@@ -80,16 +80,17 @@ class RLLoss(Record):
     advantage_scale: Literal["none", "mean_abs"] = "none"
     kl_coef: float = Field(default=0.0, ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    # The KL is a penalty in the loss, or a part of each token's advantage, where it is the
-    # log-ratio whatever the estimator is.
+    # The KL is a penalty in the loss, or a part of each token's advantage. In the advantage, the KL
+    # is the log-ratio, whichever estimator is set.
     kl_in: Literal["loss", "advantage"] = "loss"
-    # Multiply the penalty by the token's ratio, which makes its gradient unbiased for tokens that
-    # an older policy sampled.
+    # Multiply the KL penalty by the token's ratio. The penalty's gradient is then unbiased for
+    # tokens that an older policy sampled.
     kl_correction: bool = False
     # The reference policy: the base model with the adapter off, or a checkpoint (step) of the same
     # run.
     kl_reference: Literal["base"] | Step = "base"
-    # Measures the KL even if kl_coef is 0, which costs one more forward pass without gradients.
+    # Measures the KL even if kl_coef is 0. The measurement costs one more forward pass without
+    # gradients.
     kl_metric: bool = False
     entropy_coef: float = Field(default=0.0, ge=0)
     # The trajectories' sampling temperature; logits are divided by it.
@@ -220,8 +221,8 @@ class PreferenceLoss(Record):
     beta: float | None = Field(default=None, gt=0)  # None: 0.1 for DPO and IPO, 2 for SimPO
     # DPO and SimPO: the assumed share of pairs whose preference is wrong.
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    # SimPO: the margin by which the chosen answer's reward should exceed the rejected one's. None:
-    # 0.5.
+    # SimPO: the margin by which the reward of the chosen answer should exceed the reward of the
+    # rejected answer. None: 0.5.
     margin: float | None = Field(default=None, ge=0)
     # DPO and IPO: the reference policy. "start" is the checkpoint that the job starts from.
     reference: Literal["start", "base"] | Step = "start"
@@ -306,8 +307,8 @@ class OptimizerSettings(Record):
     max_grad_norm: float = Field(default=1.0, gt=0)
     # Packed rows per optimizer step over all data-parallel ranks. None: the data-parallel size.
     grad_accumulation_sequences: int | None = Field(default=None, ge=1)
-    # Instead of rows: examples, pairs or groups per optimizer step. The packer then fills each row
-    # with samples of one optimizer step only.
+    # The size of an optimizer step in examples, pairs or groups instead of rows. The packer then
+    # fills each row with samples of one optimizer step only.
     batch_size: int | None = Field(default=None, ge=1)
     epochs: int = Field(default=1, ge=1)  # passes over the job's rows, each in a different order
 
@@ -338,12 +339,12 @@ class PackedData(Record):
     # Trajectories that are too long, or have no trained token left after truncation.
     dropped_trajectories: int = Field(default=0, ge=0)
     truncated_trajectories: int = Field(default=0, ge=0)  # cut to the length of a row
-    # Examples or pairs that are only evaluated. Of the counts above, only rows, dropped and
-    # truncated trajectories include them.
+    # Examples or pairs that are only evaluated. Of the counts above, only num_rows,
+    # dropped_trajectories and truncated_trajectories include these examples.
     num_held_out: int = Field(default=0, ge=0)
     # RL: the step of the oldest checkpoint that sampled a turn; None if unknown.
     policy_step_min: int | None = None
-    policy_step_mean: float | None = None  # over turns
+    policy_step_mean: float | None = None  # mean over turns
     reward_mean: float | None = None
     reward_std: float | None = None
     reward_min: float | None = None

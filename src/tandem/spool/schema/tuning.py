@@ -22,7 +22,7 @@ class Upload(Record):
     id: UploadId
     filename: str
     purpose: Literal["fine-tune", "fine-tune-results"]
-    method: TuningMethod | None = None  # the method that its lines are for; None for results
+    method: TuningMethod | None = None  # the method that the lines are for; None for results
     lines: int = Field(ge=0)  # lines that are not blank
     size: int = Field(ge=0)  # bytes
     created: float  # Unix seconds
@@ -39,7 +39,7 @@ class Hyperparameters(Record):
 
 
 class TuningPlan(Record):
-    """The settings and counts that are derived from the files after all lines have been
+    """The settings and counts that are derived from a fine-tuning's files after all lines have been
     rendered."""
 
     hyperparameters: Hyperparameters
@@ -64,7 +64,7 @@ class TuningEnd(Record):
 
 
 class Notice(Record):
-    """A message among the events, about a fact that no job's events report."""
+    """A message in the fine-tuning's list of events, about a fact that no job's events report."""
 
     time: float  # Unix seconds
     level: Literal["info", "warn", "error"] = "info"
@@ -79,7 +79,7 @@ class Tuning(Record):
     created: float  # Unix seconds
     model: str  # the client's name of the model
     run: RunName
-    origin: Origin | None = None  # the checkpoint that it continues from; None: the base model
+    origin: Origin | None = None  # the checkpoint to continue from; None: the base model
     method: TuningMethod
     hyperparameters: Hyperparameters
     seed: int = Field(ge=0)
@@ -88,7 +88,7 @@ class Tuning(Record):
     validation_file: UploadId | None = None
     metadata: dict[str, str] | None = None
     submitted_by: str | None = None  # the name of the API key
-    plan: TuningPlan | None = None  # None while its files are not validated
+    plan: TuningPlan | None = None  # None until the files are validated
     paused: bool = False
     # number of pauses so far; after each, cancelled parts get new ids
     pauses: int = Field(default=0, ge=0)

@@ -1,8 +1,10 @@
-"""The agent of one host: it starts that host's part of an attempt's ranks, watches and ends them,
-and measures what they leave (`tandem rank-agent`).
+"""The agent of one host (`tandem rank-agent`). The agent starts that host's part of an attempt's
+ranks, watches the ranks and ends them. Afterwards it measures the GPU memory and counts the
+processes that the ranks left.
 
 `agent.py` serves one host's part of an attempt. `watch.py` reads the volume while the ranks run.
-`hosts.py` has the records by which runner and hosts meet. An agent has a fork server and starts its
-host's ranks with numbers that the host's number fixes. The ranks die with the agent. The agent ends
-them when the attempt was ended, or when runner or volume are gone. No torch.
+`hosts.py` has the records through which the runner and the hosts' agents communicate. An agent has
+a fork server, which starts the host's ranks. The host's number determines the ranks' numbers. The
+ranks die with the agent. The agent ends the ranks when the attempt was ended, or when the runner or
+the volume is gone. No torch.
 """

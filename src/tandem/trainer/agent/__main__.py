@@ -18,8 +18,9 @@ INDEX_VARIABLES = ("JOB_COMPLETION_INDEX", "SLURM_PROCID", "TANDEM_HOST_INDEX")
 
 
 def host_index(given: int | None) -> int:
-    """The host's number: `given`, else the first value that Kubernetes, Slurm or the deployment has
-    set (INDEX_VARIABLES). Raises InvalidInput if none is set."""
+    """The host's number: `given`; if `given` is None, the value of the first variable of
+    INDEX_VARIABLES that is set (by Kubernetes, by Slurm or by the deployment). Raises InvalidInput
+    if none is set."""
     if given is not None:
         return given
     for name in INDEX_VARIABLES:
@@ -73,5 +74,5 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # A thread may wait for a volume that is gone.
+    # `os._exit` does not wait for threads: a thread may wait for ever for a volume that is gone.
     os._exit(status)

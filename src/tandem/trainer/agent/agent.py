@@ -1,5 +1,5 @@
-"""The agent of one host: takes the host's ticket of an attempt, meets the other hosts, starts its
-ranks and watches them until they or the attempt end. Without torch."""
+"""The agent of one host. It takes the host's ticket of an attempt, waits for the other hosts,
+starts its host's ranks, and watches the ranks until they end or the attempt ends. Without torch."""
 
 import os
 import platform
@@ -43,10 +43,11 @@ log = Log("agent")
 
 POLL_SECONDS, FOLLOW_SECONDS = 0.05, 0.3
 TERMINATE_SECONDS = 12.0
-"""Between SIGTERM and SIGKILL. The ranks' parent kills ranks that stay after 10 s."""
+"""Seconds between SIGTERM and SIGKILL for the ranks. The ranks' own parent kills ranks that still
+run 10 s after SIGTERM."""
 KILL_SECONDS = 10.0
 RELEASE_SECONDS = 10.0
-"""How long devices may take to be free after their last process is gone."""
+"""Seconds that a device's memory may take to be free after the device's last process is gone."""
 CONNECT_SECONDS = 5.0
 
 
@@ -71,14 +72,15 @@ class HostAgent:
         self._record = HostRecord(host=self.host, name=name, pid=pid)
         self._marker = ("TANDEM_AGENT", f"{name}:{pid}")
         self._others: list[str] = []  # addresses of the attempt's other hosts
-        self._lost: tuple[str, ...] = ()  # of what they were sent
+        self._lost: tuple[str, ...] = ()  # connections to other hosts that lost data
         self._launcher: Launcher | None = None
         self._made_for: tuple[object, ...] = ()
         self._begin = time.monotonic()
         self.pods, self.linger_seconds = "", 0.0
-        """The Kubernetes Job, as in `AgentOrder`, and how long its pods stay without an attempt."""
+        """The Kubernetes Job, as in `AgentOrder`, and the seconds for which its pods stay without
+        an attempt."""
         self.lingers = 0.0
-        """As in the last attempt's `HostEnd`."""
+        """`HostEnd.lingers` of the last attempt."""
 
     def serve(self, job: str, number: int, hosts: int | None = None) -> int:
         """Run this host's part of an attempt; returns the agent's exit status. Raises
@@ -86,7 +88,7 @@ class HostAgent:
 
         Args:
             number: the attempt's number.
-            hosts: the number of hosts that the caller knows of; None: it knows of none.
+            hosts: the number of hosts that the caller expects; None: the caller expects no number.
         """
         meeting = Meeting(Attempt(self.spool, job, number))
         order = meeting.order()
@@ -128,7 +130,7 @@ class HostAgent:
                 handle = self._start(meeting, order, records[0], listener)
             watch.running_since = time.monotonic()
             leave = self._watch(handle, watch)
-            if leave.status == FAILED and not meeting.is_open():  # they lost their directory
+            if leave.status == FAILED and not meeting.is_open():  # the ranks lost their directory
                 leave = Leave(FENCED, "the attempt was ended")
         except LeavingError as leaving:
             leave = leaving.leave
@@ -158,13 +160,13 @@ class HostAgent:
         return network.host_address(self.settings.host_address)
 
     def prepare(self) -> None:
-        """Start what can be started ahead of an attempt. Before the first attempt, the settings say
-        what an attempt needs; later, the attempt before it does."""
+        """Start the processes that can be started ahead of an attempt. Before the first attempt,
+        they are started for the settings; later, for the order of the previous attempt."""
         if self._launcher is not None:
             self._launcher.prepare()
             return
         order = AgentOrder.of(self.settings, DEFAULT_ENTRY)
-        with suppress(TandemError):  # the attempt says what is wrong
+        with suppress(TandemError):  # the attempt itself reports the error
             settings = self._settings_of(order)
             self._launcher_for(settings, order, self._address(order)[1]).prepare()
 
@@ -285,7 +287,8 @@ class HostAgent:
             self._lost = self._lost or tuple(network.lost_data(self._others).values())
 
     def _refuse(self, meeting: Meeting, error: TandemError | OSError) -> Leave:
-        """Writes into this host's record why the host can't train, for all other hosts."""
+        """Writes the reason why this host can't train into this host's record, which all other
+        hosts read."""
         if isinstance(error, FileNotFoundError) and not meeting.is_open():
             return Leave(FENCED, "the attempt was ended")
         if isinstance(error, SpoolUnusable):
@@ -299,8 +302,8 @@ class HostAgent:
         return Leave(FAILED, str(error), refused)
 
     def _clear(self, settings: Settings, handle: Handle | None, leave: Leave) -> HostEnd:
-        """End the processes that are left of the ranks. Returns how the ranks ended, and the bytes
-        that are still in use on the devices."""
+        """End the rank processes that still live. Returns the record of the ranks' end, with the
+        bytes that are still in use on the devices."""
         left = [] if handle is None else handle.kill_all(KILL_SECONDS)
         begin, used, free = time.monotonic(), dict[str, int | None](), False
         with suppress(TandemError):
@@ -308,7 +311,8 @@ class HostAgent:
             used = devices.wait_free(RELEASE_SECONDS, {})
             free = not devices.over(used, {})
         clean = leave.status == DONE and free and not left
-        # The remaining time lets the next attempt use its whole time before the pod's own deadline.
+        # The pods stay only if the agent has used less than `start_seconds` so far. Then the next
+        # attempt can use its whole time before the pod's own deadline.
         if clean and time.monotonic() - self._begin < self.settings.start_seconds:
             self.lingers = self.linger_seconds
         return HostEnd(
@@ -369,8 +373,8 @@ def _listener(address: str) -> socket.socket:
 
 
 def _check_reach(first: HostRecord) -> None:
-    """Raises LeavingError if this host can't reach the ranks' store. torch would wait long, and its
-    error would not name the address."""
+    """Raises LeavingError if this host can't reach the ranks' store. Without this check torch would
+    wait long, and torch's error would not name the address."""
     try:
         socket.create_connection((first.address, first.port), CONNECT_SECONDS).close()
     except OSError as error:

@@ -31,8 +31,8 @@ is unusable."""
 
 
 TAKE_SECONDS = 60.0
-"""How much later than the runner an agent that lingers may see the runner's order. A network file
-system may show a new file so late."""
+"""Seconds after the runner's write within which a lingering agent must see the runner's order. A
+network file system may show a new file with this delay."""
 
 
 class AgentOrder(Record):
@@ -59,8 +59,9 @@ class AgentOrder(Record):
 
 
 class HostRecord(BaseModel):
-    """One host of an attempt. Its agent writes it again when `waits` changes. Unknown keys are
-    ignored, so that a record of another version can be read and its version compared."""
+    """One host of an attempt. The host's agent writes the record again when `waits` changes.
+    Unknown keys are ignored, so that a record of another version can be read and its version
+    compared."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -72,9 +73,9 @@ class HostRecord(BaseModel):
     gpus: tuple[str, ...] = ()  # UUIDs
     versions: dict[str, str] = Field(default_factory=dict)
     base_model: str = ""  # the directory
-    base_files: str = ""  # their digest
+    base_files: str = ""  # digest of the model's files
     threads: int = 0
-    waits: str = ""  # for what the host waits before it can start ranks
+    waits: str = ""  # what the host waits for before it can start ranks
     refused: JobError | None = None
 
     def __str__(self) -> str:
@@ -82,18 +83,18 @@ class HostRecord(BaseModel):
 
 
 class HostBeat(Record):
-    count: int  # of beats: it changes
-    seconds: float | None = None  # that the ranks have run
+    count: int  # number of beats so far
+    seconds: float | None = None  # seconds for which the ranks have run
 
 
 class HostEnd(Record):
     """How the ranks of a host ended, and what is left of them."""
 
     status: int  # as the agent's exit status
-    error: JobError | None = None  # None: the ranks' files tell why they failed
-    processes: int = 0  # that survive SIGKILL
+    error: JobError | None = None  # None: the ranks' own error files have the reason of a failure
+    processes: int = 0  # number of processes that survive SIGKILL
     devices: dict[str, int | None] = Field(default_factory=dict)  # bytes in use, by UUID
-    seconds: float = 0.0  # until the devices were free
+    seconds: float = 0.0  # seconds until the devices were free
     network: tuple[str, ...] = ()  # what the network lost when the ranks had to end
     lingers: float = Field(default=0.0, exclude_if=lambda seconds: not seconds)
     """Seconds that the agent stays for another attempt."""
@@ -101,7 +102,8 @@ class HostEnd(Record):
 
 class Meeting:
     """The files of an attempt's hosts. Methods raise OSError and SpoolUnusable if the volume is
-    unusable; nothing is written after the attempt was ended, because its directory is gone."""
+    unusable; after the attempt was ended they write nothing, because the attempt's directory is
+    gone."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
@@ -153,7 +155,8 @@ class Meeting:
     # ---- an agent's side
 
     def take_ticket(self, host: int, identity: str) -> bool:
-        """Whether this agent is the first for its host. The server of the volume decides."""
+        """Takes the host's ticket. Returns whether this agent is the first to take it. The server
+        of the volume decides, because `link` fails for all but the first."""
         own = fs.temporary_beside(self._ticket(host))
         try:
             with fs.volume_errors(own):
@@ -179,7 +182,8 @@ class Meeting:
 
 
 def misfit(records: Sequence[HostRecord], order: AgentOrder) -> JobError | None:
-    """Why the hosts that have arrived can't train together; the hosts that differ are named."""
+    """The reason why the hosts that have arrived can't train together, with the names of the hosts
+    that differ; None if they can."""
     for record in records:
         if (error := record.refused) is not None:
             return error.model_copy(update={"message": f"{record}: {error.message}"})

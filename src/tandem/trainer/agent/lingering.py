@@ -1,6 +1,6 @@
 """An agent that stays in its pod after an attempt and serves the attempts that the runner gives to
-the pod's Kubernetes Job. Meanwhile its GPUs are free: no rank is left, and the fork server has no
-CUDA context."""
+the pod's Kubernetes Job. Between the attempts the pod's GPUs are free: no rank is left, and the
+fork server has no CUDA context."""
 
 import time
 from contextlib import suppress
@@ -19,7 +19,7 @@ def serve_and_linger(agent: HostAgent, job: str, number: int, hosts: int | None)
     while status == DONE and agent.lingers:
         log.info("lingers for another attempt", seconds=agent.lingers)
         try:
-            with suppress(TandemError, OSError):  # the next attempt says what is wrong
+            with suppress(TandemError, OSError):  # the next attempt reports the error
                 agent.prepare()
             job, number = _next_attempt(agent)
         except LeavingError as leaving:
@@ -30,12 +30,14 @@ def serve_and_linger(agent: HostAgent, job: str, number: int, hosts: int | None)
 
 
 def _next_attempt(agent: HostAgent) -> tuple[str, int]:
-    """Waits for an order. Raises LeavingError if no order comes in time, or on SIGTERM. A runner
-    that is there ends the Job before that; the agent's own bound is for a runner that is gone."""
+    """Waits for an order. Raises LeavingError if no order comes in time, or on SIGTERM. A living
+    runner deletes the Job before this time is over. The agent's own limit is for the case that the
+    runner is gone."""
     end = time.monotonic() + agent.lingers + TAKE_SECONDS
 
     def turn() -> None:
-        if agent.stop.requested:  # a status of 0 would count as done if Kueue admits the Job again
+        # With status 0, the pod would count as done if Kueue admits the Job again.
+        if agent.stop.requested:
             raise LeavingError(Leave(STOPPED, "it was asked to stop (SIGTERM)"))
         if time.monotonic() > end:
             raise LeavingError(Leave(DONE, "no attempt came"))

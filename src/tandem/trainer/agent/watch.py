@@ -21,7 +21,9 @@ from tandem.trainer.agent.hosts import (
 
 LOOK_SECONDS = 0.5
 FROZEN_SECONDS = 7.0
-"""The agent asks far more often. If it has not, its processes were frozen, and nobody looked."""
+"""The agent calls `leave` far more often than this. A longer pause between two calls means that the
+agent's processes were frozen. The frozen time does not count as silence of the runner or the
+volume."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Leave:
     why: str
     error: JobError | None = None
     at_once: bool = False
-    """By SIGKILL: nobody waits for what the ranks still do."""
+    """Whether the ranks are ended by SIGKILL, without time to finish their work."""
 
 
 class AttemptWatch(threading.Thread):
@@ -71,7 +73,7 @@ class AttemptWatch(threading.Thread):
         self._meeting.write(self._host, beat)
 
     def leave(self) -> Leave | None:
-        """Why the ranks have to end, if they have to. Doesn't block."""
+        """The reason why the ranks have to end; None if they may go on. Doesn't block."""
         now, orphan = time.monotonic(), self._order.orphan_seconds
         if (frozen := now - self._asked_at) > FROZEN_SECONDS:
             self._answered += frozen

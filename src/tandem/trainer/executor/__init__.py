@@ -1,11 +1,11 @@
-"""The seam between a job's attempt and the processes that run it.
+"""The interface between a job's attempt and the processes that run the attempt. An `Executor`
+starts an attempt's processes and returns an `Execution`, which reports their state. The runner
+decides about the job: when to stop an attempt, why the attempt failed, whether there is another
+attempt. An executor writes nothing about the job's state.
 
-An `Executor` starts an attempt's processes, and its `Execution` says how they are. The runner
-decides about the job: when to stop an attempt, why it failed, whether there is another attempt. An
-executor writes nothing about the job's state.
-
-`local.py` runs an attempt on the runner's host. `gpus.py` waits for its GPUs and measures what a
-job left. `shared_gpus.py` asks the publisher for vLLM's GPUs and gives them back. No torch.
+`local.py` runs an attempt on the runner's host. `gpus.py` waits for that host's GPUs and measures
+the memory that a job left in use. `shared_gpus.py` asks the publisher for vLLM's GPUs and gives
+them back. No torch.
 
 `agents.py` has the code that all executors of several hosts share. On each host an agent
 (`trainer/agent`) starts that host's ranks. Runner and agents meet by records in the attempt's
@@ -26,8 +26,8 @@ from tandem.spool.schema import EventType, Job, JobError
 
 @dataclass(frozen=True)
 class Waiting:
-    """The attempt has no ranks yet: it waits for another system, such as a cluster's queue. No
-    bound of the job counts."""
+    """The attempt has no ranks yet: it waits for another system, such as a cluster's queue. This
+    time does not count towards the job's time limits."""
 
     reason: str
 
@@ -37,15 +37,16 @@ class Running:
     """The attempt's ranks are started."""
 
     seconds: float = 0.0
-    """How long they have run when the runner first hears of them, which may be a new runner."""
+    """Seconds for which the ranks have run when this runner first learns of them. More than 0 if an
+    earlier runner started the ranks."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The attempt's processes ended, or never started. It stays so."""
+    """The attempt's processes ended, or never started. This state is final."""
 
     status: int = 0  # of the ranks' parent (negative: a signal)
-    error: JobError | None = None  # why; None: the ranks' files and `status` tell
+    error: JobError | None = None  # the reason; None: see the ranks' error files and `status`
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,11 @@ class Order:
     job: Job
     files: Attempt
     interrupted: Callable[[], JobError | None]
-    """Why the attempt has to end early, if it has to."""
+    """Returns the reason why the attempt has to end early; None if it may go on."""
     say: Callable[[str], None]
     """Adds a line to the job's log."""
     tell: Callable[[EventType, dict[str, object]], None]
-    """Appends an event; waits for a volume that is gone."""
+    """Appends an event to the job's events. If the volume is gone, waits until it is back."""
 
 
 class Execution(Protocol):
@@ -68,17 +69,17 @@ class Execution(Protocol):
     give the devices back."""
 
     def poll(self) -> Waiting | Running | Ended:
-        """How the processes are. Doesn't block."""
+        """The state of the processes. Doesn't block."""
 
     def stop(self) -> None:
         """Asks the processes to end."""
 
     def kill(self) -> None:
-        """Ends the processes, in bounded time. Some processes may survive: the fence keeps them
-        from the run and the job."""
+        """Ends the processes, in bounded time. Some processes may survive. The fence
+        (`spool/fence.py`) keeps surviving processes from changing the run or the job."""
 
     def give_back(self) -> list[tuple[EventType, dict[str, object]]]:
-        """Gives the devices back. Returns the events about it, in order."""
+        """Gives the devices back. Returns the events about the devices, in order."""
 
 
 class Executor(Protocol):
@@ -94,16 +95,17 @@ class Executor(Protocol):
         """Waits until an attempt can start, or the runner has to stop."""
 
     def rest(self) -> None:
-        """Ends pods or processes that have stayed for their time after a job. The runner calls it
-        often, so it returns soon."""
+        """Ends pods or processes that stayed after a job and whose time is over. The runner calls
+        it often, so it returns soon."""
 
     def adopts(self, attempt: Attempt, /) -> bool:
-        """Whether an attempt that an earlier runner started may go on. `start` then finds it."""
+        """Whether an attempt that an earlier runner started may go on. If so, `start` finds its
+        processes."""
 
     def start(self, order: Order) -> Execution:
-        """Starts the attempt, or finds the one that an earlier runner started. If the attempt can't
-        start, the returned execution has ended with the reason. Raises errors of the volume or the
-        job that another attempt would not change."""
+        """Starts the attempt's processes, or finds the processes that an earlier runner started. If
+        the attempt can't start, the returned execution has ended with the reason. Raises errors of
+        the volume or of the job that would also stop another attempt."""
 
     def close(self) -> None:
         """Ends the processes that stay between jobs."""

@@ -1,9 +1,8 @@
-"""Attempts whose ranks an agent on each host starts (`trainer/agent`): the code that all executors
-of several hosts share. Runner and agents meet by files in the attempt's directory; the runner
-reaches no host.
-
-A subclass says how agents get onto hosts: it starts, stops and asks its engine. An engine is a
-system that places agents, such as Kubernetes or Slurm.
+"""The code that all executors of several hosts share. On each host an agent (`trainer/agent`)
+starts the attempt's ranks. Runner and agents communicate through files in the attempt's directory;
+the runner makes no connection to a host. An engine is a system that places agents on hosts, such as
+Kubernetes or Slurm. Each subclass has one engine, which it starts, stops and asks for the agents'
+state.
 """
 
 import time
@@ -35,36 +34,37 @@ log = Log("runner")
 
 LOOK_SECONDS = 0.2
 AWAY_SECONDS = 5.0
-"""The runner looks far more often than this. After a longer pause the volume has kept the runner
-and the agents waiting, and the agents may write later than the runner reads."""
+"""The runner reads the hosts' files far more often than this. After a longer pause between two
+reads the volume has kept the runner and the agents waiting, and the runner may read a heartbeat
+file before its agent can renew it."""
 SILENT_SECONDS = 10.0
 """Seconds without a heartbeat after which the runner no longer waits for an agent. An agent beats
 twice a second."""
 END_SECONDS = 40.0
-"""How long the other hosts may take to end their ranks and measure their devices after one host's
-ranks failed."""
+"""Seconds that the other hosts may take, after one host's ranks failed, to end their ranks and
+measure their devices."""
 KILL_SECONDS = 25.0
-"""How long hosts may take to end their ranks and measure their devices after the runner asked the
-agents to kill the ranks."""
+"""Seconds that hosts may take, after the runner asked the agents to kill the ranks, to end the
+ranks and measure the devices."""
 REPORT_SECONDS = 60.0
-"""How long an engine may be away before the runner is not ready."""
+"""Seconds for which an engine may be away before the runner reports that it is not ready."""
 
 
 class AgentsExecution:
-    """An `Execution`. Subclasses implement the methods with an underscore at the end of the class:
-    they call the engine."""
+    """An `Execution`. Subclasses implement the methods that call the engine: the last methods of
+    the class, with names that begin with an underscore."""
 
     def __init__(self, order: Order, settings: Settings, plan: AgentOrder, stop: Stop) -> None:
         self._order, self._settings, self._plan, self._stop = order, settings, plan, stop
         self._meeting = Meeting(order.files)
         self._state: Waiting | Running | Ended = Waiting("the hosts' agents")
         self._next_look = 0.0
-        self._start_begin: float | None = None  # of the hosts' time to arrive
+        self._start_begin: float | None = None  # when the hosts' time to arrive began
         self._failed_since: float | None = None
         self._met = False
         self._records: dict[int, HostRecord] = {}
         self._ends: dict[int, HostEnd] = {}
-        # and the time of its last change, by the runner's clock
+        # host -> its last heartbeat, and the time of its last change by the runner's clock
         self._beats: dict[int, tuple[HostBeat, float]] = {}
         self._polled = time.monotonic()
 
@@ -189,7 +189,7 @@ class AgentsExecution:
         return [self._records[host] for host in sorted(self._records)]
 
     def _missing(self) -> list[str]:
-        """One line for each host that is not ready, with the things that the host lacks."""
+        """One line for each host that is not ready, with the reason."""
         of, lines = self._plan.hosts, []
         for host in range(of):
             record, engine = self._records.get(host), self._lacks(host)
@@ -223,7 +223,8 @@ class AgentsExecution:
         return JobError(type="host_lost", message=message, retriable=True)
 
     def _silent(self, now: float, seconds: float) -> list[int]:
-        """Hosts whose agents have begun, write no heartbeat any more, and have written no end."""
+        """The hosts whose agents have begun and have not reported their end, and whose last
+        heartbeat is more than `seconds` old."""
         return [
             host
             for host, (_, changed) in self._beats.items()
@@ -246,7 +247,7 @@ class AgentsExecution:
         return Running()
 
     def _lacks(self, _host: int) -> str:
-        """The engine's words about a host that has not arrived."""
+        """The engine's explanation for a host that has not arrived; empty if there is none."""
         return ""
 
     def _stop_engine(self) -> None:
@@ -267,10 +268,10 @@ class AgentsExecutor:
         self.devices = f"{settings.trainer_hosts} hosts of {settings.ranks_per_host} ranks"
 
     def prepare(self) -> None:
-        """The agents do."""
+        """Does nothing, because the agents prepare themselves."""
 
     def wait_until_free(self) -> None:
-        """Each agent waits for its own devices."""
+        """Does nothing, because each agent waits for its own devices."""
 
     def rest(self) -> None:
         """Nothing stays between attempts, unless a subclass says so."""
@@ -280,15 +281,15 @@ class AgentsExecutor:
         return order is not None and order.settings == self._plan.settings
 
     def close(self) -> None:
-        """The agents stay."""
+        """Does nothing: the agents stay alive."""
 
 
 class EngineExecution(AgentsExecution):
     """An `Execution` whose engine may stop agents. A subclass explains why."""
 
     def _ended(self, now: float) -> Ended | None:
-        """The end, from the agents' records. If an agent was stopped or is silent, the engine knows
-        why."""
+        """The attempt's end, from the agents' records. If an agent was stopped or is silent, the
+        reason comes from the engine."""
         ended = super()._ended(now)
         if ended is None or ended.error is None:
             return ended
@@ -306,7 +307,8 @@ class EngineExecution(AgentsExecution):
 
 class EngineExecutor(AgentsExecutor):
     """An `Executor` whose engine is reached over a network. Subclasses add `start`. The attempts go
-    on without the runner. Attempts in several threads may run at once."""
+    on when the runner stops. Several attempts may run at once, each in its own thread of the
+    runner."""
 
     stays = True
     engine: ClassVar[str]
@@ -314,7 +316,7 @@ class EngineExecutor(AgentsExecutor):
     jobs: ClassVar[str]
     """The name of the engine's own jobs in the log."""
     away: ClassVar[type[TandemError]]
-    """Raised by a call that the engine does not answer."""
+    """The type of the error that a call raises if the engine does not answer."""
 
     def __init__(self, settings: Settings, entry: str, stop: Stop, spool: Spool) -> None:
         super().__init__(settings, entry, stop)
@@ -337,15 +339,15 @@ class EngineExecutor(AgentsExecutor):
         return result
 
     def prepare(self) -> None:
-        """Ends the engine's jobs that no running job has, if the engine answers."""
+        """Ends the engine's jobs that belong to no running job, if the engine answers."""
         try:
             self._sweep()
         except (TandemError, OSError) as error:
             log.warning(f"can't look for {self.jobs} that no job has", error=error)
 
     def wait_until_free(self) -> None:
-        """Waits for the engine, and ends the engine's jobs that no running job has."""
+        """Waits for the engine, and ends the engine's jobs that belong to no running job."""
         self._stop.retry(f"ask {self.engine} for its jobs", self._sweep, until="it answers")
 
     def _sweep(self) -> None:
-        """Ends the engine's jobs that no running job has."""
+        """Ends the engine's jobs that belong to no running job."""

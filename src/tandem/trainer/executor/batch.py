@@ -13,8 +13,8 @@ from tandem.spool.schema import Job
 from tandem.trainer.launch import HOSTS
 
 WARNING_SECONDS = 60
-"""Between Slurm's SIGTERM and its time limit: ranks end, and devices are measured. Slurm may send
-it up to a minute earlier."""
+"""Seconds between Slurm's SIGTERM and Slurm's time limit. In this time the ranks end, and the
+agents measure the devices. Slurm may send SIGTERM up to a minute earlier."""
 
 _FIXED = frozenset(
     {
@@ -46,7 +46,8 @@ _FIXED = frozenset(
         "wrap",
     }
 )
-"""Options of sbatch that TANDEM_SLURM_ARGS can't have: they decide what the executor relies on."""
+"""Options of sbatch that TANDEM_SLURM_ARGS can't contain, because the executor sets them or relies
+on their defaults."""
 
 _OWN = (
     "TANDEM_DEVICE",
@@ -71,19 +72,21 @@ _INHERITED_FAMILIES = ("GLOO_", "NCCL_", "TORCH_", "TRITON_")
 
 
 def output_path(attempt: Attempt) -> Path:
-    """The file that receives the output of the script and the agents. It lies beside the hosts'
-    records."""
+    """The file that receives the output of the script and the agents. The file is in the directory
+    of the hosts' records."""
     return attempt.work / HOSTS / "slurm.log"
 
 
 class Batch:
-    """The options of all submissions. Raises InvalidInput if TANDEM_SLURM_ARGS can't be used."""
+    """The options of all submissions. Raises InvalidInput if TANDEM_SLURM_ARGS has an option that
+    is not allowed."""
 
     def __init__(self, settings: Settings, environment: Mapping[str, str]) -> None:
         self._settings, self._environment = settings, environment
         self._root = settings.root.absolute()
         words = _checked(settings.slurm_args)
-        # srun starts a container on each node; sbatch would start the script in one.
+        # Options of containers go to srun, which starts a container on each node. sbatch would
+        # start the script itself in a container.
         self._container = [word for word in words if word.startswith(_CONTAINER)]
         self._words = [word for word in words if word not in self._container]
         digest = hashlib.sha256(str(self._root).encode()).hexdigest()
@@ -98,7 +101,7 @@ class Batch:
 
     def exported(self) -> dict[str, str]:
         """The environment variables that agents and their ranks read. No variable is a secret. The
-        other settings are in the runner's order."""
+        runner's order contains the other settings."""
         chosen = {
             name: value
             for name, value in self._environment.items()
@@ -136,7 +139,7 @@ class Batch:
             agent = ["env", *(f'{name}="${name}"' for name in own), "tandem"]
         else:
             agent = [shlex.quote(word) for word in agent]
-        # One task has all of its node's processors.
+        # Without CPU binding, the one task on each node may use all of the node's processors.
         srun = ["srun", "--kill-on-bad-exit=1", "--cpu-bind=none", *self._container]
         of = ["--job", job.spec.id, "--attempt", str(job.attempt)]
         of += ["--hosts", str(self._settings.trainer_hosts)]

@@ -16,12 +16,13 @@ from tandem.errors import InvalidInput, TandemError
 Object = dict[str, Any]
 
 TIMEOUT_SECONDS = 3.0
-"""Limit of one call, short because nobody renews the job's lease meanwhile."""
+"""Time limit of one call. It is short because nobody renews the job's lease during a call."""
 _KUEUE_VERSIONS = ("v1beta2", "v1beta1")
 _PASSING = frozenset({408, 410, 429})
-"""Statuses that say nothing about the request. Those of 500 and more don't either."""
+"""HTTP statuses that do not mean that the request itself is wrong, so the runner tries again. The
+same holds for all statuses from 500 on."""
 
-# Objects are dictionaries: models would drop the fields that they don't know.
+# Objects are dictionaries: typed models would drop the fields that they don't know.
 _JOBS: Any = create_namespaced_resource("batch", "v1", "Job", "jobs")
 _PODS: Any = create_namespaced_resource("", "v1", "Pod", "pods")
 _EVENTS: Any = create_namespaced_resource("", "v1", "Event", "events")
@@ -40,7 +41,7 @@ class ClusterAway(TandemError, code="cluster_away", http_status=503, retriable=T
 
 
 class ClusterRefused(TandemError, code="cluster_refused"):
-    """The API server refuses a request. `status`: HTTP's."""
+    """The API server refuses a request. `status`: the HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -66,7 +67,7 @@ class Cluster:
         self._kueue = _KUEUE_VERSIONS[0]
 
     def create(self, job: Object) -> None:
-        """Raises ClusterRefused with 409 if an object has the name."""
+        """Creates a Job. Raises ClusterRefused with status 409 if a Job with this name exists."""
         self._call(lambda: self._client.create(_JOBS(job)))
 
     def job(self, name: str) -> Object | None:
@@ -90,7 +91,7 @@ class Cluster:
         return sorted(found, key=lambda event: event.get("lastTimestamp") or "")
 
     def delete(self, job: str) -> None:
-        """Has the Job deleted after its pods. Its pods get SIGTERM."""
+        """Has the Job deleted after its pods. The Job's pods get SIGTERM."""
         try:
             self._call(lambda: self._client.delete(_JOBS, job, cascade=CascadeType.FOREGROUND))
         except ClusterRefused as refusal:
@@ -103,7 +104,8 @@ class Cluster:
         return next(iter(self._workloads(of)), None)
 
     def check_kueue(self, queue: str) -> None:
-        """Raises InvalidInput if the cluster has no Kueue: the Jobs would start without a quota."""
+        """Raises InvalidInput if the cluster has no Kueue, because without Kueue the Jobs would
+        start without a quota."""
         try:
             self._workloads({"kueue.x-k8s.io/job-uid": "none"})
         except ClusterRefused as refusal:
@@ -116,7 +118,8 @@ class Cluster:
             ) from refusal
 
     def _workloads(self, labels: Mapping[str, str]) -> list[Object]:
-        """By the version of Kueue's API that the cluster serves."""
+        """The Workloads with these labels. The call uses the version of Kueue's API that the
+        cluster serves."""
         for version in (self._kueue, *_KUEUE_VERSIONS):
             try:
                 found = self._list(_WORKLOADS[version], labels=labels)
@@ -135,7 +138,8 @@ class Cluster:
         return str(found["metadata"]["uid"])
 
     def check_right(self, verb: str, group: str, resource: str, name: str | None = None) -> None:
-        """Raises InvalidInput if the account lacks the right in this namespace.
+        """Raises InvalidInput if the runner's service account does not have the right in this
+        namespace.
 
         Args:
             verb, group, resource: as in a rule of a Role; the core group is "".
@@ -166,7 +170,7 @@ class Cluster:
             if status in _PASSING or status >= 500:
                 raise ClusterAway(f"the API server answers {status}: {error}") from error
             raise ClusterRefused(str(error), status) from error
-        # The answer of a proxy has no Status object.
+        # A proxy answered: its answer has no Kubernetes Status object.
         except httpx2.HTTPStatusError as error:
             raise ClusterAway(f"the API server answers {error.response.status_code}") from error
         except (httpx2.HTTPError, ConfigError, OSError) as error:

@@ -1,8 +1,6 @@
-"""The GPUs that jobs run on: waiting until they are free, getting them for a job, measuring what
-the job left.
-
-All sizes are bytes in use by device UUID, seen from outside the processes; None if the driver gives
-no answer.
+"""The GPUs that jobs run on. This module waits until the GPUs are free, gets them for a job, and
+measures the memory that the job left in use. All sizes are bytes in use by device UUID, as the
+driver reports them for all processes; None if the driver gives no answer.
 """
 
 import time
@@ -21,7 +19,7 @@ from tandem.trainer.stop import Stop
 log = Log("runner")
 
 RELEASE_SECONDS = 10.0
-"""How long a device's memory may take to be free after its last process is gone."""
+"""Seconds that a device's memory may take to be free after the device's last process is gone."""
 
 
 class JobGpus:
@@ -31,18 +29,18 @@ class JobGpus:
         """Raises InvalidInput when the settings name devices that don't exist.
 
         Args:
-            runner: the runner's name, which requests for shared GPUs carry.
+            runner: the runner's name, which is written into requests for shared GPUs.
         """
         self._launcher, self._stop = launcher, stop
         self._devices = Devices(settings, "trainer")
         self.names = ",".join(self._devices.uuids) or "cpu"
-        self.survivors: list[Process] = []  # of SIGKILL: they may still use devices
-        self.shared: SharedGpus | None = None  # with vLLM
+        self.survivors: list[Process] = []  # they survived SIGKILL and may use devices
+        self.shared: SharedGpus | None = None  # None without vLLM on these GPUs
         if settings.gpu_mode == "shared":
             self.shared = SharedGpus(settings, spool, self._devices, runner, stop)
-        self.vllm_bytes: dict[str, int] = {}  # in use by a vLLM that sleeps
-        self.floor: dict[str, int] = {}  # may stay in use after a job
-        self._kept: dict[str, int] = {}  # by resident ranks, after the last job
+        self.vllm_bytes: dict[str, int] = {}  # bytes that the sleeping vLLM uses
+        self.floor: dict[str, int] = {}  # bytes that may stay in use after a job
+        self._kept: dict[str, int] = {}  # bytes of resident ranks after a job
 
     def wait_until_free(self) -> None:
         """Wait until a job can use the devices, or the runner has to stop."""
@@ -62,7 +60,7 @@ class JobGpus:
         """Why no job can use the devices now, with details for the log."""
         if self.shared is not None and (reason := self.shared.unavailable()) is not None:
             return reason, {}
-        # Until vLLM sleeps, what is in use on shared devices belongs to vLLM.
+        # Until vLLM sleeps, all memory in use on shared devices belongs to vLLM.
         busy = self._devices.busy(self.floor) if self.shared is None else {}
         self.survivors = [process for process in self.survivors if processes.alive(process)]
         if not busy and not self.survivors:
@@ -71,14 +69,15 @@ class JobGpus:
         return "the devices are not free", {"bytes_in_use": busy or None, "processes": pids or None}
 
     def vllm_sleeps(self, devices: dict[str, int]) -> None:
-        """Note what is in use before the ranks of a job start. Resident ranks are there already."""
+        """Store `devices`, the bytes in use before the ranks of a job start. Resident ranks already
+        run then, and their bytes are not counted as vLLM's."""
         kept = self._kept if self._launcher.holds_devices else {}
         self.floor = devices
         self.vllm_bytes = {uuid: max(size - kept.get(uuid, 0), 0) for uuid, size in devices.items()}
 
     def measure_release(self, job: Job, survivors: list[Process]) -> dict[str, object]:
-        """Measure what an attempt left, once the devices are free or after RELEASE_SECONDS; returns
-        fields of the event `released`."""
+        """Wait until the devices are free, at most RELEASE_SECONDS, and measure the memory that the
+        attempt left in use. Returns fields of the event `released`."""
         begin = time.monotonic()
         self.survivors = survivors
         if self.shared is not None:
@@ -91,8 +90,8 @@ class JobGpus:
                 )
                 self._launcher.close()
         if resident := self._launcher.holds_devices:
-            # Resident ranks have freed what they can. Their other bytes may stay in use until the
-            # next job.
+            # Resident ranks have freed all memory that they can free. Their other bytes may stay in
+            # use until the next job.
             used = self._devices.used()
             self.floor = {uuid: size for uuid, size in used.items() if size is not None}
         else:

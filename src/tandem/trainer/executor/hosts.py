@@ -6,7 +6,7 @@ from tandem.trainer.executor.agents import AgentsExecution, AgentsExecutor
 
 
 class HostsExecutor(AgentsExecutor):
-    """An `Executor`. The agents find the attempt's order on the volume."""
+    """An `Executor` without an engine. The agents find the attempt's order on the volume."""
 
     def start(self, order: Order) -> AgentsExecution:
         execution = AgentsExecution(order, self._settings, self._plan, self._stop)

@@ -1,4 +1,4 @@
-"""The state of an attempt, in words, by its Kubernetes Job, the pods and Kueue."""
+"""Derives the state of an attempt from its Kubernetes Job, the Job's pods and Kueue's Workload."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +11,14 @@ from tandem.trainer.executor import Ended, Running, Waiting
 Object = dict[str, Any]
 
 IMAGE_SECONDS = 120.0
-"""How long a container may wait for its image, or for what it mounts as variables."""
+"""Seconds that a container may wait for its image, or for the ConfigMaps and Secrets that its
+environment variables come from."""
 SETTLE_SECONDS = 3.0
-"""The agents' last records may be seen later than the Job's end."""
+"""Seconds between the Job's end and the decision about it, because the agents' last records may
+become visible later than the Job's end."""
 LOST_SECONDS = 30.0
-"""A pod that is to go and is not gone so long after its grace period is on a lost node."""
+"""A pod that still exists this many seconds after its grace period counts as a pod on a lost
+node."""
 
 _CANT_START = frozenset(
     {
@@ -37,8 +40,8 @@ class Seen:
 
     job: Object | None  # None: it is gone
     pods: list[Object] = field(default_factory=list)
-    events: list[Object] = field(default_factory=list)  # about the Job; asked for without pods
-    workload: Object | None = None  # of a suspended Job
+    events: list[Object] = field(default_factory=list)  # about the Job; only if it has no pods
+    workload: Object | None = None  # only of a suspended Job
 
 
 @dataclass
@@ -47,7 +50,7 @@ class JobStates:
 
     grace_seconds: float
     ran: bool = False
-    """Whether a pod of the Job has run. It may have under an earlier runner."""
+    """Whether a pod of the Job has run, possibly under an earlier runner."""
 
     def __post_init__(self) -> None:
         self._since: dict[str, float] = {}
@@ -95,8 +98,8 @@ class JobStates:
         return (self._disruption(seen.job) or found) if stopped else found
 
     def _disruption(self, job: Object | None) -> Ended | None:
-        """The disruption of a pod that is gone. An earlier poll saw it, or the Job's message names
-        it: the Job's failure policy fails the Job for a disruption."""
+        """The disruption of a pod that is gone. Either an earlier poll saw the disruption, or the
+        Job's message names it, because the Job's failure policy fails the Job for a disruption."""
         if self._disrupted is not None:
             return self._disrupted
         conditions = _true_conditions(job or {})
@@ -104,7 +107,8 @@ class JobStates:
         return Ended(1, _error("preempted", words)) if "DisruptionTarget" in words else None
 
     def _cant_go_on(self, pod: Object, now: float) -> JobError | None:
-        """Why a pod will never run (again), in cases where its Job does not report it."""
+        """The reason why a pod will never run (again), in cases where its Job does not report the
+        reason."""
         uid, waiting = str(pod["metadata"].get("uid")), _waiting(pod)
         if waiting.get("reason") in _CANT_START:
             if now - self._since.setdefault(f"image {uid}", now) > IMAGE_SECONDS:
@@ -127,9 +131,9 @@ class JobStates:
 
 
 def _why_failed(pods: Sequence[Object]) -> Ended | None:
-    """Why the pods of a failed Job failed; None if the pods don't report a reason. The cause that
-    ended the other pods comes first: a disruption, then a failure of ranks, then a pod that was
-    stopped."""
+    """Why the pods of a failed Job failed; None if the pods don't report a reason. If several pods
+    report a reason, the one that caused the others is returned: a disruption before a failure of
+    ranks, and a failure of ranks before a stopped pod."""
     if (disrupted := _why_disrupted(pods)) is not None:
         return disrupted
     ends = [(pod, end) for pod in pods if (end := _terminated(pod)) is not None]
@@ -161,7 +165,8 @@ def _why_failed(pods: Sequence[Object]) -> Ended | None:
 
 
 def all_run(seen: Seen, hosts: int) -> bool:
-    """Whether the Job has not ended and each of its pods runs. Agents can then wait in the pods."""
+    """Whether the Job has not ended and each of its pods runs. If so, the agents in the pods can
+    wait for another attempt."""
     job = seen.job
     if job is None or job["metadata"].get("deletionTimestamp") or job["spec"].get("suspend"):
         return False
@@ -178,7 +183,7 @@ def all_run(seen: Seen, hosts: int) -> bool:
 
 
 def lacks(pod: Object) -> str:
-    """The thing that a pod still needs before it can run, in words."""
+    """A text about what a pod still needs before it can run."""
     status = pod.get("status", {})
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     scheduled = conditions.get("PodScheduled", {})

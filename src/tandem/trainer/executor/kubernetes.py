@@ -1,8 +1,8 @@
 """Attempts on a Kubernetes cluster. Each attempt is a Job whose pods run the hosts' agents. The
 runner has no GPU, and Tandem requests no GPU for training while no job runs.
 
-The cluster places the pods, with or without Kueue. A Job's name contains its attempt. A runner that
-comes back finds the Job by this name, and never makes a second Job for the attempt.
+The cluster places the pods, with or without Kueue. A Job's name contains its attempt. A restarted
+runner finds the Job by this name, and never makes a second Job for the attempt.
 """
 
 import time
@@ -28,7 +28,8 @@ log = Log("runner")
 
 POLL_SECONDS = 1.0
 AWAY_POLL_SECONDS = 5.0
-"""A call of an API server that is away may take `cluster.TIMEOUT_SECONDS`."""
+"""Seconds between two calls while the API server does not answer. This is longer than POLL_SECONDS,
+because each call may take `cluster.TIMEOUT_SECONDS`."""
 QUOTA_POLL_SECONDS = 10.0
 _RIGHTS = (
     ("create", "batch", "jobs"),
@@ -46,8 +47,8 @@ class KubernetesExecutor(EngineExecutor):
     engine, jobs, away = "the API server", "Jobs", ClusterAway
 
     def __init__(self, settings: Settings, entry: str, stop: Stop, spool: Spool) -> None:
-        """Asks the API server for the rights that the runner needs. Raises InvalidInput if it lacks
-        a right, or the template is not the chart's."""
+        """Asks the API server for the rights that the runner needs. Raises InvalidInput if the
+        runner lacks a right, or if the chart has not made the template."""
         super().__init__(settings, entry, stop, spool)
         self._template = JobTemplate(
             settings.job_template,
@@ -90,7 +91,7 @@ class KubernetesExecutor(EngineExecutor):
                 self._template.name(job),
                 self._taken(Attempt(self._spool, key.id, job.attempt)),
             }
-        names |= self._lingering.names  # read last: an attempt's Job is here before its job ends
+        names |= self._lingering.names  # read last, because a Job is added here before its job ends
         for made in self.ask(lambda: self._cluster.jobs(self._template.labels)):
             metadata = made["metadata"]
             name, about = metadata["name"], metadata.get("annotations") or {}
@@ -110,7 +111,7 @@ class KubernetesExecutor(EngineExecutor):
             self.delete(name)
 
     def delete(self, name: str) -> None:
-        """Never raises."""
+        """Deletes a Job. Never raises an error."""
         try:
             self.ask(lambda: self._cluster.delete(name))
         except (ClusterAway, ClusterRefused) as error:
@@ -119,12 +120,12 @@ class KubernetesExecutor(EngineExecutor):
         self._lingering.forget(name)
 
     def lingers(self, name: str, run: str, seconds: float) -> None:
-        """The Job's pods stay for another attempt."""
+        """Records that the Job's pods stay for another attempt."""
         log.info("the pods stay for another attempt", job=name, seconds=seconds)
         self._lingering.add(name, run, seconds)
 
     def adopts(self, attempt: Attempt, /) -> bool:
-        """Raises ClusterAway while the API server does not answer."""
+        """As in `Executor`. Raises ClusterAway while the API server does not answer."""
         if not super().adopts(attempt):
             return False
         job = self._spool.jobs.get(attempt.job)[1]
@@ -141,8 +142,9 @@ class KubernetesExecutor(EngineExecutor):
         return "" if order is None else order.pods.rpartition("/")[2]
 
     def _take(self, made: Object, run: str) -> str:
-        """A lingering Job that can serve the attempt in place of the new Job `made`. Lingering Jobs
-        that can't serve it are deleted, because they would only keep GPUs from the attempt."""
+        """A lingering Job that can serve the attempt in place of the new Job `made`. A lingering
+        Job that can't serve the attempt is deleted, because it would only occupy GPUs that the
+        attempt needs."""
         while (name := self._lingering.take(run)) is not None:
             with suppress(ClusterAway, ClusterRefused):
                 seen = Seen(self.ask(partial(self._cluster.job, name)))
@@ -231,7 +233,8 @@ class KubernetesExecution(EngineExecution):
         return self._engine
 
     def _create(self) -> Waiting | Ended:
-        """Creates the Job, unless it exists: the answer to an earlier request may have got lost."""
+        """Creates the Job, or finds it if an earlier request has created it and the answer got
+        lost."""
         try:
             self._executor.ask(lambda: self._cluster.create(self.make))
         except ClusterRefused as refusal:
@@ -309,7 +312,9 @@ class KubernetesExecution(EngineExecution):
         self._executor.delete(self._name)
 
     def _kill_engine(self) -> None:
-        """Pods on a lost node may stay for long. The fence keeps them from the run."""
+        """Lets the pods linger if the agents of all hosts have agreed to stay. If not, deletes the
+        Job. Pods on a lost node may stay for long. The fence (`spool/fence.py`) keeps such pods
+        from changing the run."""
         lingers = min((end.lingers for end in self._ends.values()), default=0.0)
         if lingers and len(self._ends) == self._plan.hosts:
             self._executor.lingers(self._name, self._order.job.spec.run, lingers)

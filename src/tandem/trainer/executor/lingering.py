@@ -1,4 +1,4 @@
-"""The Kubernetes Jobs whose pods stay after an attempt and wait for another one."""
+"""The Kubernetes Jobs whose pods stay after an attempt and wait for another attempt."""
 
 import time
 from dataclasses import dataclass, field
@@ -7,10 +7,11 @@ from threading import Lock
 
 @dataclass
 class LingeringJobs:
-    """Threads of attempts share it. A Job is known here from the end of its attempt until its
-    deletion. Without this record the Job would be deleted as a Job without an attempt."""
+    """The lingering Jobs of one executor. The threads of several attempts share this object. It
+    contains a Job from the end of the Job's attempt until the Job's deletion. A Job that is not in
+    this object and has no attempt is deleted."""
 
-    _until: dict[str, tuple[float, str]] = field(default_factory=dict)  # and the last attempt's run
+    _until: dict[str, tuple[float, str]] = field(default_factory=dict)  # and the last run
     _taken: set[str] = field(default_factory=set)
     _lock: Lock = field(default_factory=Lock)
 
@@ -27,13 +28,14 @@ class LingeringJobs:
             self._until[name] = time.monotonic() + seconds, run
 
     def take(self, run: str) -> str | None:
-        """A waiting Job, to serve an attempt or to be deleted. A Job of the same run is preferred,
-        because its nodes have already read the run's model."""
+        """Takes a waiting Job, which the caller lets serve an attempt or deletes; None if no Job
+        waits. A Job of the same run is preferred, because its nodes have already read the run's
+        model."""
         with self._lock:
             return self._take(sorted(self._until, key=lambda name: self._until[name][1] != run))
 
     def take_late(self) -> str | None:
-        """A Job that has waited long enough."""
+        """Takes a Job whose waiting time is over; None if there is none."""
         now = time.monotonic()
         with self._lock:
             return self._take([name for name, (until, _) in self._until.items() if until <= now])
@@ -46,8 +48,8 @@ class LingeringJobs:
         return None
 
     def forget(self, name: str) -> None:
-        """Forgets the Job: it was deleted, or the search for Jobs without an attempt deletes it
-        later."""
+        """Removes a taken Job from this object. Either the caller has deleted the Job, or the next
+        search for Jobs without an attempt deletes it."""
         with self._lock:
             self._taken.discard(name)
 

@@ -1,7 +1,8 @@
 """Attempts on the runner's own host: the ranks are its descendants, on devices that vLLM may share.
 
-`kill -9` of the runner ends ranks and launchers too (PR_SET_PDEATHSIG). The next runner finds
-processes that outlived it by their mark and ends them before it settles its jobs.
+`kill -9` of the runner ends ranks and launchers too (PR_SET_PDEATHSIG). Some processes may outlive
+the runner. The next runner finds these processes by a mark in their environment, and ends them
+before it settles the jobs of the dead runner.
 """
 
 from tandem.config import Settings
@@ -22,10 +23,11 @@ from tandem.trainer.stop import Stop
 log = Log("runner")
 
 KILL_SECONDS = 10.0
-"""How long killed processes may take to be gone. The kernel may hold one in an uninterruptible
-sleep."""
+"""Seconds that killed processes may take to be gone. The kernel may keep a process in an
+uninterruptible sleep."""
 STOP_SECONDS = KILL_SECONDS + gpus.RELEASE_SECONDS + shared_gpus.STOP_SECONDS
-"""The longest time that an attempt's end takes once its ranks are to be killed."""
+"""The longest time, in seconds, from the decision to kill an attempt's ranks to the attempt's
+end."""
 
 
 class LocalExecutor:
@@ -43,9 +45,9 @@ class LocalExecutor:
         runner: str,
         stop: Stop,
     ) -> None:
-        """Ends processes of an earlier runner of the volume. The earlier runner is dead, because
-        this runner has the lock. Raises InvalidInput when the settings name devices that don't
-        exist.
+        """Ends processes that an earlier runner of the volume left. The earlier runner is dead,
+        because this runner holds the runner lock. Raises InvalidInput when the settings name
+        devices that don't exist.
 
         Args:
             entry: the module whose `main` is a rank.
@@ -73,10 +75,10 @@ class LocalExecutor:
         self._gpus.wait_until_free()
 
     def rest(self) -> None:
-        """The fork server stays until the runner ends."""
+        """Does nothing, because the fork server stays until the runner ends."""
 
     def adopts(self, _attempt: Attempt) -> bool:
-        """Its ranks ended with their runner."""
+        """Always False, because the attempt's ranks ended with the earlier runner."""
         return False
 
     def start(self, order: Order) -> "LocalExecution":
@@ -106,7 +108,7 @@ class LocalExecution:
         self._order, self._launch = order, launch
         self._launcher, self._gpus, self._stop = launcher, gpus, stop
         self._handle: Handle | None = None
-        self._error: JobError | None = None  # why there are no ranks
+        self._error: JobError | None = None  # reason why there are no ranks
         self._has_gpus = False
         self._survivors: list[Process] = []
 
@@ -123,7 +125,8 @@ class LocalExecution:
             )
 
     def _acquire_gpus(self) -> JobError | None:
-        """Put a vLLM that shares the GPUs to sleep; the error says why the ranks can't start."""
+        """Put vLLM to sleep if it shares the GPUs. Returns the reason why the ranks can't start;
+        None if they can."""
         order = self._order
         if (shared := self._gpus.shared) is None:
             return order.interrupted()

@@ -28,8 +28,8 @@ _MOST_SECONDS = 2**31 - 1
 
 class JobTemplate:
     """The template of each attempt's Job. Raises InvalidInput if the chart has not made the
-    template. `start_seconds`: the time in which all pods of an attempt must run. `linger_seconds`:
-    the time for which the pods may stay after an attempt."""
+    template. `start_seconds`: the seconds within which all pods of an attempt must run.
+    `linger_seconds`: the seconds for which the pods may stay after an attempt."""
 
     def __init__(
         self, path: Path | None, hosts: int, start_seconds: float, linger_seconds: float = 0.0
@@ -76,7 +76,8 @@ class JobTemplate:
 
     @property
     def owner(self) -> str | None:
-        """The name of the StatefulSet that owns the Jobs: its deletion deletes them."""
+        """The name of the StatefulSet that owns the Jobs. Kubernetes deletes the Jobs when the
+        StatefulSet is deleted."""
         owners = self._job["metadata"].get("ownerReferences") or [{}]
         name: str | None = owners[0].get("name")
         return name
@@ -87,18 +88,18 @@ class JobTemplate:
         return float(self._job["spec"]["template"]["spec"].get("terminationGracePeriodSeconds", 30))
 
     def name(self, job: Job) -> str:
-        """The name of the attempt's Job: no other attempt of any run has it."""
+        """The name of the attempt's Job. No other attempt of any run has this name."""
         prefix: str = self._job["metadata"]["name"]
         return f"{prefix}-{_digest(job)}"
 
     def pods(self, name: str) -> str:
-        """The Job `name`, as `AgentOrder.pods` has it."""
+        """The Job `name` in the form of `AgentOrder.pods`: <namespace>/<name>."""
         return f"{self.namespace or ''}/{name}"
 
     @property
     def lingers(self) -> str:
-        """The annotation LINGERS of this template's Jobs: a Job of another template can't serve
-        this template's attempts."""
+        """The annotation LINGERS of this template's Jobs: a Job with another annotation was made
+        from another template, and can't serve this template's attempts."""
         text = json.dumps([self._job, self.linger_seconds], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -125,7 +126,7 @@ class JobTemplate:
         # The kubelet itself ends the pod after this time, even if the node can't be reached any
         # more.
         seconds = self._start_seconds + job.spec.deadline_seconds + self.grace_seconds
-        if self.linger_seconds:  # the last attempt may begin so late
+        if self.linger_seconds:  # the last attempt may begin this late
             seconds += self._start_seconds + self.linger_seconds + TAKE_SECONDS
         pod["spec"]["activeDeadlineSeconds"] = int(min(seconds, _MOST_SECONDS))
         (container,) = (c for c in pod["spec"]["containers"] if c["name"] == CONTAINER)

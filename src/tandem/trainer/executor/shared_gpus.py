@@ -1,22 +1,25 @@
 """GPUs that the trainer shares with vLLM: getting them for a job and giving them back.
 
-The runner does not talk to vLLM. It asks for the GPUs by a hold, the publisher puts vLLM to sleep
-and answers in a record, and the runner measures the memory. The cycle of a job:
+The runner does not talk to vLLM. The runner asks for the GPUs by writing a hold, the record
+`jobs/hold.json`. The publisher puts vLLM to sleep and answers in a record, and the runner measures
+the memory. The cycle of a job:
 
-1. The publisher says in `jobs/vllm.json` how vLLM is, twice a second. The runner claims nothing
+1. The publisher writes vLLM's state to `jobs/vllm.json`, twice a second. The runner claims nothing
    until this record says that vLLM is awake. Then the runner claims a job and writes the hold.
-2. The publisher finishes its load and then sees the hold. It asks vLLM once more, calls `POST
+2. The publisher finishes its load and then sees the hold. The publisher checks once more that vLLM
+answers, calls `POST
    /sleep?level=1&mode=keep` and answers the hold. Level 2 would lose the base model under LoRA.
    With `keep`, running requests return to vLLM's queue and continue after the wake.
-3. The runner does not trust the answer (vLLM #47654). It reads the bytes in use by UUID until they
-   are less than half of what vLLM had and no longer change. That number is the floor. More than 256
-   MiB beyond the floor means that somebody else uses the GPU. Only then do ranks start.
+3. The runner does not trust the answer (vLLM #47654). It reads each device's bytes in use until
+   they are less than half of the bytes that were in use while vLLM was awake, and no longer change.
+   That number is the floor. If more than 256 MiB beyond the floor are in use, another program uses
+   the GPU. The ranks start only after this check.
 4. When the ranks are gone and the memory is measured to be back at the floor, the runner removes
-   the hold. The publisher wakes vLLM and says so. Then the job gets its terminal state; if no vLLM
-   wakes, it gets this state after 60 s.
+   the hold. The publisher wakes vLLM and reports in `jobs/vllm.json` that vLLM is awake. Then the
+   job gets its terminal state. If vLLM does not wake, the job gets its terminal state after 60 s.
 
 The hold is written before the publisher looks at vLLM, and a starting vLLM looks for a hold first.
-So a starting vLLM either is seen by the publisher, or sees the hold and waits.
+So either the publisher sees the starting vLLM, or the starting vLLM sees the hold and waits.
 """
 
 import time
@@ -36,26 +39,28 @@ from tandem.trainer.stop import Stop
 
 log = Log("runner")
 
-SLEEP_SECONDS = 180.0  # for the publisher to finish its load and for vLLM to fall asleep
-FREED_SECONDS = 10.0  # for the memory of a sleeping vLLM to be free
+SLEEP_SECONDS = 180.0  # limit for the publisher's load and for vLLM's way to sleep
+FREED_SECONDS = 10.0  # limit until a sleeping vLLM's memory is free
 WAKE_SECONDS = 60.0
-# Once the runner was asked to stop; the publisher goes on.
+# Instead of WAKE_SECONDS once the runner was asked to stop. The publisher goes on without the
+# runner.
 STOPPING_WAKE_SECONDS = 15.0
 STOP_SECONDS = STOPPING_WAKE_SECONDS + 10.0
-"""The most that this file adds to the time the runner needs to stop."""
+"""The most seconds that this module adds to the time that the runner needs to stop."""
 SILENT_SECONDS = 10.0
-"""A publisher that has said nothing for so long loads something, or is gone."""
+"""If the publisher's record is older than this, the publisher is busy with loading weights, or is
+gone."""
 KEPT_SHARE = 0.5
-"""A sleeping vLLM keeps its CUDA context, graphs and communicators, 1 to 8 GB. One that keeps more
-than this share of what it used while awake did not free its memory."""
+"""A sleeping vLLM keeps its CUDA context, graphs and communicators, 1 to 8 GB. A vLLM that keeps
+more than this share of the bytes that it used while awake has not freed its memory."""
 _POLL_SECONDS = 0.2
-_ANSWER_SECONDS = 0.02  # between two looks for an answer of the publisher
+_ANSWER_SECONDS = 0.02  # between two reads of the publisher's answer
 
 
 @dataclass(frozen=True)
 class Asleep:
-    """vLLM sleeps or has died, and the GPUs are the job's. Fields of the event `slept`; bytes in
-    use by device UUID."""
+    """vLLM sleeps or has died, and the GPUs are the job's. The attributes are the fields of the
+    event `slept`. `before` and `devices` are bytes in use by device UUID."""
 
     before: dict[str, int | None]  # while vLLM was awake
     devices: dict[str, int]  # before any rank runs
@@ -73,21 +78,21 @@ class SharedGpus:
             )
         self._spool, self._devices, self._runner, self._stop = spool, devices, runner, stop
         self._heartbeat = settings.heartbeat_seconds
-        # Several beats long, because none is written while the runner waits for killed ranks or for
-        # the driver.
+        # The lease spans several beats, because the runner writes no beat while it waits for killed
+        # ranks or for the driver.
         self._lease = max(settings.lease_seconds, 10 * settings.heartbeat_seconds)
         self._hold: Hold | None = None
 
     def unavailable(self) -> str | None:
-        """Why no job can have the GPUs now, or None."""
+        """The reason why no job can have the GPUs now; None if a job can have them."""
         if (hold := self._spool.hold.get()) is not None:
             return f"the publisher has not settled yet what job {hold.job} left"
         state = self._vllm()
         return None if state == "awake" else self._not_ready(state)
 
     def _vllm(self, since: float = 0.0) -> str | None:
-        """vLLM's state, which the publisher saw after `since`; None if the publisher has said
-        nothing for SILENT_SECONDS."""
+        """vLLM's state, if the publisher looked at vLLM after `since`. None if the publisher has
+        not, or has written nothing for SILENT_SECONDS."""
         found, now = self._spool.inference.shared(), time.monotonic()
         if found is None or found.looked <= since or not 0 <= now - found.beat < SILENT_SECONDS:
             return None
@@ -100,10 +105,9 @@ class SharedGpus:
         return f"vLLM is not ready: {found.why if found and found.why else state}"
 
     def put_vllm_to_sleep(self, job: Job, interrupted: Callable[[], object]) -> Asleep | JobError:
-        """Get the GPUs for a job; the error says why that failed. Either way, call `wake_vllm`
-        afterwards.
-
-        Gives up when `interrupted` is true. Raises SpoolUnusable, and may then be called again.
+        """Get the GPUs for a job. Returns a JobError with the reason if that fails. In both cases
+        the caller has to call `wake_vllm` afterwards. Gives up when `interrupted()` is true. Raises
+        SpoolUnusable, and may then be called again.
         """
         begin = time.monotonic()
         before = self._devices.used()
@@ -149,7 +153,8 @@ class SharedGpus:
         return hold
 
     def _answer(self, hold: Hold, interrupted: Callable[[], object]) -> HoldAnswer | None:
-        """The publisher's answer to this hold; None within SLEEP_SECONDS, or if interrupted."""
+        """The publisher's answer to this hold; None if there is no answer within SLEEP_SECONDS, or
+        if interrupted."""
         end = time.monotonic() + SLEEP_SECONDS
         while time.monotonic() < end and not interrupted():
             found = self._spool.inference.shared()
@@ -162,9 +167,9 @@ class SharedGpus:
     def _wait_until_freed(
         self, before: Mapping[str, int | None], interrupted: Callable[[], object]
     ) -> tuple[dict[str, int | None], dict[str, int | None]]:
-        """Wait until vLLM has freed its memory and the bytes in use don't change, or FREED_SECONDS.
-        Returns the bytes in use by device UUID, and the same of devices where vLLM kept its
-        memory."""
+        """Wait, at most FREED_SECONDS, until vLLM has freed its memory and the bytes in use don't
+        change. Returns the bytes in use by device UUID for all devices, and for the devices where
+        vLLM kept its memory."""
         most = {
             uuid: max(int(KEPT_SHARE * (size or 0)) - self._devices.free_bytes, 0)
             for uuid, size in before.items()
@@ -181,7 +186,7 @@ class SharedGpus:
             time.sleep(_POLL_SECONDS)
 
     def beat(self, phase: HoldPhase | None = None) -> None:
-        """Renew the hold if that is due or `phase` is new. Never raises."""
+        """Renew the hold if its beat is due or `phase` is a new phase. Never raises an error."""
         liveness.beat("runner")
         hold = self._hold
         if hold is None or (
@@ -193,8 +198,8 @@ class SharedGpus:
             self._spool.hold.put(self._hold)
 
     def renew(self) -> JobError | None:
-        """Renew the hold before the ranks start. Returns an error if the renewal may come too late:
-        when the hold's lease ends, the publisher clears the hold and wakes vLLM. Raises
+        """Renew the hold's beat before the ranks start. Returns an error if the renewal may come
+        too late: when the hold's lease ends, the publisher clears the hold and wakes vLLM. Raises
         SpoolUnusable, and may then be called again.
         """
         assert self._hold is not None
@@ -234,8 +239,8 @@ class SharedGpus:
         return event if woken else None
 
     def _wait_until_released(self, hold: Hold, floor: Mapping[str, int]) -> bool:
-        """Wait until no more than `floor` is in use, or the hold's deadline; False if the runner
-        has to stop first."""
+        """Wait until no more than `floor` is in use, or until the hold's deadline. Returns False if
+        the runner has to stop before."""
         logged = False
         while left := self._devices.busy(floor):
             if time.time() > hold.deadline:

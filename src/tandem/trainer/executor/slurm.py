@@ -1,7 +1,7 @@
-"""Attempts under Slurm: each is a Slurm job with an agent on each of its nodes.
+"""Attempts under Slurm. Each attempt is a Slurm job with an agent on each of the Slurm job's nodes.
 
-Slurm places and queues the Slurm jobs. A Slurm job's name contains its attempt. A runner that comes
-back finds the Slurm job by this name, and never submits a second one for the attempt.
+Slurm places and queues the Slurm jobs. A Slurm job's name contains its attempt. A restarted runner
+finds the Slurm job by this name, and never submits a second Slurm job for the attempt.
 """
 
 import os
@@ -30,13 +30,14 @@ PROGRAMS = ("sbatch", "squeue", "scancel")
 POLL_SECONDS = 2.0
 AWAY_POLL_SECONDS = 10.0
 TIMEOUT_SECONDS = 15.0
-"""Limit of one call, short because nobody renews the job's lease meanwhile."""
+"""Time limit of one call. It is short because nobody renews the job's lease during a call."""
 SETTLE_SECONDS = 5.0
-"""The agents' last records may be seen later than the Slurm job's end."""
+"""Seconds between the Slurm job's end and the decision about it, because the agents' last records
+may become visible later than the Slurm job's end."""
 FINISH_SECONDS = 60.0
-"""How long a Slurm job may take to end after its last agent has."""
+"""Seconds that a Slurm job may take to end after its last agent has ended."""
 EXPLAIN_SECONDS = 30.0
-"""How long Slurm may take to say why it stopped agents."""
+"""Seconds that Slurm may take to report why it stopped agents."""
 _AWAY = (
     "contact",
     "timed out",
@@ -47,9 +48,9 @@ _AWAY = (
     "temporarily",
     "authentication",
 )
-"""In messages that say nothing about the submission."""
+"""Words in error messages which mean that Slurm is away, not that the submission is wrong."""
 _LIMIT = "accounting/QOS policy"
-"""In a refusal that passes once the user has fewer jobs."""
+"""Words in a refusal that only lasts until the user has fewer jobs."""
 
 
 class SlurmAway(TandemError, code="slurm_away", http_status=503, retriable=True):
@@ -70,7 +71,7 @@ class Slurm:
                 " apt-get install slurm-client) with the cluster's slurm.conf and munge.key",
                 field="TANDEM_EXECUTOR",
             )
-        own = ("SLURM_", "SBATCH_", "SQUEUE_", "SCANCEL_")  # of a Slurm job that the runner is in
+        own = ("SLURM_", "SBATCH_", "SQUEUE_", "SCANCEL_")  # set if the runner is in a Slurm job
         self._environment = {
             name: value
             for name, value in os.environ.items()
@@ -78,15 +79,16 @@ class Slurm:
         }
 
     def jobs(self, name: str | None = None) -> list[SlurmJob]:
-        """This user's Slurm jobs, also the ended ones for as long as Slurm remembers them."""
+        """This user's Slurm jobs, with the ended jobs for as long as Slurm remembers them. `name`:
+        only the jobs with this name."""
         words = [f"--user={os.getuid()}", "--states=all", f"--Format={FORMAT}"]
         words += [f"--name={name}"] if name is not None else []
         lines = self._call("squeue", "--noheader", *words).splitlines()
         return [SlurmJob.parse(line) for line in lines if line.count("|") >= 7]
 
     def submit(self, words: list[str], script: str, variables: dict[str, str]) -> str:
-        """Submits a Slurm job. Returns its id. Raises SlurmRefused if another attempt would be
-        refused too.
+        """Submits a Slurm job. Returns its id. Raises SlurmRefused if Slurm refuses the submission
+        itself, and SlurmAway if Slurm does not answer.
 
         Args:
             words: sbatch's arguments.
@@ -96,7 +98,7 @@ class Slurm:
         return self._call("sbatch", *words, given=script, variables=variables).strip()
 
     def cancel(self, name: str) -> None:
-        """Ends all of this user's Slurm jobs of the name."""
+        """Ends all of this user's Slurm jobs with this name."""
         self._call("scancel", f"--user={os.getuid()}", f"--name={name}")
 
     def _call(
@@ -134,7 +136,7 @@ class SlurmExecutor(EngineExecutor):
         missing."""
         super().__init__(settings, entry, stop, spool)
         self.slurm, self.batch = Slurm(), Batch(settings, os.environ)
-        self._finishing: dict[str, float] = {}  # name -> until when it may
+        self._finishing: dict[str, float] = {}  # name -> monotonic time until which it may end
         self.devices += " under Slurm"
 
     def find(self, job: Job) -> SlurmJob | None:
@@ -150,7 +152,7 @@ class SlurmExecutor(EngineExecutor):
         running = self._spool.jobs.index.running()
         names = {self.batch.name(self._spool.jobs.get(key.id)[1]) for key in running}
         now = time.monotonic()
-        for name, end in list(self._finishing.items()):  # threads of attempts add to it
+        for name, end in list(self._finishing.items()):  # other threads add entries
             if end > now:
                 names.add(name)
             else:
@@ -161,7 +163,7 @@ class SlurmExecutor(EngineExecutor):
                 self.ask(partial(self.slurm.cancel, one.name))
 
     def adopts(self, attempt: Attempt, /) -> bool:
-        """Raises SlurmAway while Slurm does not answer."""
+        """As in `Executor`. Raises SlurmAway while Slurm does not answer."""
         if not super().adopts(attempt):
             return False
         return self.find(self._spool.jobs.get(attempt.job)[1]) is not None
@@ -228,7 +230,7 @@ class SlurmExecution(EngineExecution):
     def _look_at_job(self) -> SlurmJob | None:
         found = self._executor.find(self._order.job)
         if found is not None:
-            # an earlier runner submitted it, or the answer to the submission got lost
+            # an earlier runner submitted the Slurm job, or the answer to the submission got lost
             if not self._submitted:
                 self._order.say(f"found Slurm job {found.id}")
             self._seen, self._submitted = found, True
@@ -277,8 +279,10 @@ class SlurmExecution(EngineExecution):
         self._cancel()
 
     def _kill_engine(self) -> None:
-        """Slurm kills processes that do not end. Lost nodes do not receive the signal, and their
-        ranks may continue. `tandem.spool.fence` keeps these ranks from changing the run."""
+        """Lets the Slurm job end by itself if all agents have ended. If not, cancels the Slurm job.
+        Slurm kills processes that do not end. Lost nodes do not receive the signal, and the ranks
+        on these nodes may continue. `tandem.spool.fence` keeps these ranks from changing the
+        run."""
         if len(self._ends) == self._plan.hosts:
             # A cancelled Slurm job would stand as failed in the cluster's accounting.
             self._executor.lets_finish(self._order.job)

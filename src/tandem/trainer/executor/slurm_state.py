@@ -1,4 +1,4 @@
-"""The state of an attempt, in words, by its Slurm job."""
+"""Derives the state of an attempt from its Slurm job."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -21,7 +21,8 @@ FORMAT = ",".join(
         ("Reason", 300),
     )
 )
-"""For `squeue --Format`. Its JSON has other fields in each version of Slurm."""
+"""The value of `squeue --Format`. squeue's JSON output is not used, because its fields change with
+each version of Slurm."""
 
 _RUNS = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"})
 _PREEMPTED = {
@@ -41,7 +42,8 @@ _ENDED = {*_PREEMPTED} | {
     "OUT_OF_MEMORY",
 }
 _WARNED_SECONDS = 2 * WARNING_SECONDS + 10
-"""Slurm warns of its time limit a minute early at most. What is left then is no more than this."""
+"""The most seconds that are left of the time limit when Slurm has sent SIGTERM because of the
+limit. Slurm sends SIGTERM at most a minute early."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,10 @@ class SlurmJob:
     id: str
     name: str
     state: str
-    seconds_left: float | None  # of the time limit; None: there is none
+    seconds_left: float | None  # until the time limit; None: no limit
     preempted: bool
-    """Slurm has begun to preempt it. A job that ends in its grace time has FAILED."""
+    """Whether Slurm has begun to preempt the job. A job that ends in its grace time has the state
+    FAILED."""
     status: int  # exit status of its script
     nodes: str
     reason: str
@@ -79,8 +82,8 @@ def read(job: SlurmJob, *, began: bool, printed: str = "") -> Waiting | Running 
     """The attempt's status, from its Slurm job.
 
     Args:
-        began: whether an agent has written something.
-        printed: the end of what the job printed.
+        began: whether an agent has written a heartbeat.
+        printed: the last lines that the Slurm job printed.
     """
     if job.ended:
         return _why(job, began=began, printed=printed)

@@ -9,27 +9,27 @@ has threads when it forks, and does not notice a rank that leaves by `exit(0)`.
 (`torchrun.py`). No process stays between jobs.
 
 `resident`: ranks under torchrun stay alive and receive their jobs over a socket. Resident ranks
-keep CUDA's context, NCCL's buffers, and the model without its device memory. Between jobs, a rank
-releases the memory of parameters, gradients and optimizer state (`model/device/offload.py`). A
-resident rank drops the frozen base weights and reads them again from the page cache, which is as
-fast as copying them from pinned memory. A resident rank keeps the adapter and Adam's state in
-pinned buffers, and uses them if the next job starts from the checkpoint that they equal. Even in
-that case the rank verifies the checkpoint's hashes. Memory that a living process can't release is
-measured and reported in the job's event `released`. Resident ranks end after every job that does
-not succeed.
+keep CUDA's context, NCCL's buffers, and the model object, whose device memory is released. Between
+jobs, a rank releases the memory of parameters, gradients and optimizer state
+(`model/device/offload.py`). A resident rank drops the frozen base weights and reads them again from
+the page cache, because reading them from the page cache is as fast as copying them from pinned
+memory. A resident rank keeps the adapter and Adam's state in pinned buffers, and uses the buffers
+if the next job starts from the checkpoint with the same content. Even in that case the rank
+verifies the checkpoint's hashes. Memory that a living process can't release is measured and
+reported in the job's event `released`. Resident ranks end after every job that does not succeed.
 
-`launcher.py` chooses the way according to TANDEM_LAUNCH. On one host, the ranks' store listens on
-loopback, and every process of the chain dies with its parent. `bootstrap.py`, the first code of a
-rank, and the fork server ensure this. Ranks get their settings in a `Launch`: the attempt, and the
-deployment's settings for ranks (`RankSettings`), with the sizes that the runner has chosen. Ranks
-read no settings from the environment. A `Launch` contains no secret, because it is on the ranks'
-command lines.
+`launcher.py` chooses the way to start ranks according to TANDEM_LAUNCH. On one host, the ranks'
+store listens on loopback, and every process of the chain dies with its parent. The fork server, and
+`bootstrap.py`, which is the first code of a rank, ask the kernel to end these processes with their
+parents. Ranks get a `Launch`. It names the attempt and contains the deployment's settings for ranks
+(`RankSettings`), with the sizes that the runner has chosen. Ranks read no settings from the
+environment. A `Launch` contains no secret, because it is on the ranks' command lines.
 
 Besides the files that `spool.attempt.Attempt` names, the attempt's work directory has two files of
-the ranks' parent, with every launcher. With several hosts there are two for each host, in `hosts/`:
+the ranks' parent, with every launcher. With several hosts, each host has its own two files in
+`hosts/`:
 
-    launcher.log    its output
-    exits.json      exit statuses of failed ranks, see `read_exits`
+    launcher.log the parent's output exits.json      exit statuses of failed ranks, see `read_exits`
 """
 
 import json
@@ -54,22 +54,22 @@ DEFAULT_ENTRY = "tandem.trainer.rank.entry"
 
 LAUNCHER_LOG, EXITS = "launcher.log", "exits.json"
 HOSTS = "hosts"
-"""The directory of the hosts' agents in an attempt's work directory."""
+"""The name of the directory for the files of the hosts' agents, in an attempt's work directory."""
 
 SHARED_IDLE_SECONDS = 1.0
 """Seconds after which an idle session's ranks leave shared GPUs, because vLLM sleeps as long as
 they stay."""
 
 SHUTDOWN_SECONDS = {"torchrun": 30, "fork": 10}
-"""Seconds between the first failure of a rank and SIGKILL for the other ranks. torchrun's 30 s are
-fixed in torch; TORCH_ELASTIC_SHUTDOWN_TIMEOUT does not change them."""
+"""Seconds between the first failure of a rank and SIGKILL for the other ranks. torch fixes
+torchrun's 30 s; TORCH_ELASTIC_SHUTDOWN_TIMEOUT does not change this time."""
 
 
 class RankSettings(Record):
     """The deployment's settings that ranks use. Ranks read no other settings.
 
-    The settings are on the ranks' command lines, which every user of the host can read, so none of
-    them is a secret.
+    Every user of the host can read the settings on the ranks' command lines, so no setting is a
+    secret.
     """
 
     sizes: Sizes = Sizes()
@@ -173,11 +173,9 @@ def write_exits(path: Path, exits: dict[int, int]) -> None:
 
 
 def read_exits(work: Path) -> dict[int, int]:
-    """Rank -> exit status, for ranks that failed by themselves, in the order of their failures
-    (negative: a signal).
-
-    Ranks that their parent ended after the first failure are left out. Empty if no rank failed, or
-    if the parent was killed.
+    """The exit status of each rank that failed by itself, in the order of the failures. A negative
+    status is the number of a signal. Ranks that their parent ended after the first failure are left
+    out. Empty if no rank failed, or if the parent was killed.
     """
     exits: dict[int, int] = {}
     for path in (work / EXITS, *sorted((work / HOSTS).glob(f"*.{EXITS}"))):

@@ -1,5 +1,5 @@
-"""The first code that a rank runs, before torch is imported. The rank ends with its parent and logs
-to its own file.
+"""The first code that a rank runs, before torch is imported. The rank ends when its parent ends,
+and writes its output to its own log file.
 
     python -m tandem.trainer.launch.bootstrap <a Launch as JSON>
         runs one job
@@ -44,7 +44,7 @@ def stay(entry: str, device: str, control: str) -> int:
     status.
 
     The runner sends a `Launch` as JSON, in one packet. The rank answers with one byte when the job
-    is done; a rank that fails answers nothing and ends.
+    is done; a rank that fails sends no answer and ends.
 
     Args:
         entry: the module whose `main` runs a rank.

@@ -1,5 +1,6 @@
-"""The process from which ranks are forked, and the runner's side of it (`ForkServer`). The fork
-server imports all modules that a rank needs, once, and runs no job itself.
+"""The fork server, the process from which ranks are forked, and the class through which the runner
+uses it (`ForkServer`). The fork server imports all modules that a rank needs, once, and runs no job
+itself.
 
     python -m tandem.trainer.launch.forkserver <socket's descriptor> <entry module> <setting of
     the device>
@@ -10,17 +11,18 @@ Forking is safe because of three rules:
   imports look for devices without the CUDA runtime.
 - No OpenMP region and no second thread: a forked child has only the thread that forked, and libgomp
   would wait for its other threads for ever. If there are other threads, the runner logs a warning
-  with their names. (With GPUs, NVML has one thread, which waits for the driver's events and which
-  nvmlShutdown does not end.)
+  with their names. (With GPUs, NVML has one thread. It waits for the driver's events, and
+  nvmlShutdown does not end it.)
 - All ranks are forked before the store's threads start. torch's elastic agent has threads when it
   forks. So the leader, the ranks' parent, is Tandem's process and not torch's agent. Like torch's
   agent, the leader ends the other ranks after the first failure and restarts none. The ranks'
   connections wait in the listening socket's backlog until the store runs.
 
-Protocol over the socket, one JSON object per packet. Runner: a `Launch`, together with the store's
-listening socket if the launch names the store's address and this host has the store. Server:
-{"ready": {...}} after the imports, and {"exited": status, "work": <the launch's work directory>}.
-The second may arrive late for a launch that was killed.
+Protocol over the socket, one JSON object per packet. The runner sends a `Launch`. If the launch
+names the store's address and this host has the store, the store's listening socket comes with the
+packet. The server sends {"ready": {...}} after the imports, and after each launch {"exited":
+status, "work": <the launch's work directory>}. If the launch was killed, its "exited" packet may
+arrive after the next launch has started.
 """
 
 import importlib
@@ -92,7 +94,7 @@ class ForkServer:
         """Start a launch. `listener`: the store's socket, if ranks of other hosts reach the
         store."""
         self._work, self._exit = str(launch.work), None
-        with suppress(OSError):  # the server has just died, which `poll` notices
+        with suppress(OSError):  # the server has just died; `poll` reports this
             sockets = [] if listener is None else [listener.fileno()]
             socket.send_fds(self._socket, [launch.model_dump_json().encode()], sockets)
         return self
@@ -110,7 +112,7 @@ class ForkServer:
                 (log.warning if ready["threads"] else log.info)(
                     "fork server is ready", pid=self.pid, **ready
                 )
-            # Otherwise the packet belongs to an earlier launch, which was killed.
+            # A packet with another `work` belongs to an earlier launch, which was killed.
             elif message["work"] == self._work:
                 self._exit = message["exited"]
         if self._exit is None and not self.alive:
@@ -268,8 +270,8 @@ def _fork(child: Callable[[], int]) -> int:
 
 
 def _torchrun_environment(launch: Launch, address: str, port: int) -> dict[str, str]:
-    """The environment variables of torchrun's agent that a rank reads and that are the same for all
-    ranks of this host."""
+    """The environment variables of torchrun's agent that are the same for all ranks of this host.
+    Ranks read these variables."""
     return {
         "GROUP_RANK": str(launch.host.number),
         "WORLD_SIZE": str(launch.ranks),

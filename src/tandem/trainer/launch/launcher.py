@@ -35,7 +35,8 @@ Handle = Torchrun | ForkServer
 
 class Launcher:
     """Starts the ranks of jobs. The fork server and resident ranks are started before the first
-    job. The processes stay between jobs, until they end or their code changes."""
+    job. The fork server and resident ranks stay between jobs. They are replaced when they have
+    ended or when the source code has changed."""
 
     def __init__(
         self,
@@ -54,7 +55,8 @@ class Launcher:
         """
         self._settings, self._entry = settings, entry
         self._environment = rank_environment(settings, defaults) | dict([marker])
-        # A killed process leaves its temporary files behind, and ranks are often killed.
+        # The ranks have their own directory for temporary files, because ranks are often killed,
+        # and a killed process leaves its temporary files behind.
         self.scratch = scratch_directory(
             f"ranks-{hashlib.sha256(marker[1].encode()).hexdigest()[:12]}"
         )
@@ -83,14 +85,14 @@ class Launcher:
 
     def launch(self, launch: Launch, listener: socket.socket | None = None) -> Handle:
         """Start the ranks without waiting for them. Raises OSError if a process can't be started.
-        `listener`: see `ForkServer.launch`. Only that launcher can start the ranks of one of
-            several hosts."""
+        `listener`: see `ForkServer.launch`. With several hosts, only `launch=fork` can start a
+            host's ranks."""
         if not self.holds_devices:
             # Systems remove old files from /tmp while the runner is idle.
             self.scratch.mkdir(mode=0o700, exist_ok=True)
             empty_directory(self.scratch)  # files of the previous attempt
-        # the same directories as at the start, checked again because other users may have created
-        # them since
+        # the cache directories are the same as at the start; they are checked again, because other
+        # users may have created them since
         compiler_caches(os.environ)
         self.prepare()
         if isinstance(self._standby, ForkServer):
@@ -124,19 +126,20 @@ def rank_environment(
         # A rank compiles only a few kernels, once, so starting a pool of compiler processes takes
         # longer than it saves.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        # All ranks are on this host, whose name may not resolve inside a container.
+        # All ranks are on this host, so Gloo uses loopback. Gloo's own choice needs the host's
+        # name, and inside a container this name may not resolve.
         "GLOO_SOCKET_IFNAME": "lo",
     }
     if settings.way != "nccl":  # with "nccl", ranks choose the interface according to vLLM's place
-        defaults["NCCL_SOCKET_IFNAME"] = "lo"  # its sockets accept no connections from other hosts
+        defaults["NCCL_SOCKET_IFNAME"] = "lo"  # NCCL accepts no connections from other hosts
     if settings.launch == "resident":
-        # All threads share one heap. Otherwise the threads of every job would leave fragments in
-        # their own heaps, which grow.
+        # All threads share one heap. With a heap per thread, the threads of every job would leave
+        # fragments in their heaps, and the heaps would grow.
         defaults["MALLOC_ARENA_MAX"] = "1"
     # With "nccl", vLLM's workers would need the same setting.
     if settings.trainer_ranks == 2 and settings.way != "nccl":
-        # NCCL needs this kind of memory only for NVLS, which brings nothing with two GPUs. Two GPUs
-        # connect 0.3 s faster without this memory (H100, NCCL 2.28).
+        # NCCL needs cuMem memory only for NVLS, which has no benefit with two GPUs. Two GPUs
+        # connect 0.3 s faster without cuMem memory (H100, NCCL 2.28).
         defaults["NCCL_CUMEM_ENABLE"] = "0"
     inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
     environment = (
@@ -148,7 +151,8 @@ def rank_environment(
     )
     # torch's default directory is below TMPDIR, and a rank's TMPDIR is removed.
     environment |= compiler_caches(os.environ)
-    # The order of the GPUs is NVML's, by which the runner finds and measures the devices.
+    # CUDA numbers the GPUs in NVML's order, because the runner finds and measures the devices in
+    # this order.
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if settings.trainer_devices:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.trainer_devices)
@@ -156,10 +160,9 @@ def rank_environment(
 
 
 def threads_per_rank(settings: Settings) -> int:
-    """OMP_NUM_THREADS if set, else this machine's number of cores divided by its number of ranks.
-
-    The number of threads affects the order of floating-point sums, so it is set here instead of by
-    each library.
+    """The number of threads of each rank: OMP_NUM_THREADS if it is set; if not, this machine's
+    number of cores divided by its number of ranks. The number of threads affects the order of
+    floating-point sums, so each library gets this number instead of choosing its own.
     """
     with suppress(ValueError):
         return max(1, int(os.environ.get("OMP_NUM_THREADS", "")))

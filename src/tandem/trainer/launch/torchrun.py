@@ -1,7 +1,8 @@
 """Starts ranks under torchrun: new processes for each job, or ranks that stay between jobs.
 
 With `--standalone`, the agent's store listens on a port that the kernel chooses, and the ranks
-connect to this store. No port has to be closed and opened again.
+connect to this store. So no process has to reserve a port and close it before another process opens
+it.
 """
 
 import os
@@ -79,8 +80,8 @@ class ResidentRanks(Torchrun):
     (`bootstrap.stay` is their side).
 
     After each job the ranks release their device memory, except the memory that a living process
-    can't release (its CUDA context, NCCL's buffers). If a job does not succeed, the ranks end too,
-    and the next job gets new ranks.
+    can't release: the CUDA context and NCCL's buffers. If a job does not succeed, the ranks end
+    too, and the next job gets new ranks.
     """
 
     name = "resident ranks"

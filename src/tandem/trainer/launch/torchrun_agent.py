@@ -6,8 +6,8 @@ torchrun's exit status is 1 whichever rank failed and however it failed. This pr
 torchrun's own `main` and writes the failures that it raises to `exits.json` in `directory`.
 
 torchrun's stores listen on all interfaces and ask for no key, and the agent unpickles values from
-one of them. So anybody who reaches that port could run code here. In this program the stores listen
-on loopback.
+one of them. So anybody who reaches the store's port could run code in the agent. Therefore the
+stores of this program listen on loopback only.
 """
 
 import os
@@ -38,7 +38,8 @@ class LoopbackStore(TCPStore):
 
 
 def own_failures(failures: dict[int, ProcessFailure]) -> dict[int, int]:
-    """Exit status by rank of the ranks that failed by themselves, first failure first.
+    """The exit statuses, by rank, of the ranks that failed by themselves, in the order of the
+    failures.
 
     After the first failure the agent ends the other ranks: it sends SIGTERM, and SIGKILL when its
     timeout is over.

@@ -1,14 +1,15 @@
 """One rank: a training process, on one GPU or the CPU.
 
-`entry.py` is its program, and `train.py` runs the steps of a job: rendezvous, load, train, leave.
-`rendezvous.py` connects the ranks through their parent's store, and rank 0 sends them the job.
-`session.py` holds a rank's attempt, device and heartbeat; it has nothing to do with a client's
-session. `state.py` holds the state that is kept between jobs. `commit.py` makes the job's
-checkpoint. `checkpoint.py` reads and writes the adapter and Adam's state; `model_checkpoint.py`
-does so for all weights and their optimizer state. `model_files.py` writes a Hugging Face model from
-all ranks at the same time. `model_loader.py` loads the model, and can turn it into the reference
-policy of the loss. `publication.py` offers whole weights to vLLM and sends them; `way_to_vllm.py`
-chooses the network for it. `full_volume.py` waits for space before a training.
+`entry.py` is the rank's program. `train.py` runs the steps of a job: rendezvous, load, train,
+leave. `rendezvous.py` connects the ranks through their parent's store, and rank 0 sends them the
+job. `session.py` has a rank's attempt, device and heartbeat; it has nothing to do with a client's
+session. `state.py` has the state that a resident rank keeps between jobs. `commit.py` makes the
+job's checkpoint. `checkpoint.py` reads and writes the adapter and Adam's state;
+`model_checkpoint.py` reads and writes all weights and their optimizer state, if the run trains all
+weights. `model_files.py` writes a Hugging Face model from all ranks at the same time.
+`model_loader.py` loads the model, and can turn it into the reference policy of the loss.
+`publication.py` offers whole weights to vLLM and sends them; `way_to_vllm.py` chooses the network
+between ranks and vLLM. `full_volume.py` waits for space before a training.
 
 A rank overlaps the parts of its start:
 
@@ -18,8 +19,8 @@ A rank overlaps the parts of its start:
 - Base weights, the adapter and Adam's moments are one allocation each, because each call of the
   driver blocks the other threads.
 - Base weights are read as soon as their memory is allocated.
-- New ranks on a GPU meanwhile rehearse in a thread: one pass through one layer, with arbitrary
-  weights, loads the kernels.
+- While the weights are read, a new rank on a GPU rehearses in a thread: one pass through one layer,
+  with arbitrary weights, loads the kernels.
 - The compiled attention is stored in files beside torch's own caches (`model/compiled.py`), so
   later processes load it instead of compiling it.
 - A row's mask and RoPE's sines are computed once for all layers.

@@ -39,9 +39,9 @@ class ModelCalls:
     device: torch.device
     phases: Phases
     fit: Fit
-    # The numbers of the requests whose passes' gradients are in memory.
+    # The numbers of the pass requests whose gradients are in memory.
     passes: list[int] = field(default_factory=list)
-    loss: float = 0.0  # sum of the passes' denominators
+    loss: float = 0.0  # sum of the passes' losses
     items: float = 0.0
     # The probe: sequences from the first pass since the last checkpoint. `previous`: their
     # log-probs under the weights of that checkpoint.
@@ -114,9 +114,9 @@ class ModelCalls:
         }
 
     def load(self, request: LoadRequest) -> None:
-        """Loads the weights of a checkpoint. The gradients are zero afterwards. Raises InvalidInput
-        for another base model or LoRA shape, NotFound, or CheckpointDamaged. After an error,
-        nothing has changed."""
+        """Loads the weights of a checkpoint. The gradients are zero afterwards. Raises NotFound or
+        CheckpointDamaged if the checkpoint can't be read. Raises InvalidInput if the checkpoint's
+        run has another base model or LoRA shape. After an error, nothing has changed."""
         assert self.run.lora is not None
         source = self.spool.runs.get(request.run)
         for name in ("base_model", "lora"):
@@ -132,7 +132,7 @@ class ModelCalls:
         self.forget()
 
     def forget(self) -> None:
-        """Gradients are zero."""
+        """Sets the gradients to zero, and forgets the passes that they came from."""
         self.optimizer.zero_grad()
         self.passes, self.loss, self.items = [], 0.0, 0.0
 
@@ -145,8 +145,8 @@ class ModelCalls:
         return PackedBatch.open(self.spool.requests.data_dir(self.run.name, seq), logged.sha256)
 
     def _with_gradients(self, seq: int) -> "_Passed":
-        """Runs `_add`. If this rank runs out of memory, runs it again with layers that keep less,
-        to the same bits."""
+        """Runs `_add`. If this rank runs out of memory, runs `_add` again with layers that keep
+        fewer activations in memory. The results are the same bits."""
         while True:
             try:
                 return self._add(seq, backward=True)
@@ -170,8 +170,8 @@ class ModelCalls:
 
     def _add(self, seq: int, *, backward: bool) -> "_Passed":
         """Computes the losses of this rank's rows of a pass. With `backward`, adds their gradients
-        to the accumulated gradients. If a rank may have to repeat this method alone, the method
-        contains no collective."""
+        to the accumulated gradients. If a rank may run out of memory and have to repeat this method
+        alone, the method contains no collective."""
         request = self.spool.requests.get(self.run.name, seq).request
         assert isinstance(request, PassRequest)
         kept: dict[int, np.ndarray] = {}

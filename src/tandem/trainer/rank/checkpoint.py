@@ -31,8 +31,8 @@ _ORDER = [torch.float32, torch.int64]  # safetensors puts wider types first
 
 @dataclass(frozen=True)
 class Contents[T]:
-    """The uncut tensors of a checkpoint's two files, by name. With T = StoredTensor, the tensors'
-    places in the files."""
+    """The whole tensors (not a rank's parts) of a checkpoint's two files, by name. T is the type of
+    a tensor; a StoredTensor is the tensor's place in its file."""
 
     adapter: dict[str, T]
     optimizer: dict[str, T] | None  # None if the checkpoint was never trained
@@ -41,8 +41,8 @@ class Contents[T]:
 def check_checkpoint(
     spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape
 ) -> Contents[StoredTensor]:
-    """Compare the hashes of the checkpoint's files and read the files' headers. Needs no device;
-    hashing releases the GIL.
+    """Compare the hashes of the checkpoint's files and read the files' headers. The function uses
+    no device, and hashing releases the GIL, so other threads can work at the same time.
 
     Raises CheckpointDamaged if a file is missing, truncated or altered, if a tensor doesn't fit, or
     if a trained checkpoint has no optimizer state. Raises NotFound if the checkpoint does not
@@ -92,7 +92,7 @@ def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOpti
         return
     count = torch.zeros(1, dtype=torch.int64)
     read_tensors(adam["step"].path, {}, [Piece(adam["step"], 0, 1, count)])
-    # 0 after a session has loaded weights without the optimizer's state.
+    # The count is 0 after a session has loaded weights without the optimizer's state.
     if (steps := int(count)) < 0:
         raise CheckpointDamaged(f"{adam['step'].path}: step is {steps}, not 0 or more")
     for moment, tensors in optimizer.new_state(steps).items():
@@ -100,8 +100,8 @@ def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOpti
 
 
 def config_file(spool: Spool, run: str, step: int) -> bytes:
-    """A checkpoint's `adapter_config.json`, which the next checkpoint gets too. Raises
-    CheckpointDamaged if its hash is not the manifest's."""
+    """The content of a checkpoint's `adapter_config.json`, which is copied to the next checkpoint.
+    Raises CheckpointDamaged if its hash is not the manifest's."""
     manifest, path = (
         spool.checkpoints.manifest(run, step),
         spool.checkpoints.path(run, step) / CONFIG_FILE,
@@ -117,8 +117,8 @@ def config_file(spool: Spool, run: str, step: int) -> bytes:
 
 @torch.no_grad()
 def gather_contents(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
-    """Adapter and Adam's state, gathered on the CPU from all ranks that hold one copy of the model.
-    A collective operation of all ranks."""
+    """The adapter and Adam's state on the CPU, gathered from all ranks that together have one copy
+    of the model. A collective operation of all ranks."""
     tensors = {"step": torch.tensor(optimizer.steps, dtype=torch.int64)}
     for moment, shards in optimizer.moments().items():
         tensors |= {f"{key}.{moment}": whole for key, whole in policy.adapter.whole(shards).items()}
@@ -129,8 +129,8 @@ def write_adapter(saved: Contents[Tensor], config: bytes, directory: Path) -> di
     """Write a checkpoint's files.
 
     Returns the files' SHA-256, computed from memory, for the manifest. The files are not read back,
-    because that would only read the page cache. Raises SpoolUnusable if the volume refuses the
-    files.
+    because a read would only return the content of the page cache. Raises SpoolUnusable if the
+    volume refuses the files.
 
     Args:
         saved: contiguous tensors on the CPU, in fp32 except the int64 scalar `step`. The
@@ -157,8 +157,8 @@ def write_adapter(saved: Contents[Tensor], config: bytes, directory: Path) -> di
 
 
 def _parts(tensors: dict[str, Tensor]) -> list[memoryview]:
-    """The bytes of `safetensors.torch.save`, without its copy of the tensors, which would take as
-    long as writing.
+    """The same bytes as `safetensors.torch.save` returns, but without a copy of the tensors. The
+    copy would take as long as writing the file.
 
     `tensors` are contiguous and on the CPU.
     """

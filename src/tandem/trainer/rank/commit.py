@@ -26,7 +26,7 @@ class NewCheckpoint:
         versions: dict[str, str],
         thread: ThreadPoolExecutor,
     ) -> None:
-        """Begins the time that the event `checkpoint` reports.
+        """Starts the clock for the `seconds` of the event `checkpoint`.
 
         Args:
             model: the loaded model; its weights are read at `write`.
@@ -72,7 +72,8 @@ class NewCheckpoint:
         have to be hashed.
 
         Args:
-            seq: for a session's run, the number of the last request.
+            seq: for a session's run, the number of the last request whose effect is in the
+                checkpoint.
         """
         committed: Future[Manifest] | None = None
         if self._written is not None:

@@ -32,10 +32,10 @@ _TRACEBACK_CHARACTERS = 4000
 
 @cache
 def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
-    """Import all modules that a rank uses. Called before the rank's job, or in the process from
-    which ranks are forked. Uses no device."""
-    # Megatron warns about each optional package that is not installed, which would clutter a job's
-    # log.
+    """Import all modules that a rank uses. The function is called before the rank's job, or in the
+    process from which ranks are forked. It uses no device."""
+    # Megatron warns about each optional package that is not installed, and these warnings would
+    # clutter a job's log.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=SyntaxWarning)
     # The imported objects live as long as the process. Unless they are frozen, the garbage
@@ -50,11 +50,11 @@ def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
     if device.choose(device_setting) == "cuda":
         for kernels in ("triton_kernels", "triton_softmax"):
             import_module(f"tandem.model.layer.{kernels}")
-        # Importing the compiler must not start its worker processes, because a rank forks its own
-        # if it compiles anything.
+        # Importing the compiler must not start the compiler's worker processes. A rank that
+        # compiles starts its own.
         os.environ.setdefault("TORCH_WARM_POOL", "0")
-        # Importing this module here saves each forked rank a second. Calling the compiler would
-        # make calls to CUDA.
+        # Importing this module here saves each forked rank a second. The compiler is not called
+        # here, because it would call CUDA.
         import_module("torch._inductor.compile_fx")
         # The keys of compiled code are hashes of all sources of torch and Triton. Computing the
         # hashes takes half a second in each forked rank. Both functions cache the hash that they
@@ -70,8 +70,8 @@ def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
 
 
 def resident() -> Callable[[Attempt, RankSettings], int]:
-    """`main` for a process that stays: a call may reuse the state that the previous call kept.
-    After a status other than 0, the process must end."""
+    """Returns a `main` for a process that runs several jobs. Each call may reuse the state that the
+    previous call kept. After a status other than 0, the process must end."""
     from tandem.trainer.rank.state import RankState
 
     return partial(main, state=RankState())

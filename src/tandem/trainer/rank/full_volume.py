@@ -1,5 +1,5 @@
-"""Handles a full volume: a rank waits for space before the training, and does not fail during the
-training."""
+"""Handles a full volume. A rank waits for space before the training, so that the training does not
+fail later for lack of space."""
 
 import os
 import time
@@ -20,7 +20,7 @@ def wait_for_space(spool: Spool, run: str, step: int, *, beat: Callable[[], None
     SPACE_SECONDS.
 
     Args:
-        step: the checkpoint that the job starts from; the next one is at least as large.
+        step: the checkpoint that the job starts from; the next checkpoint is at least as large.
         beat: called twice a second during the wait.
     """
     files = spool.checkpoints.manifest(run, step).files
@@ -50,7 +50,7 @@ def _free_bytes(spool: Spool) -> int | None:
 @contextmanager
 def event_left_out() -> Iterator[None]:
     """Skips an event that a full volume refuses. The rank's log, which is on the same volume,
-    records this if possible."""
+    records the error if possible."""
     try:
         yield
     except VolumeFull:

@@ -1,10 +1,10 @@
 """Reads and writes checkpoints of a run that trains all weights.
 
-The directory is a Hugging Face model that transformers and vLLM can load unchanged.
-`optimizer/<tensor>/` has the same names and shapes: Adam's moments in fp32 and, for bfloat16
-weights, the int16 remainders of their master values (`ShardedAdam.tensors`). `optimizer/adam.json`
-has the number of steps taken. Ranks of any topology can read these files. Step 0 has no files,
-because it is the base model.
+The directory is a Hugging Face model that transformers and vLLM can load unchanged. Each directory
+`optimizer/<tensor>/` has tensors with the names and shapes of the weights: one of Adam's moments in
+fp32 or, for bfloat16 weights, the int16 remainders of the master values (`ShardedAdam.tensors`).
+`optimizer/adam.json` has the number of steps taken. Ranks of any topology can read these files.
+Step 0 has no files, because it is the base model.
 """
 
 import json
@@ -32,21 +32,22 @@ class Found:
     """The checkpoint that a job starts from."""
 
     directory: Path
-    """The directory of a Hugging Face model: that of the checkpoint, or of the base model."""
+    """The directory of a Hugging Face model: the checkpoint's directory, or the base model's for
+    step 0."""
     trained: bool
     """Whether the directory contains an optimizer state."""
 
 
 def check_model(spool: Spool, run: str, step: int) -> Path | None:
-    """The checkpoint's directory, after the hashes of its files were compared; None for step 0, the
-    base model.
+    """Compares the hashes of the checkpoint's files, and returns the checkpoint's directory; None
+    for step 0, which is the base model.
 
     Raises CheckpointDamaged if a file is missing or altered, or if a trained checkpoint has no
     optimizer state. Raises NotFound if the checkpoint does not exist.
     """
     manifest, directory = spool.checkpoints.verify(run, step), spool.checkpoints.path(run, step)
-    # The files of a fork's step 0 are those of the checkpoint that it was forked from, which may
-    # itself be a fork's step 0.
+    # A fork's step 0 has the files of the checkpoint from which it was forked. That checkpoint may
+    # itself be the step 0 of a fork.
     origin, files = manifest.origin, manifest.weights_files
     trained = step > 0 or bool(files) or (origin is not None and origin.step > 0)
     if trained and (STEPS_FILE not in manifest.files or not files):
@@ -58,8 +59,8 @@ def check_model(spool: Spool, run: str, step: int) -> Path | None:
 
 
 def find(spool: Spool, run: str, step: int, base_model: Path) -> Found:
-    """The checkpoint after a check of its files; for step 0 the base model. Raises the errors of
-    `check_model`.
+    """Checks the checkpoint's files, and returns the directory to load from: the checkpoint, or for
+    step 0 the base model. Raises the errors of `check_model`.
 
     Args:
         base_model: the base model's directory.
@@ -73,7 +74,7 @@ def load_state(found: Found, arch: Arch, optimizer: ShardedAdam, topology: Topol
     trained in another dtype.
 
     Args:
-        found: nothing is read if it is not trained.
+        found: if `found.trained` is False, the function reads nothing.
         optimizer: its `tensors` and `steps` are overwritten.
         topology: this rank's place, which decides its part of each tensor.
     """

@@ -1,5 +1,6 @@
-"""Writes tensors with the model's shapes to the volume as a Hugging Face model: either the weights,
-which transformers and vLLM load, or their optimizer state.
+"""Writes tensors with the names and shapes of the model's weights to the volume as a Hugging Face
+model. The tensors are either the weights, which transformers and vLLM load, or the weights'
+optimizer state.
 
 All ranks write into the same files, each rank its own parts, so no tensor is gathered. Ranks of any
 topology can read the files (`load_weights`).
@@ -96,8 +97,8 @@ class ModelFiles:
         for file, header in self._headers.items():
             (self._directory / file).write_bytes(header)
             # The files get their final size immediately. If an NFS client writes beyond the end of
-            # the file in its cache, the client sends the whole page. So the client would overwrite
-            # with zeros the bytes that another host has written to this page.
+            # the file in its cache, the client sends the whole page. The page has zeros in place of
+            # bytes that another host has written meanwhile, and would overwrite these bytes.
             os.truncate(self._directory / file, sizes[file])
         index = {
             "metadata": {"total_size": sum(entry.nbytes for _, entry in self._places.values())},
@@ -137,7 +138,7 @@ class ModelFiles:
                 for buffer_writes in writes:
                     _finish(buffer_writes)
             for fd in opened.values():
-                beat()  # until here the data may only be in the host's memory
+                beat()  # so far, the data may only be in host memory
                 os.fsync(fd)
         finally:
             for fd in opened.values():
@@ -174,7 +175,8 @@ class ModelFiles:
 
 
 def _in_host_memory(buffer: torch.Tensor) -> torch.Tensor:
-    """A tensor in pinned host memory, into which the GPU copies directly."""
+    """A copy of `buffer` in pinned host memory, into which the GPU copies directly, or `buffer`
+    itself if it is in host memory already."""
     if not buffer.is_cuda:
         return buffer
     return torch.empty_like(buffer, device="cpu", pin_memory=True).copy_(buffer)

@@ -8,8 +8,8 @@ For a new model on a GPU:
     pool            allocate the base weights (waits for CUDA) -> read them from files
     pool            load the softmax's kernels
     pool            once the optimizer is made: read the checkpoint's state into model and optimizer
-    pool            once allocated: connect to the base weights of the other ranks that have the
-                    same ones
+    pool once allocated: connect to the base weights of the other ranks that have the same base
+                    weights
     pool            load cuBLAS (a rank that shares no layers: in the warm-up thread)
     warm-up thread  connect the ranks that share layers -> rehearse: run one layer on the placed
                     model
@@ -48,8 +48,8 @@ from tandem.training.phases import Phases
 from tandem.training.sharded_adam import ShardedAdam
 
 type Checked = checkpoint.Contents[StoredTensor] | model_checkpoint.Found
-"""The checkpoint to start from, after a check of its files: a checkpoint of an adapter, or of all
-weights."""
+"""The checkpoint to start from, whose files have been checked: a checkpoint of an adapter, or of
+all weights."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,17 @@ class ModelLoader:
     assignment: Assignment
     topology: Topology
     checked: Future[Checked | None]
-    """The future result of the check. None if the kept model already has the checkpoint's state, so
-    that the files need not be read."""
+    """The future result of the check of the checkpoint's files. The result is None if the kept
+    model already has the checkpoint's state, so that the files need not be read."""
     rehearse: Callable[[Policy], None] | None
-    """Runs a short pass in advance, because a process's first pass is slow. None: no kernels are
-    loaded in advance."""
+    """Runs a short pass before the training, because a process's first pass is slow. None: the
+    model is loaded without such a pass and without loading kernels in advance."""
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(4)
         # The pool has a single thread, because ranks that share layers must run the rehearsal's
-        # collectives in the same order. The thread ends with the loading, because each thread keeps
-        # a cuBLAS handle.
+        # collectives in the same order. The thread ends when loading ends, because each living
+        # thread keeps a cuBLAS handle.
         self._warm_up_thread = ThreadPoolExecutor(1)
         self._weights_tasks: list[Future[None]] = []
         self._warm_ups: list[Future[None]] = []
@@ -101,8 +101,10 @@ class ModelLoader:
                         task.result()
             with phases.phase("base_weights"):
                 _wait(self._weights_tasks, lambda: phases.announce("base_weights"))
-                # If nothing was read, the handles of the other ranks' memory have been closed since
-                # the previous job.
+                # `exchange` returns the weights that other ranks could not share, and this rank
+                # reads these weights from the files. If no weights were read, nothing is exchanged,
+                # because the handles of the other ranks' memory have been closed since the previous
+                # job.
                 if self._weights_tasks and (unread := model.base.exchange()):
                     again = self._pool.submit(self._read_weights, lambda: unread)
                     _wait([again], lambda: phases.announce("base_weights"))
@@ -110,8 +112,9 @@ class ModelLoader:
                 _wait([state_loaded], lambda: phases.announce("state"))
                 # reading and rehearsing leave unused memory in the allocators
                 memory.release_cached()
-        # The first matrix product has already read the variable. torch 2.11 parses the variable in
-        # each matrix product, which takes longer than launching the product.
+        # The variable is no longer needed, because the first matrix product has read it. torch 2.11
+        # parses the variable in each matrix product, and parsing takes longer than launching the
+        # product.
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
         return model
 
@@ -138,8 +141,8 @@ class ModelLoader:
             )
             if sizes.layers_shared:
                 self._warm_ups.append(self._warm_up_thread.submit(on_device(_connect)))
-            # A rank that shares no layers loads cuBLAS in the warm-up thread, which saves one
-            # handle.
+            # A rank that shares no layers loads cuBLAS in the warm-up thread. The rehearsal in the
+            # same thread then needs no second cuBLAS handle.
             thread = self._pool if sizes.layers_shared else self._warm_up_thread
             self._warm_ups.append(thread.submit(on_device(_load_cublas)))
         policy = build_policy(
@@ -158,8 +161,8 @@ class ModelLoader:
         return LoadedModel(policy, AdapterOptimizer(policy, self.assignment.optimizer), base)
 
     def _restore(self, kept: LoadedModel) -> LoadedModel:
-        """The inverse of `RankState.offload`; it reads the frozen weights again, which `offload`
-        dropped."""
+        """Undoes `RankState.offload`. `offload` dropped the frozen weights, so they are read from
+        their files again."""
         kept.policy.restore()
         if self.assignment.run.lora is not None or self.checked.result() is not None:
             self._weights_tasks.append(self._pool.submit(self._read_weights, kept.base.own_share))
@@ -192,8 +195,8 @@ class ModelLoader:
 
 
 def _wait(tasks: Iterable[Future[Any]], beat: Callable[[], None]) -> None:
-    """Waits until the tasks have ended, and raises their errors. Calls `beat`, because on a slow
-    volume the tasks read for longer than a rank may be silent."""
+    """Waits until the tasks have ended, and raises their errors. Calls `beat` about once a second,
+    because on a slow volume the tasks may take longer than a rank may go without a heartbeat."""
     for task in tasks:
         liveness.result_of(task, beat, seconds=1.0)
 
@@ -261,8 +264,8 @@ def reference_policy(
     beat: Callable[[], None],
     reference: int | Literal["base"],
 ) -> Iterator[None]:
-    """Within the block, the policy computes the reference policy. The policy's trained tensors are
-    kept in host memory and restored afterwards, bit for bit.
+    """Within the block, `policy` computes with the weights of the reference policy. The policy's
+    trained tensors are kept in host memory and restored afterwards, bit for bit.
 
     Raises InvalidInput (field: `field`) if the reference's checkpoint does not exist, and
     CheckpointDamaged if it is damaged.

@@ -19,7 +19,8 @@ MAX_SEQUENCES = 4
 MAX_TOKENS = 64
 CONTEXT = 24  # tokens before the first trained token, if the sequence is longer than MAX_TOKENS
 LONG_TOKENS = 8192
-# to score a prompt, vLLM computes the logits of the whole prompt: 1 GiB in fp32
+# the most logits of the long sequence: vLLM computes the logits of a whole prompt to score it, and
+# this number of logits takes 1 GiB in fp32
 LONG_LOGITS = 2**28
 SLOTS = 64  # rows are padded to a multiple of this number of slots, for efficient matrix products
 
@@ -35,7 +36,8 @@ class JobProbe:
 
     @classmethod
     def choose(cls, batch: PackedBatch, vocab_size: int, device: torch.device) -> Self:
-        """The probe from a job's rows. The same batch always gives the same probe.
+        """Chooses the probe's sequences from a job's rows. The same batch always gives the same
+        probe.
 
         Args:
             vocab_size: tokens of the vocabulary; it limits the length of the long sequence.
@@ -53,8 +55,8 @@ class JobProbe:
         return logprobs(policy, self.sequences, self.row_length, self.device)
 
     def score(self, policy: Policy, previous: list[list[float]]) -> Probe:
-        """The probe under the trained policy. `previous`: the log-probs from before the
-        training."""
+        """The probe's log-probs under the trained policy, as a record for the manifest. `previous`:
+        the log-probs before the training."""
         now, base = self.logprobs(policy), previous
         if policy.lora is not None:
             with policy.adapter_disabled():
@@ -67,10 +69,10 @@ def choose_sequences(batch: PackedBatch) -> list[list[int]]:
     """At most 4 distinct token sequences from the job's data, each of 2 to 64 tokens (and at most
     the length of a row).
 
-    Each is part of a trained sequence. A sequence that is not longer than a probe is taken from its
-    beginning. From a longer one, a part is taken that begins CONTEXT tokens before the first
-    trained token, because trained tokens change most. The same batch always gives the same
-    sequences.
+    Each chosen sequence is part of a trained sequence. A trained sequence that is not longer than
+    the limit is taken from its beginning. From a longer sequence, the chosen part begins CONTEXT
+    tokens before the first trained token, because the log-probs of trained tokens change most. The
+    part begins earlier if too few tokens follow. The same batch always gives the same sequences.
     """
     limit = min(MAX_TOKENS, batch.sequence_length)
     chosen: list[list[int]] = []
@@ -92,7 +94,8 @@ def choose_sequences(batch: PackedBatch) -> list[list[int]]:
 def choose_long(batch: PackedBatch, vocab_size: int) -> list[int]:
     """One sequence as long as a row, but with at most LONG_TOKENS tokens and LONG_LOGITS logits.
     The sequence consists of the rows' tokens one after another, repeated if the job has too few.
-    Empty if the sequence would be hardly longer than the other sequences.
+    Empty if the sequence would have fewer than 2 * MAX_TOKENS tokens, hardly more than the short
+    sequences.
     """
     length = min(batch.sequence_length, LONG_TOKENS, LONG_LOGITS // vocab_size)
     if length < 2 * MAX_TOKENS:
@@ -110,8 +113,8 @@ def choose_long(batch: PackedBatch, vocab_size: int) -> list[int]:
 def score_long(
     policy: Policy, tokens: list[int], row_length: int, device: torch.device
 ) -> LongProbe | None:
-    """The log-probs of 16 tokens before the end of each quarter of `tokens`, so that a server that
-    accepts only shorter prompts can be compared too. Returns None if `tokens` is empty.
+    """The log-probs of the last 16 tokens of each quarter of `tokens`. So a server that accepts
+    only shorter prompts can be compared on the first quarters. Returns None if `tokens` is empty.
 
     Args:
         tokens: the token ids that `choose_long` chose.
@@ -152,8 +155,8 @@ def logprobs(
 
 def _scores(policy: Policy, row: RowTensors) -> torch.Tensor:
     """The items' log-probs, fp32, on the CPU of every rank. Raises NonFinite if a log-prob is NaN
-    or
-    infinite, because a manifest can't contain it, and vLLM would serve such weights."""
+    or infinite, because a manifest can't contain such a value, and because vLLM must not serve such
+    weights."""
     values = policy.stage.from_last(policy(row, temperature=1.0).logprobs.float().cpu())
     if wrong := int((~values.isfinite()).sum()):
         raise NonFinite(
@@ -175,7 +178,7 @@ def rehearse(
     """Warm up `logprobs` and the job's own passes; see `Policy.rehearse`.
 
     Args:
-        sequences: token ids; only those that fit into the first row are used.
+        sequences: token ids; only the sequences that fit into the first row are used.
         row_length: slots of the job's rows.
         device: the rank's device.
     """
@@ -199,14 +202,15 @@ def probe_row(
     """One row of sequences that don't attend to one another. Every token except the first of each
     sequence is an item.
 
-    The attention's row has the length of the job's own rows, so that the kernels compiled for these
-    are used.
+    The attention's row has the length of the job's own rows, so that the kernels compiled for the
+    job's rows are used.
 
     Args:
         sequences: token ids.
         row_length: slots of the job's rows.
         device: the device of the row's tensors.
-        multiple: only the slots in use are computed; their number is padded to a multiple of this.
+        multiple: the number of computed slots is the number of slots in use, rounded up to a
+            multiple of this.
     """
     sizes = torch.tensor([len(tokens) for tokens in sequences])
     ends = sizes.cumsum(0)

@@ -1,7 +1,6 @@
-"""Transfers whole weights from the ranks to vLLM after the checkpoint is committed: sends them to
-vLLM's workers, or writes them as a model's files.
-
-No error here fails the job: if the weights don't arrive, vLLM gets them in another way.
+"""Transfers whole weights from the ranks to vLLM after the checkpoint is committed. The ranks send
+the weights to vLLM's workers, or write them as a model's files. An error in this module never fails
+the job: if the weights don't arrive, vLLM gets them in another way.
 """
 
 import json
@@ -40,8 +39,8 @@ from tandem.trainer.rank.way_to_vllm import address_for_vllm
 
 
 class TrainedWeights(Weights):
-    """The policy's base weights, merged with their adapters if there are any: summed in float64,
-    rounded once to float32 and then to `dtype`."""
+    """The policy's base weights, merged with the adapter if there is one. Each sum is computed in
+    float64, then rounded to float32, and then to `dtype`."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy.base())
@@ -79,7 +78,7 @@ class Publication:
         self._rank, self._sizes = self.policy.topology.rank, self.policy.topology.sizes
         # whether ranks meet vLLM's workers; if not, they write files
         self._meets = self.settings.way == "nccl"
-        # The linear layers that are trained; None: all weights are.
+        # The linear layers that are trained; None: all weights are trained.
         self._targets = list(self.policy.lora.targets) if self.policy.lora else None
 
     def offer(self) -> None:
@@ -102,7 +101,8 @@ class Publication:
             self.event("offered", transport=way, **self._offer)
 
     def _servers(self) -> list[str]:
-        """The inference servers that are expected to receive the weights: all that are ready."""
+        """The names of the inference servers that are expected to receive the weights: all ready
+        servers, or ONLY if there is only one server."""
         living = self.attempt.spool.replicas.fresh()
         return sorted(name for name, r in living.items() if r.ready) if living else [ONLY]
 
@@ -156,9 +156,10 @@ class Publication:
         return [result for result, _ in outcomes]
 
     def _watched[T](self, action: Callable[[Callable[[], None]], T]) -> T:
-        """The result of `action`, which runs in a thread. Raises TimeoutError if `action` does not
-        call the function that it is given for a while. The limit is needed because connecting NCCL
-        has no time limit of its own."""
+        """The result of `action`, which runs in a thread. `action` gets a function that it has to
+        call as a sign of life. Raises TimeoutError if `action` has not called that function for
+        STALL_SECONDS + 1. The limit is needed because NCCL connects without a time limit of its
+        own."""
         last = time.monotonic()
 
         def sign_of_life() -> None:

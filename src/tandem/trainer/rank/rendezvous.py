@@ -30,7 +30,7 @@ class Assignment(Record):
     run: RunSpec
     job: JobSpec
     model: str  # directory of the base model
-    # name, size in bytes, and time of the last change in ns
+    # of each file of the base model: name, size in bytes, and time of the last change in ns
     model_files: tuple[tuple[str, int, int], ...]
 
     @property
@@ -39,8 +39,8 @@ class Assignment(Record):
         return OptimizerSettings() if isinstance(self.job, SessionJob) else self.job.optimizer
 
     def requirements(self) -> tuple[object, ...]:
-        """All properties that process groups and a loaded model depend on. Groups and model can be
-        reused for a job with equal requirements."""
+        """All properties that the process groups and the loaded model depend on. A job with equal
+        requirements can reuse the groups and the model."""
         return self.model, self.model_files, self.run.lora, self.job.stall_seconds
 
 
@@ -54,12 +54,12 @@ def meet(
     *,
     prepare: Callable[[Assignment], None] = lambda _: None,
 ) -> tuple[Assignment, Callable[[], None]]:
-    """Meet the other ranks in their parent's store, and get the job. Without torchrun's
-    environment, this process is the only rank.
+    """Meet the other ranks through the store that the ranks' parent runs, and get the job. Without
+    torchrun's environment, this process is the only rank.
 
     Rank 0, and one rank on each other host, downloads the base model if it is on the hub. The
     download may take longer than any limit on a wait, so all ranks send heartbeats during it; the
-    job's `deadline_seconds` limits it.
+    job's `deadline_seconds` limits the download.
 
     Returns the assignment, and a function that joins torch's default process group with the job's
     own limit on every wait. Raises Conflict (see `_read`) on rank 0, and RuntimeError with the same
@@ -99,7 +99,8 @@ def meet(
         assignment = (
             message
             if os.environ.get("GROUP_RANK", "0") == "0"
-            # The host's agent has already compared the files.
+            # The files may be in another directory on this host. The host's agent has already
+            # compared their content.
             else message.model_copy(update=_base_model(message.run, attempt.spool, beat))
         )
 

@@ -1,9 +1,9 @@
-"""Runs a session's job: computes the requests of its run as they arrive, and ends when none
-arrives.
+"""Runs a session's job: computes the requests of the session's run as they arrive, and ends when no
+request has arrived for a while.
 
-Rank 0 looks for the next request and sends it to the others. If a rank dies, the effects of all
-requests since the newest checkpoint are computed again from the log, to the same bits. Results that
-already exist are not written again.
+Rank 0 looks for the next request and sends it to the other ranks. If a rank dies, the next
+attempt's ranks compute all requests since the newest checkpoint again from the log, to the same
+bits. Results that already exist are not written again.
 """
 
 import time
@@ -42,15 +42,15 @@ POLL_SECONDS = 0.01
 BEAT_SECONDS = 1.0
 """Rank 0 sends a message to the other ranks at least this often."""
 SOON_SECONDS = 2.0
-"""Seconds for which a session without requests keeps other jobs waiting."""
+"""Seconds for which a session without requests may keep other jobs waiting."""
 MOST_SECONDS = 43200.0
-"""The maximum duration of a job in seconds. The next job continues the session, so that no job has
-an endless list of events."""
+"""The maximum duration of a job in seconds. Another job then continues the session. The limit keeps
+a job's list of events from growing without end."""
 AUTOSAVE_SECONDS = 600.0
 """Seconds between automatic checkpoints, which limit the work that is repeated after a crash."""
 MOST_STARTS = 5
-"""A request that has been started this often without a result is given up, because it may be the
-cause of the ranks' crashes."""
+"""A request whose computation has started this many times without a result gets an error, because
+the request may be the cause of the ranks' crashes."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class SessionLoop:
         self._spool = spool = session.attempt.spool
         self._log = spool.requests
         self._newest = assignment.job.base_step
-        # The last request that was computed; the last one that changed weights or Adam's state; the
-        # last one in a checkpoint.
+        # `_seq` is the last request that was computed, `_changed_by` the last request that changed
+        # weights or Adam's state, `_saved` the last request whose effect is in a checkpoint.
         self._seq = self._changed_by = self._saved = (
             spool.checkpoints.manifest(self._run.name, self._newest).seq or 0
         )
@@ -99,8 +99,8 @@ class SessionLoop:
         self._next_look, self._others = 0.0, False
 
     def run(self) -> None:
-        """Runs until the session has no request for a while. The run's newest checkpoint then
-        contains every effect, except gradients that were not applied."""
+        """Runs until no request has arrived for a while. The run's newest checkpoint then contains
+        the effects of all requests, except gradients that no optimizer step has applied."""
         self._calls.forget()
         while (call := self._next()).kind != "leave":
             if call.kind == "save":
@@ -119,7 +119,8 @@ class SessionLoop:
         return self._changed_by > self._saved
 
     def _next(self) -> NextCall:
-        """The next call other than "wait", on all ranks; rank 0 decides."""
+        """Waits for the next call that is not "wait". Rank 0 decides, and all ranks return the same
+        call."""
         while True:
             mine = self._look() if self._session.rank == 0 else NextCall("wait")
             if (call := parallel.gather_objects(mine)[0]).kind != "wait":
@@ -183,7 +184,8 @@ class SessionLoop:
                 self._report(metrics)
 
     def _matters(self, request: PassRequest, call: NextCall) -> bool:
-        """Whether the pass has a result to be written, or gradients to be added."""
+        """Whether the pass has to be computed, because its result is not written yet or because its
+        gradients are needed."""
         return request.kind == "forward_backward" or not call.answered
 
     def _compute(self, seq: int, request: AnyRequest) -> tuple[dict[str, float], bytes | None]:
@@ -234,8 +236,8 @@ class SessionLoop:
         return self._newest
 
     def _checkpoint(self) -> None:
-        """Makes the run's next checkpoint, and frees everything that is no longer needed after
-        it."""
+        """Makes the run's next checkpoint, and removes the arrays of requests whose effect the
+        checkpoint contains."""
         session, calls, policy = self._session, self._calls, self._model.policy
         if calls.probe is None:  # nothing has been computed since the last checkpoint
             calls.probe = JobProbe(_any_tokens(policy.arch.vocab_size), [], 128, session.device)

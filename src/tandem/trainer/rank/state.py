@@ -24,7 +24,7 @@ class RankState:
     groups and the model.
 
     Between jobs, the model's device memory is released. A job that needs other groups or another
-    model does not use the kept ones.
+    model gets new groups and a new model.
     """
 
     def __init__(self) -> None:
@@ -63,11 +63,11 @@ class RankState:
     def join(
         self, assignment: Assignment, settings: RankSettings, connect: Callable[[], None]
     ) -> Topology:
-        """The process groups for the job: either the kept groups or new ones. If the groups are
+        """The process groups for the job: either the kept groups or new groups. If the groups are
         new, the kept model is discarded.
 
         Args:
-            settings: only the sizes of the parallel dimensions matter here.
+            settings: this method uses only the sizes of the parallel dimensions.
             connect: joins torch's default process group; called only for new groups.
         """
         if assignment.requirements() != self._requirements or self._topology is None:
@@ -89,4 +89,4 @@ class RankState:
             self.model.optimizer.offload()
         gc.collect()  # frees graphs and buffers in reference cycles
         memory.release_cached()
-        _libc.malloc_trim(0)  # otherwise each job's threads fragment the heap further
+        _libc.malloc_trim(0)  # without this, every job fragments the heap further

@@ -46,9 +46,9 @@ def run_rank(attempt: Attempt, settings: RankSettings, state: RankState | None =
     from is damaged, NonFinite, InvalidInput, SpoolUnusable, and torch's errors.
 
     Args:
-        state: the state of a resident rank. The rank then keeps the process groups, and releases
-            its device memory instead. After an error, the state can't be used any more. None: the
-            rank keeps nothing.
+        state: the state of a resident rank. With a state, the rank releases its device memory at
+            the end and keeps the process groups. After an error, the state can't be used any more.
+            None: the rank keeps nothing.
     """
     session = Session(attempt, settings)
     try:
@@ -67,7 +67,7 @@ def run_rank(attempt: Attempt, settings: RankSettings, state: RankState | None =
 def _train(session: Session, state: RankState) -> None:
     attempt, settings = session.attempt, session.settings
 
-    # Get the job from rank 0.
+    # Receive the job from rank 0.
     session.heartbeat("rendezvous")
     assignment, connect = meet(
         attempt, session.heartbeat, prepare=partial(_wait_for_space, session)
@@ -75,7 +75,7 @@ def _train(session: Session, state: RankState) -> None:
     run, job = assignment.run, assignment.job
     arch = read_arch(assignment.model)
 
-    # Connect to the other ranks. Meanwhile a thread hashes the files of the checkpoint.
+    # A thread hashes the files of the checkpoint while this rank connects to the other ranks.
     checked = state.check_checkpoint(attempt.spool, assignment, arch)
     with session.phases.phase("rendezvous"):
         topology = state.join(assignment, settings, connect)
@@ -134,7 +134,7 @@ def _first_pass(
     try:
         with PackedBatch.open(spool.requests.data_dir(run, seq)) as batch:
             return JobProbe.choose(batch, arch.vocab_size, session.device).rehearse
-    except InvalidInput:  # the request's arrays have been removed, which its result will report
+    except InvalidInput:  # the arrays have been removed; the request's result will be an error
         return None
 
 
@@ -225,8 +225,8 @@ def _versions() -> dict[str, str]:
 def _first_logprobs(
     settings: RankSettings, policy: Policy, probe: JobProbe
 ) -> tuple[list[list[float]], dict[str, float]]:
-    """The probe's log-probs before the training; with fp8 also a metric of the distance by which
-    fp8 moves them."""
+    """The probe's log-probs before the training. With fp8 base weights, also a metric: the mean
+    absolute difference, in nats, between the log-probs with and without fp8."""
     exact = probe.logprobs(policy)
     if settings.base_precision == "same":
         return exact, {}

@@ -1,5 +1,5 @@
-"""Chooses the network between ranks and vLLM's workers, according to vLLM's address, which its
-publisher has written to the volume."""
+"""Chooses the network between ranks and vLLM's workers. The choice depends on vLLM's address, which
+vLLM's publisher has written to the volume."""
 
 import os
 

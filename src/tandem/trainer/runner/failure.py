@@ -47,7 +47,7 @@ class Heartbeats:
         now = time.monotonic()
         ranks = []
         for rank, (content, changed) in self._last.items():
-            # the file is not written yet, or the volume is gone: both count as silence
+            # the rank has not written the file yet, or the volume is gone: both count as silence
             with suppress(OSError):
                 found = read_plain(self._attempt.beat(rank), most=fs.RECORD_BYTES)
                 if found != content:
@@ -92,10 +92,11 @@ def failure(status: int, attempt: Attempt) -> JobError:
 
 
 def _rank_errors(attempt: Attempt) -> list[tuple[int, JobError]]:
-    """(rank, error) for each error file, the most likely cause first: Tandem's own errors before
-    others, then older errors before newer ones.
+    """(rank, error) for each error file, the most likely cause first: Tandem's own errors come
+    before other exceptions; among errors of the same kind, older errors come first.
 
-    A rank whose peer failed reports a broken connection, and reports it later than the peer.
+    If a rank fails, other ranks report a broken connection, but later than the failed rank reports
+    its own error.
     """
     errors: list[tuple[bool, float, int, JobError]] = []
     files: dict[int, Path] = {}

@@ -27,16 +27,16 @@ TERMINATE_SECONDS = 10.0
 
 START_SECONDS = 300.0
 """Seconds that a rank may take until its first heartbeat, even if `stall_seconds` is less. A
-shorter limit would end a new fork server during its imports, which the next attempt would start
-again."""
+shorter limit would end a new fork server during its imports, and the next attempt would have to
+start the imports again."""
 
 UNCOUNTED = {"runner_stopped", "preempted"}
-"""Types of errors that don't count against `max_attempts`, because the attempt's hosts or its
-runner were needed elsewhere."""
+"""Types of errors after which an attempt does not count against `max_attempts`: the attempt ended
+because the runner was stopped, or because its hosts were needed for something else."""
 
 UNCOUNTED_ONCE = {"job_deleted"}
-"""Types of errors that count only if the previous attempt ended with the same error, because
-whoever ended two attempts in a row would end the next one too."""
+"""Types of errors after which an attempt counts only if the previous attempt ended with the same
+error. A person or program that ended two attempts in a row would also end the next attempt."""
 
 STOPPED = JobError(type="runner_stopped", message="the runner was asked to stop", retriable=True)
 
@@ -132,8 +132,8 @@ class JobRun:
         return error.model_copy(update={"log_tail": self._log.last_lines()})
 
     def _known_result(self) -> JobResult | JobError | None:
-        """The result of a job that needs no attempt, because its checkpoint exists or the
-        checkpoint to start from does not."""
+        """The result of a job that needs no attempt, because its checkpoint already exists, or
+        because the checkpoint to start from does not exist. None if the job needs an attempt."""
         spec = self.job.spec
         if isinstance(spec, SessionJob):  # a session's job starts from the newest checkpoint
             return None
@@ -186,7 +186,8 @@ class JobRun:
         return error.type not in UNCOUNTED
 
     def _attempt(self) -> JobError:
-        """Makes the attempt. Returns the reason why it failed, in case it made no checkpoint."""
+        """Runs the attempt until its processes have ended. Returns the reason why the attempt
+        failed; the caller ignores the reason if the attempt made its checkpoint."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         counted = f"{self._counted} of {self.job.spec.max_attempts} that count"
         if self.adopted:
@@ -203,11 +204,10 @@ class JobRun:
         return error
 
     def _watch(self, execution: Execution) -> JobError:
-        """Watch an attempt until its processes have ended. The latest end is `deadline_seconds`
-        after the start of its ranks or `stall_seconds` after their last progress, plus
-        TERMINATE_SECONDS and the executor's limit.
-
-        Returns the reason why the attempt failed, in case it made no checkpoint.
+        """Watch an attempt until its processes have ended. The ranks are stopped at the latest
+        `deadline_seconds` after their start, or `stall_seconds` after their last progress. Then
+        their end takes at most TERMINATE_SECONDS plus the executor's limit. Returns the reason why
+        the attempt failed, as `_attempt` does.
         """
         heartbeats: Heartbeats | None = None
         begin = kill_time = math.inf
@@ -245,7 +245,8 @@ class JobRun:
         self._log.collect(final=True)
         if reason is None:
             assert isinstance(state, Ended)
-            # A signal to all processes ends the ranks before the loop above notices the signal.
+            # If all processes get a signal, the ranks may end before the loop above notices the
+            # signal.
             stopped = STOPPED if self.stop.requested else None
             reason = state.error or stopped or failure(state.status, self._files)
         _or_none(self._files.remove_staged)

@@ -1,10 +1,11 @@
 """The runner: claims jobs, starts their ranks, watches them and records how they end. A spool has
 one runner. The runner imports no torch.
 
-Every claimed job ends in a state with a reason: at the latest `deadline_seconds` after an attempt
-began, or `stall_seconds` after its last progress, plus the limits in `job` and in the executor. On
-SIGTERM or SIGINT the runner stops the ranks, puts the job back into the queue without counting the
-attempt, and exits with 0 within STOP_SECONDS.
+Every attempt of a claimed job ends with a recorded reason. The ranks are stopped at the latest
+`deadline_seconds` after their start, or `stall_seconds` after their last progress. Then their end
+takes at most the limits in `job` and in the executor. On SIGTERM or SIGINT the runner stops the
+ranks, puts the job back into the queue without counting the attempt, and exits with 0 within
+STOP_SECONDS.
 """
 
 import os
@@ -45,8 +46,8 @@ class Runner:
         self._settings, self._entry = settings, entry
         # Job -> the monotonic time from which it may be claimed again.
         self._waiting: dict[str, float] = {}
-        # The name contains a random part, because a container that starts again has the same host
-        # name and pid.
+        # The name contains a random part, because a restarted container has the same host name and
+        # pid as before.
         self._name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self.stop = Stop()
 
@@ -145,7 +146,8 @@ class Runner:
         return None if running.full else self.stop.retry("look for a job", self._next_job)
 
     def _note(self, ended: dict[str, float]) -> None:
-        """Remember for how many seconds the jobs of the ended attempts should wait."""
+        """Remember how long the jobs of the ended attempts have to wait before they are claimed
+        again. `ended`: job -> seconds."""
         now = time.monotonic()
         self._waiting = {job_id: end for job_id, end in self._waiting.items() if end > now}
         self._waiting |= {job_id: now + pause for job_id, pause in ended.items()}

@@ -17,8 +17,9 @@ class RunningJobs:
     """A context manager: its block ends when all attempts have ended or are left to the next
     runner.
 
-    Attempts that can outlive their runner have one thread each. Other attempts are child processes
-    of the runner, which the kernel ends when the thread that started them ends (PR_SET_PDEATHSIG).
+    Attempts that can outlive their runner have one thread each. All other attempts run in the
+    runner's own thread: their processes are children of the runner, and the kernel ends a child
+    when the thread that started it ends (PR_SET_PDEATHSIG).
     """
 
     def __init__(self, most: int, executor: Executor, stop: Stop) -> None:
@@ -26,7 +27,7 @@ class RunningJobs:
         Args:
             most: the number of jobs that may run at once.
             executor: its `stays` says whether attempts can outlive the runner.
-            stop: requested at the end of the block.
+            stop: this object is asked to stop at the end of the block.
         """
         self._most, self._threads, self._stop = most, executor.stays, stop
         self._running = dict[Future[float], JobRun]()

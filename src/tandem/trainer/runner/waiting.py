@@ -1,4 +1,4 @@
-"""The time that an attempt waits for its ranks to start: how long, and for what."""
+"""Reports how long an attempt waits for its ranks to start, and for what it waits."""
 
 import time
 from collections.abc import Callable
@@ -8,14 +8,14 @@ from tandem.errors import TandemError
 from tandem.spool.attempt import Attempt
 
 FIRST_SECONDS = 10.0
-"""An attempt that starts within this time reports no reason."""
+"""If an attempt's ranks start within this many seconds, no event `waiting` is written."""
 MOST_SECONDS = 600.0
-"""The pause before the next event doubles up to this limit, because reasons that contain counts
-change all the time."""
+"""The maximum pause between two events, in seconds. The pause doubles with each event up to this
+limit, because a reason that contains counts changes all the time."""
 
 
 class Wait:
-    """Reports each lasting reason as an event `waiting`. The phase in the lease always shows the
+    """Reports each reason that lasts as an event `waiting`. The phase in the lease always shows the
     current reason."""
 
     def __init__(self, attempt: Attempt, clock: Callable[[], float]) -> None:
@@ -35,7 +35,8 @@ class Wait:
                 self._told = str(event.data.get("reason"))
 
     def goes_on(self, reason: str) -> None:
-        """Never raises: a write that the volume refuses is tried again."""
+        """Records that the attempt still waits, with the reason. Never raises an error: a write
+        that the volume refuses is tried again in the next call."""
         self.since = self.since or time.time()
         if reason == self._told or self._clock() < self._next:
             return

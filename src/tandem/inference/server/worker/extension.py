@@ -20,9 +20,9 @@ from tandem.vllm_client.names import MERGED_VARIABLE
 log = logging.getLogger("vllm.tandem")  # vLLM's log shows only messages of its own loggers
 
 SWITCH_SECONDS = 1e-4
-"""Seconds after which a thread that waits for Python's GIL gets it. vLLM's own thread rarely
-releases the GIL, and the thread that writes arriving weights needs the GIL after each operation.
-With Python's default, each wait takes 5 ms."""
+"""Python's switch interval in seconds: a thread that waits for the GIL gets it after this time.
+vLLM's own thread rarely releases the GIL, and the thread that writes arriving weights needs the GIL
+after each operation. With Python's default, each wait takes 5 ms."""
 
 
 class MergedWorker:
@@ -31,9 +31,9 @@ class MergedWorker:
     tandem_weights: MergedWeights | LandingWeights
 
     def tandem_call(self, method: str, *args: Any) -> dict[str, Any]:
-        """Calls the method `method` of the weights object. An error is returned as an answer:
-        vLLM's executor stops at the first worker that raises and takes the answers of the other
-        workers for answers to the next call."""
+        """Calls the method `method` of the weights object. An error is returned as an answer and
+        not raised, because vLLM's executor stops at the first worker that raises an error, and
+        takes the answers of the other workers for answers to the next call."""
         try:
             return {"result": getattr(self.tandem_weights, method)(*args)}
         except Exception as error:
@@ -41,9 +41,9 @@ class MergedWorker:
 
 
 def attach(worker: Any) -> None:
-    """Give a worker that has just loaded its model the second copy of the weights. vLLM reserves
-    the memory of the copy, and the memory that a swap needs, when it sizes the KV cache. Tensors on
-    the GPU come from the allocator's current memory pool.
+    """Give a worker that has just loaded its model the second copy of the weights. vLLM sizes the
+    KV cache later, so it leaves space for the copy and for the memory that a swap needs. The copy's
+    tensors on the GPU come from the allocator's current memory pool.
     """
     options = json.loads(os.environ[MERGED_VARIABLE])
     runner = worker.model_runner
@@ -69,15 +69,15 @@ def attach(worker: Any) -> None:
         "Merged weights: the second copy is on the %s (%s)", weights.place, options["second_copy"]
     )
     if on_gpu:
-        # vLLM 0.26 adds up the memory that it has registered, so the copy's memory must be added
-        # here. vLLM 0.32 measures the memory in use. Neither version accounts for the memory that a
-        # swap needs.
+        # vLLM 0.26 adds up the memory that it has registered, so the memory of the copy must be
+        # added to this sum. vLLM 0.32 measures the memory in use. Neither version accounts for the
+        # memory that a swap needs.
         runner.model_memory_usage += weights.device_bytes
         worker.requested_memory -= weights.spare_bytes
 
 
 def keep_plain(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001 - vLLM's signature
-    """Computes matrix products with torch, for weights in the unpacked layout
+    """Makes a layer compute its matrix products with torch, for weights in the unpacked layout
     (`patches.install_plain_cpu_kernels`)."""
     layer.cpu_linear = linear
 
@@ -100,7 +100,8 @@ def apply_experts(
         hidden_states: [tokens, in].
         w1: [experts, 2 * ffn, in], gate above up.
         w2: [experts, out, ffn].
-        topk_weights, topk_ids: [tokens, k], each token's experts and their weights.
+        topk_weights, topk_ids: [tokens, k], the numbers of each token's experts, and the weights of
+        these experts.
     """
     output.zero_()
     for expert in topk_ids.unique().tolist():
@@ -117,13 +118,14 @@ def swap(
     name: str,
     deadline: float,
 ) -> dict[str, Any]:
-    """Runs in the engine, between two steps. Afterwards either all workers have the weights of
-    `version`, or all keep the old ones.
+    """Swaps the weights. Runs in the engine, between two steps. Afterwards either all workers have
+    the weights of `version`, or all workers have the old weights, unless the result is `torn`.
 
-    Returns `seconds`, and `tokens`: the number of tokens that each sequence got from the old
-    weights. Otherwise returns `late`, `error`, or `torn` if the old weights can't be restored.
-    After `torn` all requests are ended. `late` is also returned if vLLM sleeps: then the program
-    that ordered the swap has died, and a trainer has the GPU.
+    Returns `seconds` and `tokens` if the swap succeeded; `tokens` is the number of tokens that each
+    sequence has from the old weights. Returns `late` if the deadline has passed, or if vLLM sleeps:
+    then the program that ordered the swap has died, and a trainer has the GPU. Returns `error` if
+    the swap failed and the old weights are restored. Returns `torn`, and ends all requests, if the
+    old weights can't be restored.
 
     Args:
         call: the engine's `collective_rpc`.
@@ -154,7 +156,8 @@ def _tend(core: Any, name: str) -> dict[str, int]:
         for r in scheduler.requests.values()
     }
     patches.replace_hash_root()
-    # How many of the drafted tokens in flight will be accepted is not known yet.
+    # With speculative decoding, it is not known yet how many of the drafted tokens in flight will
+    # be accepted.
     drafted = getattr(scheduler, "num_spec_tokens", 0) and any(
         r.num_output_placeholders for r in scheduler.running
     )
@@ -167,9 +170,10 @@ def _tend(core: Any, name: str) -> dict[str, int]:
         for request in queue:
             patches.hash_again(request)
             # vLLM 0.32 sets `num_output_placeholders` to 0 when it evicts a request, but still
-            # delivers tokens in flight, whose number is not known. So these tokens are discarded
-            # and sampled again from the new weights. Requests with routed experts are excluded,
-            # because their connector can't take a request back before it has seen these tokens.
+            # delivers the tokens in flight, whose number is not known. So the tokens in flight are
+            # discarded and sampled again from the new weights. If vLLM returns routed experts, the
+            # tokens are kept, because the connector for this data can't take a request back before
+            # it has seen the tokens.
             stale = getattr(request, "num_stale_output_tokens", 0)
             if stale and getattr(scheduler, "aux_output_connector", None) is None:
                 request.drop_stale_output = True

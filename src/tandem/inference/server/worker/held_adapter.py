@@ -1,7 +1,7 @@
 """Compares a worker's adapter, bit for bit, with the adapter's file.
 
-Log-probs can't prove equality: rounding to bfloat16 moves them further than a missing layer does.
-vLLM silently ignores tensors of an adapter if it does not expect their names.
+Log-probs can't prove that the adapter is complete: rounding to bfloat16 changes log-probs more than
+a missing layer does. vLLM silently ignores tensors of an adapter whose names it does not expect.
 """
 
 import json
@@ -22,15 +22,15 @@ NAMED = 3  # the maximum number of differences that a message lists
 
 
 class Held(NamedTuple):
-    """One matrix of an adapter in a layer of vLLM, or the stacked matrices of all experts of a
-    layer.
+    """One matrix of an adapter, with its place in a layer of vLLM. For experts: the stacked
+    matrices of all experts of a layer.
 
     Attributes:
         name: the names of module and matrix in the file.
         buffer: [..., rows, columns] in vLLM's slot; larger than the matrix if the adapter's rank is
             below vLLM's maximum.
-        matrix: the file's matrix after vLLM's cast, scale and cut. None if the file lacks it; then
-            the buffer must be zero.
+        matrix: the file's matrix after vLLM's cast, scale and cut. None if the file does not have
+            the matrix; the buffer must then be zero.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Held(NamedTuple):
     matrix: torch.Tensor | None
 
     def wrong(self) -> str:
-        """The difference between buffer and matrix; empty if they are equal."""
+        """A message about the difference between `buffer` and `matrix`; empty if they are equal."""
         if self.matrix is None:
             return f"{self.name} is not in the file" if self.buffer.any() else ""
         rows, columns = self.matrix.shape[-2:]
@@ -56,8 +56,8 @@ def check(worker: Any, request: Any) -> int:
         request: vLLM's `LoRARequest`, whose path is the adapter's directory.
 
     Returns the number of modules in the file. Raises ValueError with the first differences: a
-    module that no layer took, a matrix with other values, or a layer with values that the file
-    lacks.
+    module of the file that no layer took, a matrix with other values, or a layer with values for a
+    matrix that the file does not have.
     """
     directory = Path(request.lora_path)
     config = json.loads(read_plain(directory / CONFIG_FILE, most=CONFIG_BYTES))
@@ -89,11 +89,12 @@ def check(worker: Any, request: Any) -> int:
 
 
 def _modules(file: Path, model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """vLLM's name of a module → A [rank, in] and B [out, rank] from the file."""
+    """The matrices A [rank, in] and B [out, rank] of each module in the file, by vLLM's name of the
+    module."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
-    for renames in ("get_rename_mapper", "get_unstacked_mapper"):  # the second name is vLLM 0.26's
+    for renames in ("get_rename_mapper", "get_unstacked_mapper"):  # 0.26 has only the second
         if hasattr(mapper, renames):
             mapper = getattr(mapper, renames)()
             break
@@ -133,8 +134,9 @@ def _linear(
 def _slices(
     layer: Any, parts: list[str], modules: dict[str, tuple[torch.Tensor, torch.Tensor]]
 ) -> list[tuple[str, slice]]:
-    """For each buffer of the layer: its module, and the rows of that module's B in the buffer. A
-    delta net's `in_proj_qkv` takes three buffers, which come before `in_proj_z`."""
+    """For each buffer of the layer: the module whose B is in the buffer, and the rows of this B
+    that are there. A delta net's `in_proj_qkv` takes three buffers, which come before the buffer of
+    `in_proj_z`."""
     buffers = layer.lora_b_stacked
     if len(buffers) == len(parts):
         return [(part, slice(None)) for part in parts]
@@ -154,8 +156,9 @@ def _experts(
     modules: dict[str, tuple[torch.Tensor, torch.Tensor]],
     scale: float,
 ) -> Iterator[Held]:
-    """The matrices of a mixture's experts, all experts of one projection together. `parts`: the
-    modules of all experts, in order; vLLM requires that an adapter has all of them."""
+    """The matrices of a mixture's experts. The matrices of all experts for one projection are
+    stacked. `parts`: the modules of all experts, in order; vLLM requires that an adapter has all
+    these modules."""
     for projection, (weight, index) in EXPERT_BUFFERS.items():
         names = [part for part in parts if part.endswith(f".{projection}")]
         for matrix, letter in enumerate("ab"):
@@ -168,8 +171,8 @@ def _experts(
 
 
 def _served(matrix: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """The matrix in the form that vLLM keeps: first cast; B is then multiplied by the scale in
-    place."""
+    """The matrix in the form in which vLLM stores it: cast to `dtype`, then multiplied by `scale`
+    in this dtype (only B has a scale other than 1)."""
     served = matrix.to(dtype, copy=True)
     if scale != 1.0:
         served *= scale

@@ -1,8 +1,6 @@
-"""Receives whole weights in the second copy while the live weights are in use. Between two engine
-steps, copy and live weights are exchanged.
-
-After a swap the copy has the old weights. So until the next version arrives, a return to the old
-weights is the same exchange.
+"""Receives whole weights into a second copy while the live weights are in use. A swap exchanges the
+copy and the live weights, between two engine steps. After a swap the copy has the old weights. So
+until the next version arrives, a second swap returns to the old weights.
 """
 
 import contextlib
@@ -46,15 +44,15 @@ SPARE_BYTES = 64 * 2**20
 """Bytes that are exchanged at a time; an exchange needs this much memory on the GPU."""
 
 Source = dict[str, Any]
-"""The source of a version: `way`, and the data that this way needs. Ranks that send weights need a
-`meeting`, a model's files a `directory`."""
+"""The source of a version: `way`, and the data that this way needs: a `meeting` if ranks send the
+weights, a `directory` if they are read from a model's files."""
 
 
 @dataclass(frozen=True)
 class Content:
     """The content of a parameter, or of its second copy."""
 
-    version: str = BASE  # empty: no complete version
+    version: str = BASE  # empty: no version is complete
     # rectangles that may differ from the base model's weights
     changed: frozenset[Rectangle] = frozenset()
 
@@ -68,7 +66,7 @@ class Arrival:
     source: Source | None = None
     way: str = ""
     error: str = ""
-    stopped: bool = False  # the thread must not write any more
+    stopped: bool = False  # the thread that writes must stop
     # The monotonic time of the last sign of life from the processes that send; infinite if no other
     # process sends.
     last: float = math.inf
@@ -110,9 +108,9 @@ class LandingWeights(ModelWeights):
         return SPARE_BYTES + BUFFERS * BUFFER_BYTES
 
     def stage(self, version: str, scale: float, source: Source | None = None) -> None:
-        """Begin to bring a version into the second copy, in a thread, unless the version has
-        arrived or is already on its way from this source. The version that was in the second copy
-        is lost.
+        """Start a thread that brings a version into the second copy. Does nothing if the version
+        has arrived, or is already on its way from this source. The version that was in the second
+        copy is lost.
 
         Args:
             source: the source of whole weights. None: the weights are merged from the base model's
@@ -136,9 +134,9 @@ class LandingWeights(ModelWeights):
         threading.Thread(target=self._land, args=(now, scale, changed), daemon=True).start()
 
     def staged(self, version: str) -> str:
-        """The way by which the weights of this version came, if they can be swapped in now; else
-        "". Raises RuntimeError if the weights did not arrive, or if nothing has arrived for a
-        while."""
+        """The way by which the weights of this version came; empty while they are still arriving.
+        Raises RuntimeError if the weights did not arrive, or if nothing has arrived for
+        STALL_SECONDS + 1."""
         arrival = self._arrival
         if self._has(version):
             return arrival.way if arrival.version == version else "merge"
@@ -212,8 +210,8 @@ class LandingWeights(ModelWeights):
     def _scatter(
         self, arrival: Arrival, rectangle: Rectangle, part: Part, values: torch.Tensor
     ) -> int:
-        """Write the elements of `part` that lie in a rectangle. Returns the number of these
-        elements."""
+        """Write the elements of `part` that lie in `rectangle` into the second copy. Returns the
+        number of these elements."""
         box = (slice(None), *rectangle.in_tensor) if rectangle.stacked else rectangle.in_tensor
         source, target = [], []
         for has, wants in zip(part.in_tensor, box, strict=True):
@@ -296,16 +294,16 @@ def receive(
     workers: int,
     beat: Callable[[], None],
 ) -> Iterator[tuple[Part, torch.Tensor]]:
-    """Yields each part that the ranks send, with its values. The values are valid until the next
-    part.
+    """Yields each part that the ranks send, with its values. The values are valid only until the
+    next part is taken.
 
     Raises torch's error if a rank or another worker has died or stopped, and RuntimeError if the
-    ranks send without this server.
+    ranks have started to send and this server is not among the receivers.
 
     Args:
         source: an offer (`trainer/rank/publication.py`), with the name of this worker's server.
         rank: this worker's number among the `workers` of the server.
-        beat: called whenever something has arrived.
+        beat: called whenever a buffer or another sign of the ranks has arrived.
     """
     store = join_meeting(Path(source["meeting"]))
     address = own_address(source["address"])
@@ -338,8 +336,8 @@ def receive(
         if where.type == "cuda":
             torch.cuda.current_stream().synchronize()
         for sender in range(count):
-            # NCCL may treat a sender's death as the end of a buffer, so the senders confirm
-            # completion here.
+            # NCCL may treat a sender's death as the end of a buffer. So each sender confirms in the
+            # store that it has sent all buffers, and this worker waits for the confirmations.
             store.get(f"complete/{sender}")
         store.add("done", 1)
 

@@ -1,5 +1,5 @@
-"""Holds the weights of vLLM's model on one worker, a second copy of the weights that may change,
-and adapters for them."""
+"""The weights of vLLM's model on one worker: the live weights, a second copy of those weights that
+may change, and adapters to be merged."""
 
 import threading
 from collections import defaultdict, deque
@@ -65,8 +65,9 @@ class ModelWeights:
         place: CopyPlace | float,
         targets: frozenset[str] | None = None,
     ) -> None:
-        """Verifies the layout: the base model's files, written through it, must equal the loaded
-        weights byte for byte. Raises CannotWrite if the bytes differ.
+        """Verifies the layout from `weight_layout`: at every place in the layout, the loaded
+        weights must equal the base model's files byte for byte. Raises CannotWrite if the bytes
+        differ.
 
         Args:
             place: the memory for the copy, or the number of bytes that are free besides the model,
@@ -93,10 +94,10 @@ class ModelWeights:
             if on_device
             else pinned_copies(originals)
         )
-        self._pinned: torch.Tensor | None = None  # an adapter's file on its way to the device
+        self._pinned: torch.Tensor | None = None  # buffer for reading an adapter's file
         self._reading = threading.Lock()
-        # One stream serves all adapters, because torch's allocator reserves memory that was freed
-        # on a stream for that stream.
+        # All adapters are read on one stream, because torch's allocator can reuse memory that was
+        # freed on a stream only for the same stream.
         self._reader = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     @property
@@ -128,8 +129,9 @@ class ModelWeights:
 
     @torch.inference_mode()
     def rows(self, row_numbers: dict[str, int]) -> list[dict[str, Any]]:
-        """One row of each named tensor on this worker: its range of columns here, and the SHA-256
-        of its bytes."""
+        """One row of each named tensor, as far as it is on this worker: the range of columns that
+        this worker has, and the SHA-256 of their bytes. `row_numbers`: tensor name -> index of the
+        row."""
         found, parts = [], []
         for rectangle in self._adapted:
             live = rectangle.view(self._parameters[rectangle.parameter].data)
@@ -147,8 +149,8 @@ class ModelWeights:
     @contextmanager
     def _in_stream(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
         """Runs the block on a stream. When the block ends, all work that it gave to the device is
-        finished. The device is set explicitly, because `torch.cuda.stream` would otherwise return
-        to the thread's default device, GPU 0, and create a CUDA context there."""
+        finished. The device is also set, because `torch.cuda.stream` alone would return to the
+        thread's default device, GPU 0, and create a CUDA context there."""
         if stream is None:
             yield
             return
@@ -185,8 +187,8 @@ class ModelWeights:
         return factors
 
     def _on_device(self, path: Path, entries: dict[str, Entry]) -> dict[str, torch.Tensor]:
-        """The tensors of an adapter's file. Pinned memory is kept for the next file, because
-        allocating it takes long."""
+        """The tensors of an adapter's file. The pinned memory is kept for the next file, because
+        allocating pinned memory takes long."""
         for name, entry in entries.items():
             if entry.dtype != "F32":
                 raise CannotWrite(f"{name} is {entry.dtype}, not F32")
@@ -212,8 +214,8 @@ class ModelWeights:
 
 class MergedWeights(ModelWeights):
     """Merges an adapter into vLLM's own weights, in place and between two engine steps. The second
-    copy always holds the base model's weights, so each merge starts from them and no rounding
-    accumulates.
+    copy always has the base model's weights. Each merge starts from the base model's weights, so no
+    rounding accumulates.
     """
 
     def __init__(
@@ -231,7 +233,7 @@ class MergedWeights(ModelWeights):
         self._changed: set[Rectangle] = set()
 
     def stage(self, version: str, scale: float, _source: dict[str, Any] | None = None) -> None:
-        """Begin to read an adapter onto the device, in a thread. `staged` reports when the adapter
+        """Start a thread that reads an adapter onto the device. `staged` reports when the adapter
         has arrived. Other adapters are forgotten, except the adapters of the two versions that were
         in use last.
 
@@ -245,8 +247,8 @@ class MergedWeights(ModelWeights):
             self._staged[version] = self._threads.submit(self._factors, version, scale)
 
     def staged(self, version: str) -> str:
-        """The way by which the weights of this version came, if they can be swapped in now; else
-        "". Raises RuntimeError if the version's adapter can't be read."""
+        """Returns "merge" if the version's adapter has arrived; empty while it is still being read.
+        Raises RuntimeError if the adapter can't be read."""
         staged = self._staged[version]
         if not staged.done():
             return ""
@@ -258,9 +260,11 @@ class MergedWeights(ModelWeights):
 
     @torch.inference_mode()
     def swap(self, version: str) -> None:
-        """Make a staged version the current weights. Call it between two engine steps, on the
-        thread that runs the steps. If it raises, the weights are torn until a later swap, to the
-        old version or another one, succeeds. Raises RuntimeError if the version is not staged."""
+        """Make a staged version the current weights. Call this method between two engine steps, on
+        the thread that runs the steps. Raises RuntimeError if the version is not staged; the
+        weights are then unchanged. If an error happens while the weights are written, they are torn
+        (partly old and partly new) until a later swap, to the old version or to another version,
+        succeeds."""
         if not self.staged(version):
             raise RuntimeError(f"the adapter of {version} is not staged")
         self._write(self._staged[version].result())
@@ -287,7 +291,7 @@ class MergedWeights(ModelWeights):
 
 
 def pinned_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in one block of pinned memory, which is never freed."""
+    """Copies of the tensors in one block of pinned memory, which is never freed."""
     begins = [
         0,
         *accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()),
@@ -305,5 +309,6 @@ def pinned_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes as uint8: the last dimension is multiplied by the element size."""
+    """The tensor's bytes as uint8. The last dimension grows by the factor of the element size in
+    bytes."""
     return tensor.contiguous().view(torch.uint8)

@@ -1,8 +1,8 @@
 """Finds the place of each Hugging Face tensor in the parameters of vLLM's model on this worker.
 
-vLLM fuses q, k and v into one parameter, and gate and up into another. `w13_weight` holds gate and
-up of all experts of a layer, `w2_weight` holds down of all experts. vLLM cuts parameters over its
-tensor-parallel workers.
+vLLM fuses the projections q, k and v of a layer into one parameter, and the projections gate and up
+into another. For a mixture of experts, `w13_weight` contains gate and up of all experts of a layer,
+and `w2_weight` contains down of all experts. vLLM cuts parameters over its tensor-parallel workers.
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ class CannotWrite(Exception):
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A rectangle of one Hugging Face tensor and its place in a parameter; or the same rectangle of
-    every expert's tensor.
+    """A rectangle of one Hugging Face tensor, and its place in a parameter of vLLM. For experts:
+    the same rectangle of every expert's tensor, stacked in one parameter.
 
     `names`: the tensor's name; for experts, one name for each index of the parameter's first
     dimension.
@@ -38,21 +38,23 @@ class Rectangle:
     stacked: bool = False
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The rectangle in `parameter` or in a copy of it: [names, rows, columns], or [names, rows]
-        for a vector."""
+        """The rectangle's values in `parameter`, or in a copy of the parameter: [names, rows,
+        columns], or [names, rows] for a vector."""
         if self.stacked:
             return parameter[(slice(None), *self.in_parameter)]
         return parameter[self.in_parameter].unsqueeze(0)
 
 
 def weight_layout(model: torch.nn.Module) -> list[Rectangle]:
-    """The rectangles of every tensor of the checkpoint that this worker holds, in the order of the
-    model's modules.
+    """The rectangles of all tensors of the checkpoint, as far as they are on this worker, in the
+    order of the model's modules.
 
-    Raises CannotWrite for quantised weights, for experts that are not cut in Tandem's way, and for
-    a parameter that vLLM has removed or whose place in the checkpoint is unknown.
+    Raises CannotWrite for quantised weights, for experts that are distributed over workers, for
+    fused layers that Tandem does not know, and for a parameter that vLLM has removed or whose place
+    in the checkpoint is unknown.
     """
-    # Each parameter is visited once, because a tied lm_head is the embedding.
+    # `named_parameters` has each parameter once. This matters for a tied lm_head, which is the same
+    # parameter as the embedding.
     parameters = dict(model.named_parameters())
     rectangles = [
         rectangle
@@ -90,8 +92,8 @@ def _rectangles(path: str, module: Any) -> Iterator[Rectangle]:
 
 
 def _rows(path: str, module: Any, length: int) -> Iterator[tuple[str, slice, slice]]:
-    """For each source tensor of a parameter: its path, its rows in the parameter, and the rows of
-    the source that are there."""
+    """For each Hugging Face tensor that is in the parameter: the tensor's path, its rows in the
+    parameter, and the rows of the tensor that are there."""
     parent, _, name = path.rpartition(".")
     match type(module).__name__:
         case "QKVParallelLinear":
