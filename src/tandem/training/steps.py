@@ -226,9 +226,9 @@ class Training:
             )
 
     def _check_sampler(self, step: int, means: dict[str, float]) -> None:
-        """Raises InvalidInput if the policy gives a token a log-prob far above the sampler's. Checks
-        only the first epoch: later, the policy may have learned tokens that its sampler found
-        impossible."""
+        """Raises InvalidInput if the policy gives a token a log-prob far above the sampler's.
+        Checks only the first epoch: later, the policy may have learned tokens that its sampler
+        found impossible."""
         nats = means.get("above_sampler_max", 0.0)
         if nats > MAX_NATS and step * self.job.optimizer.epochs < len(self.schedule.steps):
             raise InvalidInput(
