@@ -60,8 +60,8 @@ class HttpAnswer:
 
 
 class Vllm:
-    """A client of vLLM's /v1 at `url`, for one event loop. It is an async context manager and must
-    be entered before use.
+    """A client of vLLM's /v1 at `url`, for one event loop. The client is an async context manager
+    and must be entered before use.
 
     The client does not use httpx: httpx's pool walks all connections for each request, so N
     concurrent requests cost N² (docs/performance.md, Sampling beside training). The key in
@@ -80,7 +80,7 @@ class Vllm:
         connector = aiohttp.TCPConnector(
             limit=0,
             keepalive_timeout=_KEPT_SECONDS,
-            # The same certificates that the controller's client trusts.
+            # The session trusts the same certificates as the controller's client.
             ssl=httpx.create_ssl_context() if parsed.scheme == "https" else True,
         )
         proxies = {} if proxy_bypass(parsed.host) else getproxies()

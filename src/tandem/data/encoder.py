@@ -1,6 +1,6 @@
 """Turns texts into token ids. The package fastokens is many times faster than the model's own
-tokenizer. It is used only if it gives the same tokens for a sample of text. The model's tokenizer
-encodes the texts that fastokens can't encode."""
+tokenizer. fastokens is used only if it gives the same tokens for a sample of text. The model's
+tokenizer encodes the texts that fastokens can't encode."""
 
 from itertools import pairwise
 from typing import Any

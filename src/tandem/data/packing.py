@@ -115,7 +115,7 @@ class PackedTrajectory:
 
 
 def common_prefix(a: Int32, b: Int32) -> int:
-    """The number of equal tokens at the beginning of `a` and `b`. Both are int32 [tokens]."""
+    """The number of equal tokens at the beginning of `a` and `b`, both int32 [tokens]."""
     shorter = min(len(a), len(b))
     differ = a[:shorter] != b[:shorter]
     first = int(differ.argmax()) if shorter else 0

@@ -53,8 +53,8 @@ class Window:
 
 @dataclass(frozen=True)
 class ProportionalRope:
-    """RoPE that rotates only a part of a head's pairs of dimensions: the first ones, `share` of all
-    pairs. They rotate `factor` times slower (`rope_type: proportional`)."""
+    """RoPE that rotates only the first pairs of a head's dimensions, `share` of all pairs. These
+    pairs rotate `factor` times slower (`rope_type: proportional`)."""
 
     share: float
     factor: float

@@ -18,10 +18,10 @@ class Decoder:
 
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values for keys that config.json leaves out. They are the defaults of the family's class in
-    transformers, and vLLM uses them too. A family whose defaults have `sliding_window` has windows:
-    in the layers from `max_window_layers` on if that key exists, else in all layers. If the key
-    `use_sliding_window` exists, it must be true."""
+    """Values for keys that config.json leaves out: the defaults of the family's class in
+    transformers. vLLM uses the same defaults. A family whose defaults have `sliding_window` has
+    windows: in the layers from `max_window_layers` on if that key exists, else in all layers. If
+    the key `use_sliding_window` exists, it must be true."""
     qk_norm: bool = False  # RMSNorm over each query and key head before RoPE
     # The config's key of the activation, and the only supported value of this key.
     activation: tuple[str, str] = ("hidden_act", "silu")

@@ -28,8 +28,8 @@ _ENVIRONMENT = ("TORCHINDUCTOR_", "TRITON_")
 
 
 class Compiled[**P, T]:
-    """`function`, compiled with its gradients. It is compiled separately for each kind of arguments
-    (`_kind`).
+    """`function`, compiled with its gradients. Each kind of arguments (`_kind`) has its own
+    compiled function.
 
     `function` takes tensors and numbers, computes on one device, and depends only on its arguments
     and its module's source.

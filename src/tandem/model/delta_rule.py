@@ -122,8 +122,8 @@ def recurrence(subtree_end: torch.Tensor, slots: int, device: torch.device) -> R
 
 def _segments(ends: NDArray[np.int64]) -> list[Segment]:
     """The segments in the row's order. A new segment begins where a subtree ends or branches.
-    Padding consists of trees of one slot. It is a single segment, because nothing is predicted from
-    padding."""
+    Padding consists of trees of one slot. All padding is a single segment, because nothing is
+    predicted from padding."""
     index = np.arange(1, len(ends))
     starts = np.flatnonzero((ends[1:] != ends[:-1]) | (ends[:-1] <= index)) + 1
     begins = [0, *starts.tolist()]

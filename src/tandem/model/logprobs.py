@@ -25,8 +25,8 @@ def item_logprobs(
     group: dist.ProcessGroup | None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p(target), and the entropy of p in nats, for p = softmax(logits / temperature). Both are
-    fp32 [n].
+    """log p(target), fp32 [n], and the entropy of p in nats, fp32 [n], for p = softmax(logits /
+    temperature).
 
     Args:
         hidden: [n, hidden], for each item the hidden state from which the item is predicted.
@@ -116,7 +116,7 @@ class _Statistics(torch.autograd.Function):
 
 
 def _capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """The logits, capped: softcap * tanh(logits / softcap). They overwrite the logits."""
+    """The capped logits softcap * tanh(logits / softcap). The result overwrites `logits`."""
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 

@@ -33,8 +33,8 @@ class Topology:
     context: dist.ProcessGroup
     data: dist.ProcessGroup
     """The ranks over which gradients are summed: data-parallel and context-parallel ranks together.
-    Megatron has other groups with the same ranks. They are not used, because each group in use
-    creates its own communicator, which takes time and half a gigabyte of device memory."""
+    Megatron's other groups with the same ranks are not used, because each group in use creates its
+    own communicator. A communicator takes time and half a gigabyte of device memory."""
     pipeline: dist.ProcessGroup
     expert_tensor: dist.ProcessGroup
     expert: dist.ProcessGroup
@@ -48,8 +48,8 @@ class Topology:
     backward: dist.ProcessGroup
     """The pipeline's ranks, for sending the gradients of hidden states."""
     ends: dist.ProcessGroup
-    """The pipeline's first and last rank. Both hold a tied table: the weight of the embedding and
-    of the output layer."""
+    """The pipeline's first and last rank. Both ranks hold a tied table: the weight of the embedding
+    and of the output layer."""
 
 
 type ReadingGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -163,8 +163,8 @@ def reading_groups() -> ReadingGroups | None:
     everything.
 
     Ranks read together if they need the same weights and their GPUs can access one another's
-    memory. This saves time, because the host's memory limits how fast several ranks read at the
-    same time. All ranks get the same answer. Ranks of different hosts don't read together, because
+    memory. Reading together saves time, because the host's memory limits how fast several ranks
+    read. All ranks get the same answer. Ranks of different hosts don't read together, because
     a GPU can't access the memory of a GPU of another host.
     """
     groups, world = (current().data, current().expert_data), range(dist.get_world_size())

@@ -83,8 +83,8 @@ class Policy(nn.Module):
         self.adapter = AdapterParts(gpt, arch, lora, self.topology, stage.layers)
         self._base_memory, self._own_memory = Offload(contents=lora is None), Offload(contents=True)
         self.layer_graphs: Callable[[torch.Tensor, TreeParams], torch.Tensor] | None = None
-        """The captured graphs (`tandem.model.graphs`), or None. They replace the layers' passes if
-        gradients are computed."""
+        """The captured graphs (`tandem.model.graphs`), or None. If gradients are computed, the
+        graphs replace the layers' passes."""
 
     @torch.no_grad()
     def place(self, base: Mapping[str, torch.Tensor]) -> None:

@@ -111,8 +111,8 @@ class _Kind:
 
     layers: int
     saved: dict[SaveLevel, int]  # bytes that a layer saves
-    # Further bytes that a layer's passes take. They are the most at `INPUT`, because with it the
-    # backward pass recomputes the tensors that the other levels save.
+    # Further bytes that a layer's passes take. A layer of the level `INPUT` takes the most, because
+    # its backward pass recomputes the tensors that the other levels save.
     working: dict[SaveLevel, int]
 
 
@@ -125,7 +125,7 @@ def _kinds(policy: Policy) -> list[Any]:
 def _measure(policy: Policy, row: RowTensors, layer: Any) -> _Kind:
     row = policy.lay_out(row)
     # The hidden states are random, because a router would send equal hidden states to the same
-    # experts. They are the same on all ranks.
+    # experts. All ranks have the same hidden states.
     hidden = policy.no_hidden(row)
     hidden.normal_(generator=torch.Generator(hidden.device).manual_seed(0))
     inputs, hidden = policy.decoder_inputs(row), hidden.requires_grad_()

@@ -76,9 +76,9 @@ def deal_blocks(subtree_end: NDArray[np.int64], ranks: int) -> list[NDArray[np.i
     have the same number of query blocks. The blocks of each rank see about the same number of key
     blocks. `subtree_end`: int64 [S], S a multiple of BLOCK.
 
-    Query blocks are sorted by the number of key blocks that they see, in descending order. They are
-    given to the ranks in this order: to rank 0 up to the last rank, then from the last rank back to
-    rank 0, and so on.
+    Query blocks are sorted by the number of key blocks that they see, in descending order. One
+    after another, the query blocks go to rank 0 up to the last rank, then from the last rank back
+    to rank 0, and so on.
     """
     partial, full = seen_blocks(subtree_end, len(subtree_end))
     order = np.argsort(-(partial | full).sum(1), kind="stable")

@@ -355,7 +355,7 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     # The sum of the experts' outputs, and the sum of the experts' and the MLP's outputs.
     if moe is not None and moe.beside_mlp:
         least += 2 * residual_slots * hidden
-    # FlexAttention's own output. It is kept besides the output that includes the sinks.
+    # FlexAttention's own output is kept besides the output that includes the sinks.
     if arch.sinks:
         least += slots * query
     # Level ATTENTION: the MLP's input, the fused qkv, A x of q, k and v, and the heads q, k and v.

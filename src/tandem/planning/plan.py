@@ -33,7 +33,7 @@ EXPERTS_RATE = 361e12
 ADAPTED_EXPERTS_RATE = 260e12
 """Operations per second of a mixture's linear layers with LoRA on all experts."""
 EXCHANGE_RATE = 300e9
-"""Bytes per second that a GPU exchanges with other GPUs in a collective operation. This is an
+"""Bytes per second that a GPU exchanges with other GPUs in a collective operation. The number is an
 assumption: two thirds of NVLink 4's 450 GB/s per direction. Computation is assumed not to overlap
 with collective operations."""
 SHARES = {
@@ -49,8 +49,8 @@ operations and bytes. `context` was measured together with DP=2 (bench/results/t
 `expert_tensor` was not measured. Ranks of ETP exchange as many bytes as ranks of EP, and their
 products are smaller."""
 MIXTURES_SEQUENCE_SHARE = 0.60
-"""The same quotient for a mixture of experts with sequence parallelism: the products of its experts
-get half the rows."""
+"""The quotient of measured and estimated speed for a mixture of experts with sequence parallelism:
+the products of the mixture's experts get half the rows."""
 ADAM_RATE = 200e9
 """Bytes of its Adam state (`Memory.optimizer`) that a rank updates per second if all weights are
 trained. The time includes the norm of the gradient. In a step of 8B, the update takes 0.43 s on one

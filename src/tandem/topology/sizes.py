@@ -62,8 +62,8 @@ class Sizes:
 
     @property
     def expert_ranks(self) -> int:
-        """The number of ranks over which a mixture's experts are cut. These ranks are consecutive,
-        and each of them gathers the tokens of all of them."""
+        """The number of ranks over which a mixture's experts are cut. The ranks are consecutive,
+        and each rank gathers the tokens of all these ranks."""
         return self.expert_tensor * self.expert
 
     @property
@@ -79,8 +79,8 @@ class Sizes:
 
     @property
     def layers_shared(self) -> bool:
-        """Whether a rank shares the computation of its layers with other ranks. These ranks wait
-        for one another in collective operations."""
+        """Whether a rank shares the computation of its layers with other ranks. Ranks that share
+        layers wait for one another in collective operations."""
         return self.world > self.data or self.expert_ranks > 1
 
     def place(self, rank: int) -> Place:

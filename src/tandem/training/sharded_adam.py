@@ -66,8 +66,8 @@ class ShardedAdam:
 
     Gradients are accumulated over micro steps and summed over data-parallel ranks. Weight decay is
     not applied to vectors (norms and biases), as in transformers' Trainer. A tied table is the
-    weight of both the embedding and the output layer. It exists on the pipeline's first and last
-    stage. The first stage owns the table: it updates the table and sends it to the last stage. The
+    weight of both the embedding and the output layer. The pipeline's first and last stage have it.
+    The first stage owns the table: it updates the table and sends it to the last stage. The
     last stage's own gradient and state for the table are meaningless. If both stages updated the
     table, the two copies would diverge, because the order in which ranks sum a gradient depends on
     the owner.

@@ -1,4 +1,4 @@
-"""The step loop. It is the same for RL, SFT and preference training, except for the loss. The loop
+"""The step loop. RL, SFT and preference training have the same loop, except for the loss. The loop
 deals with no files, processes or offloading.
 
 In an optimizer step each rank runs its micro steps; a micro step computes one row. Gradients are

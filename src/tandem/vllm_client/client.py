@@ -227,7 +227,7 @@ class VllmClient:
         )
 
     def announce_merged(self, path: str) -> None:
-        """Let requests use vLLM's current weights. They must be the weights of `path`."""
+        """Let requests use vLLM's current weights, which must be the weights of `path`."""
         self._request("POST", f"{MERGED_ROUTE}/announce", {"path": path})
 
     def revert_merged(self, path: str, *, to_base: bool = False) -> None:
@@ -288,9 +288,9 @@ class VllmClient:
         self._request("POST", "/sleep?level=1&mode=keep", timeout=self._work_timeout)
 
     def wake_up(self) -> None:
-        """Wake the engine, if it sleeps. Raises InferenceRefused if there is too little memory. In
-        this case, vLLM 0.26 stays half mapped and can't wake any more, so `tandem up` restarts it.
-        Later versions can be asked again."""
+        """Wake the engine, if it sleeps. Raises InferenceRefused if there is too little memory.
+        After such a refusal, vLLM 0.26 stays half mapped and can't wake any more, so `tandem up`
+        restarts it. Later versions can be asked again."""
         self._request("POST", "/wake_up", timeout=self._work_timeout)
 
     def _ask(

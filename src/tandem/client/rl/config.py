@@ -49,8 +49,8 @@ class DistillSection(Record):
 
 
 class EvalSection(Record):
-    """An evaluation every `every` steps, at step 0 and at the end. It has `samples` rollouts of
-    each of the first `groups` tasks. With several evaluations, only the first decides which step is
+    """An evaluation every `every` steps, at step 0 and at the end. An evaluation has `samples`
+    rollouts of each of the first `groups` tasks. With several, only the first decides which step is
     the best, and only the first may have `stop_after`."""
 
     name: str = Field(default="", pattern=r"^[\w.-]{0,64}$")

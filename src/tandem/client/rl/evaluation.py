@@ -1,5 +1,5 @@
-"""The evaluations of `tandem rl`. They also decide which step is the best, and when the training
-stops early."""
+"""The evaluations of `tandem rl`. The evaluations' rewards decide which step is the best, and when
+the training stops early."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ class Evaluations:
         first: the environment of the sections that name no environment.
         own: the environments that sections name, in the order of the sections.
         rollouts: samples the groups.
-        record: the file of the results. It also says which evaluations are done.
+        record: the file of the results. The file also says which evaluations are done.
         patience: returns the seconds for which every rollout of an evaluation may fail.
         pauses: the shortest and the longest pause between tries, in seconds.
     """

@@ -24,8 +24,8 @@ class Limits:
     """The counters of these limits. `teaches`: whether a group with equal rewards also changes the
     weights.
 
-    Failures are tolerated for `patience` seconds after a success. Before the first success they are
-    not tolerated: most likely the environment is wrong.
+    Failures are tolerated for `patience` seconds after a success. Before the first success no
+    failure is tolerated: most likely the environment is wrong.
 
     Args:
         rl: the settings under [rl].

@@ -1,5 +1,5 @@
-"""Handles the obstacles to resuming a run. They are jobs of other programs that wait, a job whose
-base step will not be made, and a step that the publisher refused; this step is rolled back."""
+"""Handles the obstacles to resuming a run. Jobs of other programs that wait, and a job whose base
+step will not be made, are errors. A step that the publisher refused is rolled back."""
 
 from collections.abc import Iterable
 from contextlib import suppress

@@ -170,8 +170,8 @@ async def _in_thread(
 
 
 def _cancelled() -> bool:
-    """Whether this asyncio task is being cancelled. If so, a CancelledError does not come from the
-    rollout itself."""
+    """Whether the current asyncio task is being cancelled. In a task that is being cancelled, a
+    CancelledError does not come from the rollout itself."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

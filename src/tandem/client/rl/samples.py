@@ -64,8 +64,8 @@ def same_text(group: Iterable[Trajectory]) -> bool:
 
 
 class Alike:
-    """Counts how many trajectories of groups have equal rewards, and notes whether their texts are
-    equal. Keeps the last three samples."""
+    """Counts the rewards of groups' trajectories, and the groups whose answers are all the same
+    text. Keeps the last three samples."""
 
     def __init__(self, groups: Iterable[Sequence[Trajectory]] = ()) -> None:
         self.rewards: Counter[float] = Counter()
@@ -84,8 +84,8 @@ class Alike:
         return {f"{reward:g}": count for reward, count in self.rewards.most_common(10)}
 
     def told(self) -> str:
-        """A text with the rewards' counts and the last samples. It also says whether the texts are
-        equal."""
+        """A text with the rewards' counts, the number of groups whose answers are all equal, and
+        the last samples."""
         counts = ", ".join(f"{reward} ({count} times)" for reward, count in self.counts().items())
         return (
             f"The rewards: {counts}. In {self.same_text} of {self.groups} groups all answers are"

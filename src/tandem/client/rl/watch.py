@@ -32,9 +32,9 @@ class LeftBehindError(BaseException):
 
 
 class Watch:
-    """A context manager around the loop of `tandem rl`. It is entered in the thread of the event
-    loop. `tell` is called once for each line of code that blocks the event loop, with a sentence
-    that names the line."""
+    """A context manager around the loop of `tandem rl`, entered in the thread of the event loop.
+    `tell` is called once for each line of code that blocks the event loop, with a sentence that
+    names the line."""
 
     def __init__(self, tell: Callable[[str], object] = lambda _: None) -> None:
         self.tell = tell

@@ -12,9 +12,9 @@ from tandem.client.track.tensorboard import TensorBoard
 from tandem.client.track.wandb import Wandb
 from tandem.errors import InvalidInput, TandemError
 
-# A target writes to one tracker. It finds its last row (`position`) in its own output, so no other
-# state is kept. Before a row replaces existing rows, `rewind` removes the existing rows. If the
-# tracker can't replace rows, `rewind` begins a new curve.
+# A target writes to one tracker. A target finds its last row (`position`) in its own output, so no
+# other state is kept. Before a row replaces existing rows, `rewind` removes the existing rows. If
+# the tracker can't replace rows, `rewind` begins a new curve.
 Target = TensorBoard | Wandb | Mlflow
 TARGETS: dict[str, type[Target]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}
 

@@ -213,8 +213,8 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 
 def open_alone(path: Path) -> BinaryIO:
-    """The file, opened for reading and appending, and created if it is missing. It is locked until
-    it is closed. Raises Conflict if another process has the lock."""
+    """The file, opened for reading and appending, and created if it is missing. The file is locked
+    until it is closed. Raises Conflict if another process has the lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a+b", buffering=0)
     try:

@@ -40,7 +40,7 @@ def exported(tensor: torch.Tensor) -> Export | None:
 
 @contextlib.contextmanager
 def imported(export: Export | None) -> Iterator[Callable[[torch.Tensor, int], None]]:
-    """Yields a function `copy(tensor, offset)`. It queues a copy from byte `offset` of another
+    """Yields `copy(tensor, offset)`, a function that queues a copy from byte `offset` of another
     process's export into a contiguous tensor. Wait for the copies before the end of the `with`
     block, because the end of the block closes the other process's memory.
 

@@ -19,8 +19,8 @@ class Offload:
 
     With `contents=True`, the values are kept in host buffers (pinned if there is a GPU). The
     buffers are created at the first `park` and reused later, because pinning takes far longer than
-    copying. With `contents=False`, the values are dropped. This is for tensors that are read from
-    files again, or that begin at zero.
+    copying. With `contents=False`, the values are dropped, because the tensors are read from files
+    again, or begin at zero.
     """
 
     def __init__(self, *, contents: bool) -> None:

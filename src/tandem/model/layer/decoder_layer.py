@@ -78,7 +78,8 @@ class DecoderLayer(MegatronModule):
         self, hidden_states: torch.Tensor, *, packed_seq_params: TreeParams, **_: Any
     ) -> tuple[torch.Tensor, None]:
         """hidden_states [S, 1, hidden] -> the same shape, and None as Megatron's context."""
-        # This is the only argument of Megatron's decoder that reaches the layers unchanged.
+        # `packed_seq_params` is the only argument of Megatron's decoder that reaches the layers
+        # unchanged.
         tree = packed_seq_params
         x = hidden_states[:, 0]
         if torch.is_grad_enabled():

@@ -150,9 +150,9 @@ class DeltaNetSublayer(Sublayer):
         weights: Sequence[torch.Tensor],
         tree: TreeParams,
     ) -> torch.Tensor:
-        """[S, features of in_proj] -> [S, features of out_proj]: the part between the two matrix
-        products. It is computed in fp32, except matrix products. `weights`: the fields of
-        `DeltaNetWeights`."""
+        """[S, features of in_proj] -> [S, features of out_proj]: the part between the products with
+        W_in and W_out. Everything except matrix products is computed in fp32. `weights`: the fields
+        of `DeltaNetWeights`."""
         conv, a_log, dt_bias, norm = weights
         row, gdn, dtype = tree.recurrence, self._gdn, projected.dtype
         assert row is not None

@@ -233,8 +233,8 @@ def expert_geglu_backward(
 
 def clamped_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     """GPT-OSS's (up + 1) * gate * sigmoid(1.702 * gate), times each assignment's probability
-    `probs`, fp32 [N]: [N, features]. Before, gate is clamped to at most 7, and up to the range from
-    -7 to 7 (`GptOssExperts` in transformers)."""
+    `probs`, fp32 [N]: [N, features]. In this product, gate is clamped to at most 7, and up to the
+    range from -7 to 7 (`GptOssExperts` in transformers)."""
     gate, up = _clamp(gate_up)
     return (gate * torch.sigmoid(ALPHA * gate) * (up + 1) * probs[:, None]).to(gate_up.dtype)
 

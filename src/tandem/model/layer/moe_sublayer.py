@@ -2,12 +2,12 @@
 
 An assignment is a token together with one of its experts. Assignments are ordered by expert.
 
-Megatron's token dispatcher is not used. It sums the outputs of a token's experts with atomic
-operations, so on CUDA the last bits would differ between two runs. In this module, every sum has a
-fixed order.
+Megatron's token dispatcher is not used. The dispatcher sums the outputs of a token's experts with
+atomic operations, so on CUDA the last bits would differ between two runs. In this module, every sum
+has a fixed order.
 
-The experts are cut over ranks (EP, ETP). These ranks gather the tokens and the routers' choices of
-all of them. Each rank computes the assignments to its own experts for all tokens, and sends each
+The experts are cut over ranks (EP, ETP). Each of these ranks gathers the tokens and the routers'
+choices of all. A rank computes the assignments to its own experts for all tokens, and sends each
 token's sum to the token's rank. With k experts per token and at most k such ranks, less data is
 sent than if each token went to the rank of each of its experts. Without expert parallelism the host
 never waits for the device. With expert parallelism, the host waits for one number: how many

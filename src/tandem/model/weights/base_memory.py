@@ -42,8 +42,8 @@ class BaseWeights:
     outside of this allocation.
 
     Ranks that need the same weights may share the reading. Each rank reads its share of the weights
-    from the files. During the reading, each rank calls `connect`. After it, each rank calls
-    `exchange`, which copies the other shares from the other ranks' memory (CUDA IPC).
+    from the files. During the reading, each rank calls `connect`. After the reading, each rank
+    calls `exchange`, which copies the other shares from the other ranks' memory (CUDA IPC).
     """
 
     def __init__(

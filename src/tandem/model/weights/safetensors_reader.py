@@ -239,8 +239,8 @@ def _read(file: int, memory: memoryview, offset: int, path: Path) -> None:
 
 @contextlib.contextmanager
 def _host_buffer(size: int, *, pinned: bool) -> Iterator[torch.Tensor]:
-    """Host memory, uint8 [size], into which files are read. It is freed at the end of the `with`
-    block. `pinned`: whether the memory is pinned, for copies to a GPU."""
+    """Host memory, uint8 [size], into which files are read. The memory is freed at the end of the
+    `with` block. `pinned`: whether the memory is pinned, for copies to a GPU."""
     if not pinned:
         yield torch.empty(size, dtype=torch.uint8)
         return
