@@ -92,7 +92,7 @@ class Renderer:
         }
         self.endings = tuple(special.values())
         # A tokenizer matches the leftmost special token. If several special tokens begin at the
-        # same character, it matches the longest.
+        # same character, the tokenizer matches the longest of them.
         self.marks = re.compile(
             "|".join(re.escape(text) for text in sorted(self.endings, key=len, reverse=True))
             or "$^"

@@ -49,7 +49,7 @@ class LatentMoe(Glm4Moe):
         if self.model_type == "glm4_moe_lite":
             read = config.given("mlp_layer_types", ["dense"] + ["sparse"] * (layers - 1))
             if read != kinds:
-                # transformers reads the first key, vLLM the second.
+                # transformers reads `mlp_layer_types`, and vLLM reads `first_k_dense_replace`.
                 raise config.unsupported(
                     f"mlp_layer_types {read} beside first_k_dense_replace={moe.dense_layers}"
                 )

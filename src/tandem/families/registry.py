@@ -1,4 +1,4 @@
-"""The families that Tandem supports, by `model_type`."""
+"""The families that Tandem supports. `FAMILIES` maps a config's `model_type` to its family."""
 
 import functools
 from pathlib import Path

@@ -77,7 +77,7 @@ class WeightRule:
 
 def on_stage(parameter: str, arch: Arch, sizes: Sizes, stage: int) -> bool:
     """Whether a pipeline stage has the parameter of a `WeightRule`. A tied table is on the first
-    stage and the last.
+    and on the last stage.
 
     Args:
         parameter: the name in the rule, where layers are counted over all stages.

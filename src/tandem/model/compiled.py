@@ -122,7 +122,7 @@ def _directory() -> Path:
     cache = Path(os.environ[INDUCTOR_VARIABLE])
     cache.parent.mkdir(parents=True, exist_ok=True)
     directory = trusted_directory(cache) / "tandem"
-    # On a read-only file system the directory can't be made. Writing the file reports it.
+    # On a read-only file system the directory can't be made. Writing the file reports the error.
     with contextlib.suppress(OSError):
         trusted_directory(directory)
     return directory

@@ -81,7 +81,7 @@ class _Statistics(torch.autograd.Function):
         for chunk in _chunks(len(targets), len(weight), softcap):
             logits = _capped(linear(hidden[chunk], weight), softcap)
             parts.append(_statistics(logits, targets[chunk], temperature, group))
-            del logits  # freed before the next chunk's logits exist
+            del logits  # so that the memory is free before the next chunk's logits exist
         logprobs, entropy, largest, log_total = map(torch.cat, zip(*parts, strict=True))
         ctx.save_for_backward(hidden, targets, weight, largest + log_total, entropy)
         ctx.temperature, ctx.group, ctx.parameter = temperature, group, weight
@@ -109,7 +109,8 @@ class _Statistics(torch.autograd.Function):
             torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if gradients.has_gradient_buffer(ctx.parameter):
                 gradients.add_product(ctx.parameter, grad_logits, hidden[chunk])
-            del logits, slope, grad_logits  # freed before the next chunk's logits exist
+            # The memory must be free before the next chunk's logits exist.
+            del logits, slope, grad_logits
         if ctx.group is not None:
             parallel.all_reduce(grad_hidden, dist.ReduceOp.SUM, ctx.group)
         return grad_hidden, None, None, None, None, None

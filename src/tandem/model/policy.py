@@ -284,7 +284,7 @@ class Policy(nn.Module):
 
     def _outputs(self, row: RowTensors, hidden: torch.Tensor, temperature: float) -> ItemOutputs:
         """The items' results. `hidden`: the final hidden states [S, hidden]. With sequence
-        parallelism, it has only the hidden states of this rank's tokens."""
+        parallelism, `hidden` has only the hidden states of this rank's tokens."""
         if self.topology.sizes.sequence:
             hidden = _AllTokens.apply(hidden, self.topology.tensor)
         logprobs, entropy = item_logprobs(

@@ -67,7 +67,7 @@ class Items:
     sequence: Tensor  # int64: index of the item's sequence in the row, 0 .. num_sequences - 1
     num_sequences: int
     advantages: Tensor | None = None  # needed by RL
-    old_logprobs: Tensor | None = None  # denominator of the ratio; needed by RL
+    old_logprobs: Tensor | None = None  # log-probs in the ratio's denominator; needed by RL
     sampler_logprobs: Tensor | None = None  # log-probs reported by the sampler (vLLM); needed by RL
     reference_logprobs: Tensor | None = None
     # Mean of old - reference over the job's items, in nats; needed by `kl_in="advantage"`.

@@ -207,7 +207,7 @@ class VllmClient:
 
         Args:
             name: the model's new name, `<run>@<step>`.
-            path: the adapter's directory. With `source`, it is only a name of the weights.
+            path: the adapter's directory; with `source`, only a name of the weights.
             scale: the adapter's alpha / rank.
             seconds: time limit of the whole swap, including the wait for running requests.
             source: the source from which the workers get whole weights (`worker/landing.py`). None:

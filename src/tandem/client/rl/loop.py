@@ -68,12 +68,12 @@ class Loop:
         # Task -> the coroutine of its group, and the step that was served when the group began.
         self.running: dict[str, tuple[asyncio.Task[None], int]] = {}
         self.ready: list[RolloutGroup] = []
-        self.counts: Counter[str | Lost] = Counter()  # counted since the last submission
+        self.counts: Counter[str | Lost] = Counter()  # the counts since the last submission
         self.sample: Trajectory | None = None
         self.error = ""
         # The step that the loop waits for vLLM to serve.
         self.awaited: int | None = None
-        self._rewards: list[float] = []  # sampled since the last submission
+        self._rewards: list[float] = []  # all rewards that were sampled since the last submission
         self._limits, self._watch = Limits(config.rl, patience, pauses), Watch(self._name)
         self._rollouts = Rollouts(
             self._rl,

@@ -1,4 +1,4 @@
-"""Makes the request of a job from the groups that it trains, and the job's name."""
+"""Makes a job's id, and the job's request from the groups that the job trains."""
 
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
@@ -32,7 +32,7 @@ def job_request(
     """
     settings = rl.model_dump(include=OF_JOBS, exclude_unset=True)
     optimizer = rl.optimizer
-    if optimizer.batch_size:  # one learning-rate schedule over all jobs
+    if optimizer.batch_size:  # all jobs together have one learning-rate schedule
         start = (
             max(0, base - first)
             * optimizer.epochs

@@ -186,7 +186,7 @@ def _work(
         memory = memoryview(buffer.numpy())
         stream = torch.cuda.Stream(where) if where.type == "cuda" else None
         if stream is not None:
-            held.callback(stream.synchronize)  # before the buffer is freed
+            held.callback(stream.synchronize)  # wait for the copies before the buffer is freed
             # Kernels that were queued earlier may still use the targets' memory.
             stream.wait_stream(torch.cuda.default_stream(where))
             held.enter_context(torch.cuda.stream(stream))
@@ -205,7 +205,7 @@ def _work(
                 ):
                     _copy(chunk, values, where, wait=chunk is chunks[-1])
                 if stream is not None and not chunks[-1].verbatim:
-                    stream.synchronize()  # before the buffer is used again
+                    stream.synchronize()  # wait for the copies before the buffer is used again
             except BaseException:
                 reads.clear()
                 raise
