@@ -1,9 +1,10 @@
-"""The Python client (docs/training.md). Imports httpx and pydantic, but not torch, vLLM,
-transformers or numpy.
+"""The Python client (docs/training.md). The package imports httpx and pydantic, but not torch,
+vLLM, transformers or numpy.
 
-`api.py` has every method and its retries, once for both clients. `art.py` and `verifiers.py` plug
-Tandem into the loops of these packages, and `reasoning_gym.py` makes its tasks an environment of
-`tandem rl`. `rl/` is `tandem rl`, `track/` writes a run's events to TensorBoard, W&B and MLflow.
+`api.py` has every method, with its retries; both clients share it. `art.py` plugs Tandem into the
+training loop of the package ART, and `verifiers.py` into the loop of the package verifiers.
+`reasoning_gym.py` makes the tasks of the package reasoning-gym an environment of `tandem rl`.
+`rl/` is `tandem rl`. `track/` writes a run's events to TensorBoard, W&B and MLflow.
 """
 
 from typing import Any
@@ -65,12 +66,12 @@ __all__ = [
 
 
 def sampling_options(**extra_body: Any) -> dict[str, Any]:
-    """Arguments with which a chat completion of the openai package returns the data that training
-    needs: the token ids of the prompt and of the answer, and the answer's log-probs.
+    """Arguments for a chat completion of the openai package. With them, the completion has the data
+    that training needs: the token ids of the prompt and of the answer, and the answer's log-probs.
 
     `extra_body` is passed on. Raises InvalidInput for options that change the sampled distribution
-    (`top_k`, `top_p`, `min_p`, penalties, ...): the trainer computes the model's own distribution,
-    and the log-probs of the two would never agree.
+    (`top_k`, `top_p`, `min_p`, penalties, ...). The trainer computes the model's own distribution,
+    so its log-probs would not agree with the sampled log-probs.
     """
     if refused := distorting(extra_body):
         raise InvalidInput(refused[1], field=refused[0])

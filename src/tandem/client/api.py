@@ -1,5 +1,5 @@
-"""Every method of the client, written once: `AsyncTandem` inherits the methods, `Tandem` runs the
-same coroutines blocking."""
+"""Every method of the client, written once: `AsyncTandem` inherits the methods, and `Tandem` runs
+the same coroutines over blocking I/O."""
 
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -35,7 +35,7 @@ from tandem.spool.schema import TERMINAL, Event, JobState, LoraShape, Manifest, 
 JOB_SECONDS = 24 * 3600.0
 SERVED_SECONDS = 600.0
 DELETE_SECONDS = 120.0
-# The controller answers a training request once its batch and the batches before it are packed.
+# The controller answers a training request once it has packed this batch and all earlier batches.
 _PACKING_SECONDS = 900.0
 _FORK_SECONDS = 4 * 3600.0  # the controller copies and hashes the checkpoint before it answers
 _SERVED_POLL_SECONDS = 0.25
@@ -48,9 +48,9 @@ _PAGE = 500
 
 
 class Api(Requests):
-    """The controller's API: the methods of both clients. The controller's refusals are raised as
-    the classes of `tandem.errors`, with the offending `field`. Raises Unreachable when the
-    controller has not answered for `patience` seconds.
+    """The controller's API: the methods of both clients. A refusal of the controller is raised as a
+    class of `tandem.errors`, with the offending `field`. Raises Unreachable when the controller
+    has not answered for `patience` seconds.
     """
 
     async def create_run(
@@ -63,8 +63,8 @@ class Api(Requests):
         weights: Literal["adapter", "merged"] | None = None,
         seed: int | None = None,
     ) -> RunStatus:
-        """Create a run, whose step 0 equals the base model. Creating the same run again changes
-        nothing. An argument that is None has the controller's default."""
+        """Create a run. Step 0 of the run equals the base model. Creating the same run again
+        changes nothing. An argument that is None has the controller's default."""
         if isinstance(lora, LoraShape):
             lora = lora.model_dump(exclude_unset=True)  # the controller chooses the default targets
         body = {
@@ -77,12 +77,12 @@ class Api(Requests):
         return await self._call(RunStatus, "POST", "runs", body={**body, "lora": lora})
 
     async def get_run(self, run: str) -> RunStatus:
-        """A run's specification, its newest step, what vLLM serves, and its queued and running
-        jobs."""
+        """A run's specification, its newest step, the step that vLLM serves, and its queued and
+        running jobs."""
         return await self._call(RunStatus, "GET", "runs", run)
 
     async def list_runs(self) -> list[RunStatus]:
-        """All runs, by name."""
+        """All runs, in the order of their names."""
         runs: list[RunStatus] = []
         params: dict[str, Any] = {"limit": _PAGE}
         while page := await self._call(list[RunStatus], "GET", "runs", params=params):
@@ -91,7 +91,7 @@ class Api(Requests):
         return runs
 
     async def fork(self, run: str, step: int, name: str) -> RunStatus:
-        """Create a run whose step 0 is a checkpoint of `run`, optimizer state included."""
+        """Create a run. Its step 0 is a checkpoint of `run`, with the optimizer state."""
         body = {"step": step, "name": name}
         return await self._call(
             RunStatus, "POST", "runs", run, "fork", body=body, seconds=_FORK_SECONDS
@@ -100,12 +100,12 @@ class Api(Requests):
     async def delete_run(
         self, run: str, *, cancel_jobs: bool = False, timeout: float = DELETE_SECONDS
     ) -> None:
-        """Delete a run with its checkpoints and ended jobs; vLLM unloads the run's steps. There is
-        no way back.
+        """Delete a run with its checkpoints and ended jobs; vLLM unloads the run's steps. The
+        deletion can't be undone.
 
-        Raises Conflict while the run has queued or running jobs. `cancel_jobs`: cancel them first,
-        and wait up to `timeout` seconds until they have ended. The request is not repeated: after
-        Unreachable, look at the list of runs first.
+        Raises Conflict while the run has queued or running jobs. `cancel_jobs`: cancel these jobs
+        first, and wait up to `timeout` seconds until the jobs have ended. The request is not
+        repeated: after Unreachable, look at the list of runs first.
         """
         until = time.monotonic() + timeout
         params = {"cancel_jobs": cancel_jobs}
@@ -123,34 +123,34 @@ class Api(Requests):
         await self._request("PUT", "runs", run, "checkpoints", str(step), "pin")
 
     async def unpin(self, run: str, step: int) -> None:
-        """End `pin`. A step that is not pinned stays as it is."""
+        """Undo `pin`. A step that is not pinned stays as it is."""
         await self._request("DELETE", "runs", run, "checkpoints", str(step), "pin")
 
     async def delete_checkpoint(self, run: str, step: int) -> None:
-        """Delete a checkpoint. Raises Conflict for step 0, for the newest, and for a checkpoint
-        that is pinned, served or needed by a job. The request is not repeated, as in
+        """Delete a checkpoint. Raises Conflict for step 0, for the newest step, and for a
+        checkpoint that is pinned, served or needed by a job. The request is not repeated, as in
         `delete_run`."""
         await self._request("DELETE", "runs", run, "checkpoints", str(step), idempotent=False)
 
     async def rollback(self, run: str, step: int) -> RolledBack:
-        """Make `step` the newest again. The request is not repeated: after Unreachable, look at the
-        run first."""
+        """Make `step` the run's newest step again. The request is not repeated: after Unreachable,
+        look at the run first."""
         return await self._call(
             RolledBack, "POST", "runs", run, "rollback", body={"step": step}, idempotent=False
         )
 
     async def wait_served(self, run: str, step: int, timeout: float = SERVED_SECONDS) -> Served:
-        """Wait until vLLM serves step `step` of `run`, or a later one, and the publisher has
-        verified it.
+        """Wait until vLLM serves step `step` of `run`, or a later step, and the publisher has
+        verified the served step.
 
-        Raises StepRefused when the publisher refused it, NotServed after `timeout` seconds.
+        Raises StepRefused when the publisher refused the step, NotServed after `timeout` seconds.
         """
         until = time.monotonic() + timeout
         while True:
             status = await self.get_run(run)
             served = status.served
             # After a rollback, the record of the served step names a discarded step until the
-            # publisher has loaded another one.
+            # publisher has loaded another step.
             if served is not None and served.step >= step and status.served_in_chain:
                 return served
             # The record has only the newest refused step. All steps between the served step and the
@@ -180,11 +180,11 @@ class Api(Requests):
         on_event: OnEvent | None = None,
         **options: Unpack[RLOptions],
     ) -> JobStatus:
-        """Queue an RL job. `wait`: return when the job has succeeded ("job") or its checkpoint is
-        served ("served").
+        """Queue an RL job. `wait`: "job": return when the job has succeeded. "served": return when
+        the job's checkpoint is served. None: return as soon as the job is queued.
 
-        Raises NothingToLearn if no group has any variance in its rewards, JobFailed, NotServed, and
-        TimeoutError after `timeout` seconds of waiting for the job.
+        Raises NothingToLearn if no group has any variance in its rewards. With `wait`, raises
+        JobFailed, NotServed, and TimeoutError after `timeout` seconds of waiting for the job.
         """
         request = {"kind": "rl", "groups": groups, **options}
         return await self._train(run, request, wait, timeout, on_event)
@@ -199,7 +199,7 @@ class Api(Requests):
         on_event: OnEvent | None = None,
         **options: Unpack[SFTOptions],
     ) -> JobStatus:
-        """Queue an SFT job; otherwise like `train_rl`."""
+        """Queue an SFT job; the other arguments are those of `train_rl`."""
         request = {"kind": "sft", "examples": examples, **options}
         return await self._train(run, request, wait, timeout, on_event)
 
@@ -213,7 +213,7 @@ class Api(Requests):
         on_event: OnEvent | None = None,
         **options: Unpack[DPOOptions],
     ) -> JobStatus:
-        """Queue a job of preference pairs; otherwise like `train_rl`."""
+        """Queue a job of preference pairs; the other arguments are those of `train_rl`."""
         request = {"kind": "dpo", "pairs": pairs, **options}
         return await self._train(run, request, wait, timeout, on_event)
 
@@ -233,9 +233,9 @@ class Api(Requests):
         return job
 
     async def train(self, run: str, request: Mapping[str, Any]) -> JobStatus:
-        """Queue the job of a whole request, as it would be sent by HTTP (`kind` is "rl", "sft" or
-        "dpo")."""
-        # With an id made here, a request that is repeated after a lost answer is the same job.
+        """Queue a job. `request`: the request's whole body, in the form of the HTTP API (`kind` is
+        "rl", "sft" or "dpo")."""
+        # With an id, a request that is repeated after a lost answer is the same job.
         body = {**request, "id": request.get("id") or new_ulid()}
         return await self._call(
             JobStatus, "POST", "runs", run, "train", body=body, seconds=_PACKING_SECONDS
@@ -244,7 +244,7 @@ class Api(Requests):
     async def render(
         self, examples: Sequence[SFTExample] = (), pairs: Sequence[PreferencePair] = ()
     ) -> list[Rendering]:
-        """A preview of how examples, and then pairs, would be trained: at most 1000 of each."""
+        """A preview of the training of examples, followed by pairs: at most 1000 of each."""
         body = {
             name: [one.model_dump(exclude_none=True) for one in ones]
             for name, ones in (("examples", examples), ("pairs", pairs))
@@ -264,8 +264,8 @@ class Api(Requests):
         limit: int = 200,
         before: str | None = None,
     ) -> list[JobStatus]:
-        """The newest `limit` jobs, at most 1000, oldest first. `run`, `states` and `before` (a job)
-        narrow the choice."""
+        """The newest `limit` jobs, at most 1000, oldest first. `run`, `states` and `before` (the id
+        of a job: only older jobs) narrow the choice."""
         params = {"run": run, "state": list(states), "limit": limit, "before": before}
         return await self._call(list[JobStatus], "GET", "jobs", params=params)
 
@@ -276,8 +276,8 @@ class Api(Requests):
     async def wait_job(
         self, job: str, timeout: float = JOB_SECONDS, on_event: OnEvent | None = None
     ) -> JobStatus:
-        """Wait until a job has succeeded; raises JobFailed with the reason and the end of its log,
-        or TimeoutError."""
+        """Wait until a job has succeeded. Raises JobFailed, with the reason and the end of the
+        job's log, or TimeoutError."""
         until = time.monotonic() + timeout
         async for event in self.events(job, timeout=timeout):
             if on_event is not None:
@@ -295,8 +295,8 @@ class Api(Requests):
     async def events(
         self, job: str, after: int = -1, timeout: float = JOB_SECONDS
     ) -> AsyncGenerator[Event, None]:
-        """A job's events as they happen, from the beginning or after seq `after`, to the terminal
-        event.
+        """A job's events as they happen, up to the terminal event. The first event is the one that
+        follows seq `after`; -1: the job's first event.
 
         Reconnects when a connection breaks. Raises TimeoutError after `timeout` seconds.
         """
@@ -313,8 +313,8 @@ class Api(Requests):
                             after, ended = event.seq, ended or event.type in TERMINAL
                             yield event
                         if not ended and time.monotonic() > until:
-                            break  # keep-alives count too
-                # the writer of the events was killed
+                            break  # a keep-alive also leads to this check of the time
+                # The writer of the events was killed before it wrote the terminal event.
                 if not ended and (await self.get_job(job)).state in TERMINAL:
                     ended = True
                     for event in await self.job_events(job, after):
@@ -329,7 +329,7 @@ class Api(Requests):
                 await self._http.sleep(pause)
 
     async def job_events(self, job: str, after: int = -1) -> list[Event]:
-        """The events written so far, `served` included."""
+        """The job's events so far. Includes `served`, which comes after the terminal event."""
         response = await self._request(
             "GET", "jobs", job, "events", params={"wait": False, "after": after}
         )
@@ -348,7 +348,7 @@ class Api(Requests):
         return data.decode(errors="replace")
 
     async def log_part(self, job: str, offset: int = 0, tail: int | None = None) -> LogPart:
-        """The log from byte `offset` on, or its last `tail` bytes; at most 1 MiB."""
+        """The job's log from byte `offset` on, or its last `tail` bytes; at most 1 MiB."""
         response = await self._request(
             "GET", "jobs", job, "log", params={"offset": offset, "tail": tail}
         )
@@ -372,9 +372,9 @@ class Api(Requests):
     async def download(
         self, run: str, step: int, dest: Path | str, *, weights_only: bool = False
     ) -> Manifest:
-        """Fetch a checkpoint into the new directory `dest`, which PEFT can load, or transformers if
-        the run trains all weights. Checks each file's SHA-256. `weights_only`: without the
-        optimizer's state."""
+        """Fetch a checkpoint into the new directory `dest`. PEFT can load the directory; if the run
+        trains all weights, transformers can load it. Checks each file's SHA-256. `weights_only`:
+        without the optimizer's state."""
         backoff, target, most = Backoff(self._patience), Path(dest), 0
         parts, params = (
             ("runs", run, "checkpoints", str(step), "download"),
@@ -388,7 +388,7 @@ class Api(Requests):
                         with archive.open("wb") as file:
                             async for chunk in chunks:
                                 file.write(chunk)
-                                if file.tell() > most:  # this attempt got further than earlier ones
+                                if file.tell() > most:  # further than every earlier attempt
                                     most = file.tell()
                                     backoff.reset()
                     return await self._http.offload(lambda: unpack(archive, target))

@@ -3,8 +3,8 @@
 model = art.TrainableModel(name="my-run", project="p", base_model="Qwen/Qwen3-8B")
 await model.register(TandemBackend())
 
-Rollouts go through the rollout door, so each `Choice` of a trajectory carries its sampled token ids
-and log-probs. Nothing is tokenised again.
+Rollouts go through the rollout door (vLLM's path /rollout/v1), so each `Choice` of a trajectory
+has its sampled token ids and log-probs. Nothing is tokenised again.
 """
 
 import re
@@ -51,11 +51,11 @@ _PEFT_NEUTRAL: list[tuple[str, object]] = [
     ("layers_pattern", None),
     ("modules_to_save", None),
 ]
-# Train the same.
+# Options that do not change what is trained; they are ignored.
 _PEFT_SPEED = ("random_state", "use_gradient_checkpointing", "max_seq_length", "temporary_location")
 _PEFT_NAMES = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
 _PEFT_DEFAULTS = {"rank": 8, "alpha": 16}
-# Keys of a model's `_internal_config` that the deployment decides here.
+# Keys of a model's `_internal_config` that are ignored: the deployment of Tandem decides them.
 _DEPLOYMENTS = (
     "peft_args",
     "engine_args",
@@ -67,7 +67,7 @@ _DEPLOYMENTS = (
     "tinker_args",
     "tinker_native_args",
 )
-_TEMPLATE = "chat_template_kwargs"  # ART's own client sends this header too
+_TEMPLATE = "chat_template_kwargs"  # ART's own client also sends them, with the rollouts' requests
 _POLICIES = {"cispo": "cispo", "ppo": "ppo", "importance_sampling": "cispo"}
 _UNBOUNDED = 1e9  # sg(ratio) * advantage * log-prob has the gradient of ratio * advantage
 _METRICS = {
@@ -86,14 +86,14 @@ _AUTO_BATCH = 8
 
 
 class TandemBackend:
-    """A backend of ART. A model is the run of its name; `get_inference_name()` names its newest
-    served step.
+    """A backend of ART. A model of ART is the run with the model's name. The model's
+    `get_inference_name()` names the newest served step.
 
     Args:
         url, api_key: the controller's address and key, as for `Tandem`.
         inference_url: vLLM's address; None: TANDEM_INFERENCE_URL, else http://127.0.0.1:8000.
         path: the directory of ART's own files.
-        sequence_length: slots of a packed row, at least the longest conversation's tokens.
+        sequence_length: tokens of a packed row, at least the tokens of the longest conversation.
         options: further settings of each job (`stall_seconds`, `labels`, ...).
     """
 
@@ -156,10 +156,9 @@ class TandemBackend:
 
     async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
         """Delete the checkpoints in ART's list, except `steps_to_keep` and checkpoints that
-        Tandem still needs."""
+        Tandem still needs. ART's list has the checkpoints with a directory (`_arrived`)."""
         for info in await self._tandem.checkpoints(_run(model)):
-            # ART's list covers checkpoints with a directory; others may belong to another program
-            # or machine.
+            # A checkpoint without a directory may belong to another program or machine.
             if info.step not in steps_to_keep and _marker(model, info.step).is_dir():
                 with suppress(Conflict, NotFound):
                     await self._tandem.delete_checkpoint(_run(model), info.step)
@@ -173,13 +172,15 @@ class TandemBackend:
         learning_rate: float = 1e-5,
         **options: Any,
     ) -> TrainResult:
-        """One job, and one optimizer step over all groups; returns when vLLM serves the new step.
+        """Train one job, with one optimizer step over all groups. Returns when vLLM serves the new
+        step.
 
-        InvalidInput names an option that Tandem can't follow (docs/art.md), or a choice that did
-        not come through the rollout door. If the rewards have no variance, nothing is trained.
+        Raises InvalidInput for an option that Tandem does not have (docs/art.md), and for a choice
+        that was not sampled through the rollout door. If the rewards have no variance, nothing is
+        trained.
 
         Args:
-            trajectory_groups: ART's groups; a group without a trajectory is left out.
+            trajectory_groups: ART's groups. A group without a trajectory is left out.
             learning_rate: the learning rate of this job, unless the option `adam_params` has one.
             options: the options of ART's `train`.
         """
@@ -213,9 +214,9 @@ class TandemBackend:
         _dev_config: Any,
         _verbose: bool = False,
     ) -> AsyncIterator[dict[str, float]]:
-        """One job for consecutive batches of one learning rate; yields the metrics of each
-        optimizer step."""
-        # The chat template's variables with which ART's client renders the rollouts' prompts.
+        """Train consecutive batches with the same learning rate as one job. Yields the metrics of
+        each optimizer step."""
+        # ART's client renders the rollouts' prompts with these variables of the chat template.
         template = (model._internal_config or {}).get(_TEMPLATE) or {}
         size = _AUTO_BATCH if config.batch_size == "auto" else config.batch_size
         batches = list(batched((_example(one, template) for one in trajectories), size))
@@ -246,16 +247,16 @@ class TandemBackend:
             await self._arrived(model, step)
 
     def _with_options(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The backend's options, joined with a call's own. If both set an option, the value of the
-        call is used, even if it is ART's default."""
+        """The backend's options, joined with the settings of a call. If both set an option, the
+        call's value is used, even if that value is ART's default."""
         merged = {
             name: {**dict(self._options.get(name, {})), **own} for name, own in settings.items()
         }
         return self._options | merged
 
     async def _arrived(self, model: Any, step: int) -> int:
-        """Returns `step` once vLLM serves it. Makes a directory for the checkpoint, because ART
-        searches such directories for checkpoints that it may delete."""
+        """Waits until vLLM serves `step`, and returns `step`. Makes a directory for the checkpoint,
+        because ART lists the checkpoints that it may delete from such directories."""
         await self._tandem.wait_served(_run(model), step)
         self._served[_run(model)] = step
         _marker(model, step).mkdir(parents=True, exist_ok=True)
@@ -291,8 +292,8 @@ def _marker(model: Any, step: int) -> Path:
 
 
 def _trajectory(trajectory: Any, where: str) -> dict[str, Any]:
-    """A trajectory in which every `Choice` is a turn. Choices of additional histories start
-    sequences of their own."""
+    """A trajectory in which every `Choice` is a turn. Each additional history is a sequence of its
+    own."""
     turns = []
     for history in (trajectory, *trajectory.additional_histories):
         for i, item in enumerate(history.messages_and_choices):

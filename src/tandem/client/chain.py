@@ -1,9 +1,9 @@
-"""Runs a training that is longer than a job: a file of examples or pairs becomes a chain of jobs.
-Each job makes a checkpoint.
+"""Trains a file of examples or pairs by a chain of jobs, for a training that is longer than one
+job. Each job trains a slice of the file and makes a checkpoint.
 
-The jobs' names come from the content of the file and the settings. So the same training, started
-again, continues where it was: the run's checkpoints say which jobs have succeeded. Only the slice
-of one job is in memory.
+The jobs' names come from the content of the file and the settings. So a second call of the same
+training finds the same names, and continues after the last job whose checkpoint the run has. Only
+the slice of one job is in memory.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ OnStep = Callable[[int, Event], object]
 
 
 class Chain:
-    """The chain of one training. Raises InvalidInput (field: the setting, or the file) if its data
-    can't be opened or is too small."""
+    """The chain of jobs of one training. Raises InvalidInput (field: the setting, or the file) if
+    the training's data can't be opened or is too small."""
 
     def __init__(self, config: SFTTraining | DPOTraining) -> None:
         self.config = config
@@ -52,13 +52,14 @@ class Chain:
         self.name = f"{config.kind}-{hashlib.sha256('\n'.join(content).encode()).hexdigest()[:20]}"
 
     def run(self, tandem: Tandem, on_step: OnStep = lambda *_: None) -> JobStatus:
-        """Submit the jobs that are not done yet, one ahead of the job that trains, and wait for the
-        last.
+        """Submit the jobs that are not done yet, and wait for the last job. While a job trains, the
+        next job is already submitted.
 
         `on_step(optimizer steps so far, event)` is called for each event of a job. Raises JobFailed
         when a job fails, and the chain ends; calling `run` again tries that job once more. Raises
-        Conflict if another training of the run came in between, if the run trains something else
-        than `trainable` and `lora`, or if it is half trained on another content of the same file.
+        Conflict if the run was trained by another training between two jobs of this chain, if the
+        run's `trainable` or `lora` differ from the settings, or if the run is half trained on
+        another content of the same file.
         """
         made = False
         try:
@@ -96,7 +97,7 @@ class Chain:
                     lambda event: on_step(_steps(part, event), event),  # noqa: B023
                 )
             except Conflict:
-                # Raises JobFailed if the job failed before the next one was submitted.
+                # Raises JobFailed if the job failed before the next job was submitted.
                 tandem.wait_job(job.id, math.inf)
                 raise
             except JobFailed:
@@ -118,7 +119,8 @@ class Chain:
 
     def _raise_if_changed(self, tandem: Tandem) -> None:
         """Raises Conflict if the run's newest job belongs to an unfinished training with the same
-        settings but other data. A new training would otherwise start on a half-trained run."""
+        settings but other data. Without this check, a new training would start on a half-trained
+        run."""
         run = self.config.run
         jobs, last = tandem.list_jobs(run, PENDING), tandem.checkpoints(run)[-1]
         with suppress(NotFound):  # the job was removed, and nothing is known of its training
@@ -144,7 +146,7 @@ class Chain:
 
     def _submit(self, tandem: Tandem, part: Slice, start: int | None) -> JobStatus:
         """The job of this slice: the existing job that is queued, running or succeeded, else a new
-        one."""
+        job."""
         tries = (
             f"{self.name}.{part.number:05}" + (f".{again}" if again else "")
             for again in range(1000)
@@ -164,8 +166,7 @@ class Chain:
         )
 
     def _rolled_back(self, tandem: Tandem, job: JobStatus) -> bool:
-        """Whether the job has succeeded but a rollback has removed its step from the run's
-        chain."""
+        """Whether the job has succeeded, but a rollback has discarded the step that it made."""
         if job.state != "succeeded":
             return False
         return discarded(job.id, job.spec.base_step, tandem.checkpoints(self.config.run))
@@ -199,13 +200,13 @@ def _steps(part: Slice, event: Event) -> int:
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """A file's inode, size and mtime, which change when it is written; empty for a directory."""
+    """A file's inode, size and mtime; writing the file changes them. Empty for a directory."""
     found = path.stat()
     return () if path.is_dir() else (found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def _digest(path: Path) -> str:
-    """SHA-256 of a file; for a directory, of its files' names and sizes."""
+    """The SHA-256 of a file's content, or of the names and sizes of a directory's files."""
     if path.is_dir():
         names = sorted(
             (str(file.relative_to(path)), file.stat().st_size)

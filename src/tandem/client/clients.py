@@ -13,7 +13,7 @@ from tandem.spool.schema import Event
 
 
 class AsyncTandem(Api):
-    """`tandem.client.Tandem` with coroutines, for one event loop."""
+    """The client with coroutines, for one event loop; the arguments are those of `Tandem`."""
 
     def __init__(
         self, base_url: str | None = None, api_key: str | None = None, *, patience: float = 30.0
@@ -62,7 +62,7 @@ def _iterate[T](items: AsyncGenerator[T, None]) -> Iterator[T]:
 def _blocking[**P, T](
     method: Callable[Concatenate[Api, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate["Tandem", P], T]:
-    """The blocking form of a method: same arguments, and the coroutine's result."""
+    """The blocking form of a method: the same arguments, and the coroutine's result."""
 
     @wraps(method)
     def call(self: "Tandem", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -74,8 +74,8 @@ def _blocking[**P, T](
 class Tandem:
     """Talks to a controller; several threads may use it.
 
-    Refusals are raised as the classes of `tandem.errors`, with the offending `field`. Raises
-    Unreachable when patience is exhausted.
+    A refusal of the controller is raised as a class of `tandem.errors`, with the offending
+    `field`. Raises Unreachable when `patience` is exhausted.
 
     Args:
         base_url: the controller's address; None: TANDEM_URL, else http://127.0.0.1:8080.

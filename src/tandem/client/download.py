@@ -1,5 +1,5 @@
-"""Makes directories that appear only when they are complete, and unpacks a checkpoint's archive
-into one. This module does no network I/O."""
+"""Makes a directory that appears only when it is complete, and unpacks a checkpoint's archive into
+such a directory. This module does no network I/O."""
 
 import os
 import tarfile
@@ -15,8 +15,8 @@ def partial_directory(target: Path) -> TemporaryDirectory[str]:
     """A directory beside `target` in which the content is made. At the end the directory is renamed
     to `target`.
 
-    Raises InvalidInput if `target` exists and is not an empty directory, or is a place that nothing
-    can be renamed to.
+    Raises InvalidInput if `target` exists and is not an empty directory, or if no directory can be
+    renamed to `target`.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InvalidInput(

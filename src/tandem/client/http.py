@@ -1,5 +1,5 @@
-"""HTTP for both clients: the controller's address and key, its paths, its errors, the I/O, and
-repeated requests."""
+"""HTTP for both clients: the controller's address, key, paths and errors, the I/O, and repeated
+requests."""
 
 import asyncio
 import os
@@ -24,14 +24,15 @@ from tandem.system.api_keys import split_name
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
-# The controller, or a proxy before it, cannot answer now but may soon.
+# With these statuses the controller, or a proxy before it, can't answer now but may answer soon.
 _RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 _CLASSES = [
     kind
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, TandemError)
 ]
-# Base classes come first in the module: if several classes have one code, the base is raised.
+# A base class precedes its subclasses in `tandem.errors`. If several classes have the same code,
+# the base class is raised.
 _KINDS = {kind.code: kind for kind in reversed(_CLASSES)}
 
 
@@ -39,11 +40,11 @@ def connection(
     base_url: str | None, api_key: str | None, given_by: str = "base_url"
 ) -> dict[str, Any]:
     """Arguments for httpx's clients. Raises InvalidInput if the key's file can't be read, the key
-    is not printable ASCII, or the URL is not a URL.
+    is not printable ASCII, or the address is not a URL.
 
     Args:
         base_url: the controller's or vLLM's address; None: TANDEM_URL, else http://127.0.0.1:8080.
-        api_key: the key, or several separated by commas or white space, of which the first is sent.
+        api_key: the key. Of several keys, separated by commas or white space, the first is sent.
             None: TANDEM_API_KEY, else the file that TANDEM_API_KEY_FILE names, else no key.
         given_by: the name of the setting that gave `base_url`, for errors.
     """
@@ -92,8 +93,8 @@ def _unreachable(error: httpx.TransportError) -> Unreachable:
 
 
 def error_of(response: httpx.Response) -> TandemError:
-    """The exception that the controller raised, made from a response whose body has been read;
-    `retriable` if another attempt may help."""
+    """The exception that the controller raised, made from a response. The response's body must
+    have been read. The exception is `retriable` if another attempt may help."""
     retriable = response.status_code in _RETRIED_STATUSES
     try:
         detail = ErrorBody.model_validate_json(response.content, extra="ignore").error
@@ -106,8 +107,8 @@ def error_of(response: httpx.Response) -> TandemError:
 
 
 def raise_if_failed(job: JobStatus) -> None:
-    """Raises JobFailed, with the reason and the end of the log, for a job that ended without
-    success."""
+    """Raises JobFailed for a job that ended without success, with the reason and the end of the
+    job's log."""
     if job.state == "succeeded":
         return
     reason = job.error.type if job.error else job.state
@@ -123,7 +124,7 @@ def raise_if_other(run: RunStatus, wanted: Mapping[str, Any], field: str) -> Non
     """Raises Conflict if an existing run differs from the given `trainable` and `lora`.
 
     Args:
-        wanted: the run's settings as given; only `trainable` and `lora` are compared, and a setting
+        wanted: the settings that the user gave. Only `trainable` and `lora` are compared. A setting
             that is absent fits every run.
         field: the error's field.
     """
@@ -152,8 +153,8 @@ class Backoff:
     """Pauses between attempts, doubling from `first` to `longest` seconds. Random jitter keeps
     several clients from retrying at the same moment.
 
-    The pauses end `patience` seconds after the first failure since the last success, so a single
-    request may take longer than `patience` and is still repeated.
+    The pauses end `patience` seconds after the first failure since the last success. So a first
+    request that fails only after more than `patience` seconds is still repeated.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class Backoff:
         self.reset()
 
     def reset(self) -> None:
-        """Start again, because the controller answered."""
+        """Start again with the shortest pause, because the controller answered."""
         self._pause = self._first
         self._until: float | None = None
 
@@ -207,7 +208,8 @@ class AsyncHttp:
 
 
 class BlockingHttp:
-    """`AsyncHttp` that blocks the thread instead: coroutines that use it are never suspended."""
+    """The I/O of `AsyncHttp`, but it blocks the thread. A coroutine that uses it is never
+    suspended."""
 
     def __init__(self, client: httpx.Client) -> None:
         self._client = client
@@ -236,7 +238,8 @@ async def _as_async[T](items: Iterator[T]) -> AsyncIterator[T]:
 
 
 async def whole_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The same bytes, re-cut at the ends of lines."""
+    """The same bytes in parts that are whole lines. The newline at the end of a part is left out,
+    as are bytes after the last newline."""
     rest = b""
     async for chunk in chunks:
         whole, _, rest = (rest + chunk).rpartition(b"\n")
@@ -247,15 +250,15 @@ def events_of(content: bytes) -> list[Event]:
     """The events in complete lines of Server-Sent Events. Only `data:` lines are parsed, because
     they contain everything that the other lines contain.
 
-    Splits bytes, because str.splitlines and httpx also split at U+2028 and similar characters,
-    which text may contain.
+    The lines are split as bytes. An event's text may contain U+2028 and similar characters, at
+    which str.splitlines and httpx also split.
     """
     lines = (line for line in content.split(b"\n") if line.startswith(b"data:"))
     return [event for line in lines if (event := _event(line.removeprefix(b"data:"))) is not None]
 
 
 def _event(line: bytes) -> Event | None:
-    """The event; None for a type that only a newer controller has."""
+    """The event in a line; None if its type is unknown, because the controller is newer."""
     try:
         return Event.model_validate_json(line, extra="ignore")
     except ValidationError as error:
@@ -267,8 +270,8 @@ def _event(line: bytes) -> Event | None:
 
 
 def parsed[T](kind: TypeAdapter[T], content: bytes) -> T:
-    """An answer of the controller as a model. A newer controller may send unknown fields. Raises
-    TandemError if the answer does not fit the model."""
+    """An answer of the controller as a pydantic model. Unknown fields are ignored, because a newer
+    controller may send them. Raises TandemError if the answer does not fit the model."""
     try:
         return kind.validate_json(content, extra="ignore")
     except ValidationError as error:
@@ -289,7 +292,7 @@ class Requests:
         self._patience = patience
 
     async def _call[T](self, kind: type[T], method: str, *parts: str, **options: Any) -> T:
-        """The response of `_request`, parsed as a `kind`."""
+        """The response of `_request`, parsed as an object of the type `kind`."""
         response = await self._request(method, *parts, **options)
         return parsed(TypeAdapter(kind), response.content)
 
@@ -302,11 +305,11 @@ class Requests:
         idempotent: bool = True,
         seconds: float = ANSWER_SECONDS,
     ) -> httpx.Response:
-        """Send a request to /v1/<parts>, repeatedly for up to `patience` seconds until it is
-        answered. Arguments that are None are left out.
+        """Send a request to /v1/<parts>. Until the controller answers, the request is repeated for
+        up to `patience` seconds. Values in `params` and `body` that are None are left out.
 
-        A request that is not idempotent is repeated only if it cannot have arrived. Raises the
-        controller's error, or Unreachable.
+        A request that is not idempotent is repeated only if it cannot have reached the controller.
+        Raises the controller's error, or Unreachable.
         """
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
         arguments: dict[str, Any] = {"method": method, "url": path(*parts), "timeout": timeout}
@@ -331,8 +334,8 @@ class Requests:
 
     @asynccontextmanager
     async def _stream(self, *parts: str, **arguments: Any) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The parts of the body of a GET of /v1/<parts>. Raises the controller's error, or
-        Unreachable, even in the middle of the body."""
+        """The body of a GET of /v1/<parts>, in chunks. Raises the controller's error, or
+        Unreachable if the connection breaks, even in the middle of the body."""
         try:
             async with self._http.stream(path(*parts), **arguments) as chunks:
                 yield chunks

@@ -1,4 +1,4 @@
-"""Reads the memory that a job's events report, attempt by attempt."""
+"""Reads the memory that a job's events report, for each attempt of the job."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -14,19 +14,19 @@ KINDS = ("allocated", "reserved", "device_used", "host_pinned", "peak")
 
 
 class AttemptMemory(BaseModel):
-    """Memory of one attempt, in bytes, as far as its events report it."""
+    """The memory of one attempt, in bytes, as far as the attempt's events report it."""
 
     attempt: int
     device: str | None = None  # "cpu", "cuda:0", ...; None until the ranks have started
     ranks: dict[int, RankMemory] = Field(default_factory=dict)
     last_step: dict[str, dict[str, int]] = Field(default_factory=dict)
-    """Phase -> kind -> bytes, the maximum over all ranks. Covers the phases of the last optimizer
-    step that are not in `ranks`."""
+    """Phase -> kind -> bytes, the maximum over all ranks. Has the phases of the last optimizer step
+    that are missing in `ranks`."""
     released: bool = False  # the ranks have ended; until then `most` and `left` are empty
-    processes: int = 0  # processes that survived SIGKILL
-    # UUID -> most bytes in use, by any process, while ranks ran.
+    processes: int = 0  # number of processes that survived SIGKILL
+    # UUID of a device -> the most bytes in use on it while ranks ran, by all processes together.
     most: dict[str, int] = Field(default_factory=dict)
-    # UUID -> bytes left in use; None: not measured.
+    # UUID of a device -> bytes in use above its floor after the ranks ended; None: not measured.
     left: dict[str, int | None] = Field(default_factory=dict)
 
 

@@ -18,15 +18,15 @@ INSTRUCTION = "Give your final answer between <answer> and </answer>."
 class GymEnvironment:
     """A dataset of reasoning-gym.
 
-    The reward is the dataset's score, 0 to 1, of the text between <answer> and </answer>, or of the
-    whole answer if it has no such tags.
+    The reward is the score, 0 to 1, that the dataset gives to the text between <answer> and
+    </answer>, or to the whole answer if it has no such tags.
 
     Args:
         name: the dataset's name, such as `chain_sum`.
         size: the number of tasks.
         seed: decides the choice of the tasks.
         instruction: the system message; "": none.
-        parameters: the dataset's own, such as `max_terms`.
+        parameters: the dataset's own parameters, such as `max_terms`.
     """
 
     def __init__(

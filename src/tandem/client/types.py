@@ -1,4 +1,4 @@
-"""Types of the client's arguments and results that are not requests or responses of the API."""
+"""Types of the client's arguments and results, except the requests and responses of the API."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class LogPart:
 
 
 class _JobOptions(TypedDict, total=False):
-    """Options of a job. The defaults are the defaults of the requests in
+    """Options of a job. An option that is left out has the default of the request in
     `tandem.controller.schemas`."""
 
     id: str

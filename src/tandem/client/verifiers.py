@@ -1,9 +1,9 @@
 """Turns rollouts of the package verifiers into groups for `train_rl`.
 
-Version 0.4 (`verifiers.v1`): `VerifiersEnvironment` runs an agent on a taskset,
-`trace_to_trajectory` converts any trace. The old API (0.1 to 0.2, `verifiers.legacy` in 0.3):
-sample through the rollout door, then call `outputs_to_groups`. In both versions, tokens and
-log-probs are the sampler's own.
+Version 0.4 (`verifiers.v1`): `VerifiersEnvironment` runs an agent on a taskset, and
+`trace_to_trajectory` converts any trace. The old API (versions 0.1 to 0.2, and `verifiers.legacy`
+in 0.3): sample through the rollout door (vLLM's path /rollout/v1), then call `outputs_to_groups`.
+With both APIs, tokens and log-probs are those that vLLM sampled.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ GroupDict = dict[str, list[dict[str, Any]]]
 
 
 def trace_to_trajectory(trace: Any) -> dict[str, Any] | None:
-    """A trace of `verifiers.v1` as a trajectory: each sampled span of its trainable branches is a
-    turn.
+    """A trace of `verifiers.v1` as a trajectory. Each span of sampled tokens in a trainable branch
+    of the trace is a turn.
 
     Returns None for a trace that failed, for a trace of an agent that is not trained, and for a
     trace without a sampled token. Raises InvalidInput for a trace without token ids: it was not
@@ -31,7 +31,8 @@ def trace_to_trajectory(trace: Any) -> dict[str, Any] | None:
     if trace.has_error or not trace.agent.trainable:
         return None
     step = policy_step_of(next((call.model for call in trace.calls), None))
-    turns: dict[tuple[int, ...], dict[str, Any]] = {}  # branches have a common beginning
+    # Branches have a common beginning, so a turn can be in several branches.
+    turns: dict[tuple[int, ...], dict[str, Any]] = {}
     for branch in trace.branches:
         if not branch.trainable:
             continue
@@ -57,8 +58,9 @@ def outputs_to_groups(
     """Groups from the outputs of the old API's `env.generate(..., state_columns=["trajectory"])`,
     one group per example.
 
-    `step`: the checkpoint that sampled the rollouts. Rollouts with an error are left out. Raises
-    InvalidInput for a step without token ids: it was not sampled through the rollout door.
+    `step`: the step of the run from which the rollouts were sampled. Rollouts with an error are
+    left out. Raises InvalidInput for a part of a trajectory without token ids: it was not sampled
+    through the rollout door.
     """
     groups: dict[Any, list[dict[str, Any]]] = {}
     rollouts = outputs["outputs"] if isinstance(outputs, Mapping) else outputs
@@ -95,9 +97,9 @@ class VerifiersEnvironment:
         tokenizer: the base model's directory or hub name.
         inference_url: vLLM's address, by default TANDEM_INFERENCE_URL, else http://127.0.0.1:8000.
             The key is TANDEM_API_KEY.
-        harness: its programs run as processes on this machine.
+        harness: the id of the agent's harness. Its programs run as processes on this machine.
         renderer: a RendererConfig or its fields; by default the model's own renderer.
-        sampling: vLLM's options.
+        sampling: vLLM's sampling options.
         agent: other fields of vf.AgentConfig (`max_turns`, `timeout`).
     """
 

@@ -1,4 +1,4 @@
-"""A client's view of vLLM: its address, the key, and whether it serves the run."""
+"""The client's connection to vLLM: vLLM's address, the key, and whether vLLM serves the run."""
 
 import asyncio
 import json
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 VARIABLE = "TANDEM_INFERENCE_URL"
 DEFAULT = "http://127.0.0.1:8000"
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 3600.0
-# An idle connection is closed before vLLM closes it after 5 s, because a request that is sent at
-# that moment would fail.
+# vLLM closes a connection that is idle for 5 s, and a request that is sent at that moment would
+# fail. So the client closes an idle connection earlier.
 _KEPT_SECONDS = 4.0
 START_PATIENCE = 30.0
-"""Seconds within which vLLM must list the run: a vLLM that has just started has not loaded its
-adapters yet."""
+"""Seconds within which vLLM must list the run. The wait is needed because a vLLM that has just
+started has not loaded its adapters yet."""
 
 
 def vllm_url(given: str | None = None) -> str:
@@ -60,11 +60,13 @@ class HttpAnswer:
 
 
 class Vllm:
-    """vLLM's /v1 at `url`, for one event loop; enter it before use.
+    """A client of vLLM's /v1 at `url`, for one event loop. The client is an async context manager
+    and must be entered before use.
 
-    httpx is not used here: its pool walks all connections for each request, so N concurrent
-    requests cost N² (docs/performance.md, Sampling beside training). The key in `headers` is sent
-    to `url` alone: redirects are not followed, and neither cookies nor ~/.netrc are read.
+    The client does not use httpx: httpx's pool walks all connections for each request, so N
+    concurrent requests cost N² (docs/performance.md, Sampling beside training). The key in
+    `headers` is sent to `url` alone: redirects are not followed, and neither cookies nor ~/.netrc
+    are read.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
@@ -78,7 +80,7 @@ class Vllm:
         connector = aiohttp.TCPConnector(
             limit=0,
             keepalive_timeout=_KEPT_SECONDS,
-            # The same certificates that the controller's client trusts.
+            # The session trusts the same certificates as the controller's client.
             ssl=httpx.create_ssl_context() if parsed.scheme == "https" else True,
         )
         proxies = {} if proxy_bypass(parsed.host) else getproxies()
@@ -110,7 +112,8 @@ class Vllm:
             session: the rollout's name. The request goes through the rollout door, which continues
                 the session's tokens. With several inference servers, all requests of a session go
                 to one server.
-            group: the name of a group of sessions, whose first requests go to one inference server.
+            group: the name of a group of sessions. The first requests of all sessions of the group
+                go to the same inference server.
         """
         import aiohttp
 
@@ -146,7 +149,8 @@ def open_vllm() -> Vllm:
 
 
 async def raise_unless_serving(vllm: Vllm, run: str, patience: float = START_PATIENCE) -> None:
-    """Raises the reason if vLLM does not list a step of the run in time.
+    """Raises Unreachable if vLLM does not list a step of the run in time, and Unauthorized if vLLM
+    refuses the key.
 
     Args:
         run: the run's name.
@@ -177,7 +181,7 @@ async def raise_unless_serving(vllm: Vllm, run: str, patience: float = START_PAT
 
 
 def listed_models(answer: HttpAnswer | httpx.Response) -> list[str]:
-    """The models in vLLM's list; empty if the answer is not a list of models."""
+    """The names of the models in vLLM's list; empty if the answer is not a list of models."""
     try:
         return [str(card["id"]) for card in answer.json()["data"]]
     except (ValueError, KeyError, TypeError):

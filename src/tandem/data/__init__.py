@@ -1,21 +1,22 @@
-"""Makes a job's packed arrays from files and trajectories. Does not import torch.
+"""Makes a job's packed arrays from files and trajectories. The package does not import torch.
 
 Trajectories, examples and pairs become tokens (`render.py`), then prefix trees and rows
 (`packing.py`), then a job's arrays (`prepare.py`). `formats.py` reads files of examples, and
 `chain_plan.py` cuts a training on a file into jobs. `datums.py` has the data and losses of a
-session, by Tinker's names.
+session, under the names of Tinker's API.
 
-A row has `sequence_length` slots and holds whole prefix trees. A tree lies in depth-first order,
-and siblings share every token of their common prefix. Two integers per slot describe the tree:
+A row has `sequence_length` slots, one for each token, and holds whole prefix trees. The tokens of a
+tree lie in depth-first order, and siblings share every token of their common prefix. Two integers
+per slot describe the tree:
 
     positions[i]      the token's depth, which is its RoPE position
     subtree_end[i]    one past the last slot of the subtree below the segment that holds i
 
 Query q may attend to key k exactly when k <= q < subtree_end[k]. The layout is depth-first, so this
 condition is the complete mask for trees of any depth. The trained tokens are a list of items,
-separate from the
-slots: several trajectories with different advantages may train one shared token. The trainer
-computes logits only at the parents of trained tokens. `packed_format.py` lists every array.
+separate from the slots, because several trajectories with different advantages may train one shared
+token. The trainer computes logits only at the parents of trained tokens. `packed_format.py` lists
+every array.
 
 A sequence longer than a row is refused, left out or cut, according to `packing.too_long`
 (`prepare.py`).

@@ -1,5 +1,6 @@
-"""Cuts a file of examples or pairs into a chain of jobs: the records of each job, their order, and
-the job's request. Only the slice of one job is in memory. Imports no numpy and no torch."""
+"""Cuts a file of examples or pairs into a chain of jobs. Chooses the records of each job and their
+order, and makes the job's request. Only the slice of one job is in memory. The module imports no
+numpy and no torch."""
 
 import math
 import random
@@ -37,22 +38,25 @@ class TrainingConfig(Record):
     run: RunName
     data: str  # a file of examples or pairs; docs/data.md lists the formats
     format: str = "auto"
-    # A file, or a fraction of `data`, whose loss is computed but not trained on.
+    # Held-out records, whose loss is computed but which are not trained: a file, or a fraction of
+    # `data`.
     held_out: float | str | None = Field(default=None, union_mode="left_to_right")
     epochs: int = Field(default=1, ge=1)
     batch_size: int = Field(default=32, ge=1)  # examples or pairs per optimizer step
     learning_rate: float | None = Field(default=None, gt=0)  # default: 2e-4 for SFT, 2e-5 for pairs
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup: float = Field(default=0.03, ge=0)  # optimizer steps; below 1, the fraction of all steps
-    floor: float = Field(default=0.0, ge=0, le=1)  # fraction of the learning rate at the end
+    # Optimizer steps of the warmup; a number below 1 is a fraction of all steps.
+    warmup: float = Field(default=0.03, ge=0)
+    floor: float = Field(default=0.0, ge=0, le=1)  # last learning rate / highest learning rate
     checkpoint_every: int = Field(default=100, ge=1)  # optimizer steps of a job
-    evaluate_every: int = Field(default=1, ge=1)  # number of jobs between two held-out losses
+    evaluate_every: int = Field(default=1, ge=1)  # jobs from one held-out loss to the next
     sequence_length: int = PackingSettings.model_fields["sequence_length"].default
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"
-    trainable: Trainable = "lora"  # `trainable` and `lora` describe a run that does not exist yet
+    trainable: Trainable = "lora"  # the run is created with `trainable` and `lora`
     lora: LoraShape | None = None
     optimizer: OptimizerSettings = OptimizerSettings()  # Adam's other settings
-    chat_template_kwargs: JsonObject = Field(default_factory=dict)  # for records without their own
+    # The chat template's variables for all records; a record's own variables override them.
+    chat_template_kwargs: JsonObject = Field(default_factory=dict)
     seed: int = Field(default=0, strict=True)  # seed of the examples' order
     # `deadline_seconds`, `stall_seconds` and `max_attempts` limit each job.
     deadline_seconds: float = Field(default=86400.0, gt=0)
@@ -91,8 +95,8 @@ class DPOTraining(TrainingConfig):
 @dataclass(frozen=True)
 class Slice:
     """A job of the chain: optimizer steps [first, last) of the whole training. The steps are a part
-    of one epoch, or several whole epochs. In each epoch the trainer visits the batches of these
-    steps in another order."""
+    of one epoch, or one or several whole epochs. In each epoch the trainer visits the job's batches
+    in another order."""
 
     number: int
     first: int
@@ -100,14 +104,14 @@ class Slice:
 
 
 class ChainPlan:
-    """The jobs of one training. Raises InvalidInput (field: the setting, or the file) if its data
-    can't be opened or is too small."""
+    """The jobs of one training. Raises InvalidInput (field: the setting, or the file) if the
+    training's data can't be opened or is too small."""
 
     def __init__(self, config: SFTTraining | DPOTraining) -> None:
         self.config = config
         self._key = "pairs" if config.kind == "dpo" else "examples"
         self._data = _checked(config.data, config)
-        self._held_out: list[tuple[str, dict[str, Any]]] = []  # place and record
+        self._held_out: list[tuple[str, dict[str, Any]]] = []  # (place in the file, record)
         indices = list(range(len(self._data)))
         if isinstance(config.held_out, float):
             random.Random(f"{config.seed} held out").shuffle(indices)
@@ -142,7 +146,7 @@ class ChainPlan:
     def request(
         self, part: Slice, name: str, start: int | None, labels: Mapping[str, str]
     ) -> dict[str, Any]:
-        """The request for a job `name` that trains this slice.
+        """The request for the job of id `name` that trains the slice `part`.
 
         Args:
             start: the step that the chain's first job starts from, if known.
@@ -155,7 +159,7 @@ class ChainPlan:
             and config.loss.kind != "simpo"
             and config.loss.reference == "start"
         ):
-            # The whole chain has one reference.
+            # All jobs of the chain have the same reference: the step before the first job.
             loss = config.loss.model_copy(update={"reference": start})
         rate = config.learning_rate or RATES[config.kind]
         evaluated = (part.number + 1) % config.evaluate_every == 0 or part.number + 1 == len(
@@ -181,8 +185,8 @@ class ChainPlan:
         }
 
     def as_given(self, error: InvalidInput, part: Slice) -> InvalidInput:
-        """Rewrites a refusal of `examples.17.messages`, so that it names the place in the file and
-        uses the setting names of `TrainingConfig`."""
+        """Rewrites the controller's refusal of a request. A field such as `examples.17.messages`
+        becomes the place in the file. Settings get their names in `TrainingConfig`."""
         error = type(error)(error.message.replace("packing.", ""), field=error.field)
         name, index, *rest = [*(error.field or "").split("."), ""]
         if name == "packing":
@@ -196,18 +200,18 @@ class ChainPlan:
         )
 
     def _part(self, part: Slice) -> list[int]:
-        """The records of a job, in the order of its epoch, drawn from the seed."""
+        """The indices of a job's records, in an order that the seed and the epoch decide."""
         epoch, step = divmod(part.first, self._per_epoch)
         order = list(self._indices)
         random.Random(f"{self.config.seed} {epoch}").shuffle(order)
         size = self.config.batch_size
-        # a slice of several epochs has the records of each epoch
+        # For a slice of several epochs, the end lies beyond the list: the slice has every record.
         return order[step * size : (step + part.last - part.first) * size]
 
 
 def slices(total: int, per_epoch: int, most: int) -> list[Slice]:
-    """The jobs of a training. Each job has all whole epochs that fit into `most` steps, or a part
-    of one epoch.
+    """The jobs of a training. A job has as many whole epochs as fit into `most` steps. If not even
+    one epoch fits, a job has a part of one epoch.
 
     Args:
         total: optimizer steps of all jobs together.

@@ -1,9 +1,9 @@
 """Tokenises conversations with the model's own tokenizer and chat template, and marks the trained
 tokens by the rules in docs/data.md.
 
-Many texts are tokenised at once, and each conversation only once. To find the token at which
-trained text begins, the text from the last special token up to that place is tokenised alone. The
-result is exact, because tokenizers never merge across special tokens.
+Many texts are tokenised in one call, and each conversation only once. To find the token at which
+trained text begins, the text between the last special token and the trained text is tokenised
+alone. The result is exact, because tokenizers never merge across special tokens.
 """
 
 import re
@@ -42,8 +42,8 @@ def _has_marks(template: str) -> bool:
 
 @lru_cache(maxsize=2)
 def load_tokenizer(path: str) -> Any:
-    """transformers' tokenizer of a directory or hub name. The tokenizer is read once and needs no
-    torch. Raises InvalidInput if the tokenizer can't be loaded."""
+    """transformers' tokenizer in a directory or at a hub name. The tokenizer is read once and needs
+    no torch. Raises InvalidInput if the tokenizer can't be loaded."""
     try:
         with _one_at_a_time:
             # Imported here, because it takes seconds and RL doesn't need it.
@@ -61,7 +61,7 @@ class SequenceText:
     """A sequence as text, before it is tokenised."""
 
     text: str
-    # The trained characters [start, end), and the name of each span in errors.
+    # For each trained span: its characters [start, end), and its name in errors.
     spans: list[tuple[int, int, str]]
     marked: bool = False  # whether `{% generation %}` blocks of the chat template enclose `spans`
     lead: list[int] = field(default_factory=list)  # tokens before the text
@@ -69,8 +69,8 @@ class SequenceText:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation. `messages`: in the form that a chat template reads; `options`: further
-    variables of the template."""
+    """A conversation. `messages`: the messages in the form that a chat template reads. `options`:
+    further variables of the template."""
 
     template: str
     messages: list[dict[str, Any]]
@@ -80,7 +80,7 @@ class Conversation:
 
 
 class Renderer:
-    """A tokenizer, with values that are computed from it once and reused."""
+    """A tokenizer, with values that are computed once from the tokenizer and reused."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.encoder = tokenizer, Encoder(tokenizer)
@@ -91,31 +91,31 @@ class Renderer:
             if token.special
         }
         self.endings = tuple(special.values())
-        # A tokenizer matches the leftmost special token; of several that begin at the same
-        # character, it matches the longest.
+        # A tokenizer matches the leftmost special token. If several special tokens begin at the
+        # same character, the tokenizer matches the longest of them.
         self.marks = re.compile(
             "|".join(re.escape(text) for text in sorted(self.endings, key=len, reverse=True))
             or "$^"
         )
-        # The last entry stands for all token ids above the highest special one.
+        # The last entry stands for all token ids above the highest special token id.
         self.special = np.zeros(max(special, default=0) + 2, bool)
         self.special[list(special)] = True
         self.lead = [
             number for number in tokenizer("").input_ids if number == tokenizer.bos_token_id
         ]
         self.shows_tools = False  # whether the template is known to render tools
-        # Pairs of template and role that render content, separately for the first message and later
-        # ones, because some templates render a role only as the first message.
+        # (Template, role, whether the message is the first) for which the template renders the
+        # content. Some templates render a role only in the first message.
         self._shown = set[tuple[str, str, bool]]()
-        # (Template, whether the turn has calls) -> the text from the end of a turn to the next
+        # (Template, whether the turn has calls) -> the text from the end of a turn up to the next
         # token at which vLLM stops.
         self._after = dict[tuple[str, bool], str]()
-        # Most such texts are a few common words, such as "assistant\n".
+        # Most short texts are a few common words, such as "assistant\n", so they are cached.
         self._encode_short = lru_cache(maxsize=4096)(self.encoder.encode)
 
     def text(self, prompt: str, completion: str, name: str) -> SequenceText:
-        """A prompt and its completion, as vLLM's completions API would tokenise and end them: BOS
-        first if the tokenizer adds it, EOS last if there is one.
+        """A prompt and its completion, as vLLM's completions API would tokenise and end them. The
+        text begins with BOS if the tokenizer adds BOS, and ends with EOS if the tokenizer has EOS.
 
         Args:
             name: the completion's name in errors.
@@ -137,12 +137,13 @@ class Renderer:
         tools: Any,
         options: Mapping[str, Any],
     ) -> list[SequenceText]:
-        """The texts of a conversation. Messages in `trained` are trained. Errors refer to the
-        messages by `names`. Raises InvalidInput if the tokenizer has no chat template or the
-        template refuses the conversation.
+        """The texts of a conversation. Raises InvalidInput if the tokenizer has no chat template,
+        or if the template refuses the conversation.
 
         Args:
-            options: see `Conversation`.
+            names: the messages' names in errors.
+            trained: indices of the trained messages.
+            options: further variables of the template.
         """
         if not self.tokenizer.chat_template:
             problem = f"the base model's tokenizer has no chat template; {INSTEAD}"
@@ -159,8 +160,8 @@ class Renderer:
         return sources
 
     def _check_roles(self, chat: Conversation, last: int) -> None:
-        """Refuses a message whose role the template skips, at this place or everywhere, because the
-        message would vanish."""
+        """Refuses a message of a role that the template does not render, either at the message's
+        place or anywhere, because the message would vanish."""
         plain, names = chat.messages[: last + 1], chat.names
         for i, message in enumerate(plain):
             seen = chat.template, message["role"], i == 0
@@ -179,7 +180,7 @@ class Renderer:
             self._shown.add(seen)
 
     def _marked(self, chat: Conversation, trained: set[int]) -> SequenceText:
-        """The text of a template that marks trained text by `{% generation %}`."""
+        """The conversation's text from a template that marks trained text by `{% generation %}`."""
         plain, last = chat.messages, chat.names[max(trained)]
         text, spans = self._apply(chat, plain, last, marks=True)
         spans = [span for span in spans if span[0] < span[1]]
@@ -202,9 +203,10 @@ class Renderer:
         return SequenceText(text, [(start, end, last) for start, end in spans], marked=True)
 
     def _turns(self, chat: Conversation, trained: set[int]) -> list[SequenceText]:
-        """The texts of a template without marks. Turns share one text if a later turn's prompt
-        continues the earlier turn. So the trained tokens are exact even if the template renders old
-        messages differently (Qwen3 leaves out old reasoning).
+        """The conversation's texts from a template without `{% generation %}`. Two turns share
+        one text if the later turn's prompt continues the earlier turn. If the template renders old
+        messages differently (Qwen3 leaves out old reasoning), the turns have a text each, so the
+        trained tokens are exact.
         """
         sources: list[SequenceText] = []
         plain = chat.messages
@@ -229,10 +231,11 @@ class Renderer:
         return sources
 
     def _ended(self, chat: Conversation, message: dict[str, Any], completion: str) -> str:
-        """The completion, cut after the token at which vLLM stops, if the template writes such a
-        token."""
+        """The completion, cut after the token at which vLLM stops. If the completion has no such
+        token, the beginning of the next message up to such a token is added (`_after_turn`)."""
         end = len(completion.rstrip())
-        # the length without trailing special tokens and the white space between them
+        # `begin` becomes the length without the special tokens at the end, and without the white
+        # space around them.
         begin = end
         while before := next(
             (mark for mark in self.endings if completion.endswith(mark, 0, begin)), None
@@ -271,7 +274,7 @@ class Renderer:
     def _after_turn(self, chat: Conversation, message: dict[str, Any]) -> str:
         """The beginning of the message after a turn, up to a token at which vLLM stops, such as
         GLM-4.5's `<|user|>`; "" if the message does not begin with such a token."""
-        # Some templates leave out the reasoning of answers before the last one.
+        # Some templates leave out the reasoning of all answers except the last answer.
         last = {name: value for name, value in message.items() if name not in REASONING}
         following = {"role": "user", "content": "?"}
         if "tool_calls" in message:
@@ -323,8 +326,8 @@ class Renderer:
         ends = [end for _, end in spans] if len(spans) == len(at) else []
 
         def index(position: int) -> int | None:
-            """The index of the token that begins at character `position`. None if the tokens before
-            the index differ from the tokens of the text before `position`."""
+            """The index of the token that begins at character `position`. None if no token begins
+            there: the text before `position`, tokenised alone, gives other tokens."""
             if position == len(source.text):
                 return len(ids)
             before = bisect_right(ends, position) - 1
@@ -343,8 +346,9 @@ class Renderer:
         return [_sequence(source, ids, trained, source.spans[-1][2])]
 
     def _apart(self, source: SequenceText) -> list[LinearSequence]:
-        """The sequences of a text in which a token crosses the border of a trained span. Sampling
-        starts after the prompt's own tokens, so each trained span is tokenised by itself."""
+        """The sequences of a text in which a token crosses the border of a trained span. Each
+        trained span is tokenised by itself, because sampling starts after the tokens of the prompt
+        alone."""
         found = []
         for start, end, name in source.spans:
             prompt, whole = (
@@ -382,5 +386,5 @@ def _sequence(
 
 @lru_cache(maxsize=2)
 def renderer(tokenizer: Any) -> Renderer:
-    """The renderer of this tokenizer, made once."""
+    """The renderer of a tokenizer. Later calls return the same renderer."""
     return Renderer(tokenizer)

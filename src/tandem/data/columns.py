@@ -1,5 +1,5 @@
-"""Reads columns of a record: texts, JSON, and columns that become messages. Imports no numpy and no
-torch."""
+"""Reads columns of a record: texts, JSON, and columns that become messages. The module imports no
+numpy and no torch."""
 
 import json
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ def json_value(value: Any, field: str) -> Any:
 
 
 def text(record: Record, *names: str) -> str:
-    """The first of these columns that has a value; "" if all are empty. Raises InvalidInput if the
-    column's value is not a text."""
+    """The text of the first of the columns `names` that has a value; "" if none has a value. Raises
+    InvalidInput if the value is not a text."""
     name = next((name for name in names if record.get(name) is not None), None)
     value = "" if name is None else record[name]
     if not isinstance(value, str):
@@ -30,8 +30,8 @@ def text(record: Record, *names: str) -> str:
 
 
 def turns(*contents: str) -> list[dict[str, Any]]:
-    """Messages with the roles system, user, assistant, user, ...; an empty system message is left
-    out."""
+    """Messages with the roles system, user, assistant, user, assistant and so on, one for each
+    content. An empty system message is left out."""
     roles = ["system"] + ["user", "assistant"] * len(contents)
     found = [
         {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
@@ -44,8 +44,8 @@ def answer(content: str) -> list[dict[str, Any]]:
 
 
 def asked(record: Record) -> list[dict[str, Any]]:
-    """The messages before the answer, from an alpaca record or a record with a question. Raises
-    InvalidInput if `history` is not a list of [question, answer]."""
+    """The messages before the answer, made from an alpaca record or from a record with a question.
+    Raises InvalidInput if the column `history` is not a list of [question, answer]."""
     try:
         history = [
             part for question, reply in record.get("history") or () for part in (question, reply)

@@ -1,6 +1,6 @@
-"""Turns conversations of files into lists of OpenAI's messages. The formats are sharegpt's,
-ms-swift's and Anthropic's, and texts that contain calls and tools' answers. Imports no numpy and no
-torch.
+"""Turns conversations of files into lists of messages in OpenAI's form. Reads the formats of
+sharegpt, ms-swift and Anthropic, and texts that contain calls and tools' answers. The module
+imports no numpy and no torch.
 """
 
 import ast
@@ -58,8 +58,8 @@ def chat(value: Any, field: str) -> Any:
 
 
 def _messages(item: Any, field: str) -> list[tuple[Any, bool]]:
-    """The messages of one item of a conversation. With each message: whether it has only calls,
-    which join an assistant's message right before it."""
+    """The messages of one item of a conversation. Each message comes with a flag: whether it has
+    only calls. Such calls join the message right before it, if that is an assistant's message."""
     if not isinstance(item, dict) or (
         item.keys() == {"role", "content"}
         and isinstance(item["content"], str)
@@ -71,7 +71,7 @@ def _messages(item: Any, field: str) -> list[tuple[Any, bool]]:
         both = (("user", item["human"]), ("assistant", item["assistant"]))
         return [({"role": role, "content": text}, False) for role, text in both]
     names = {name.lower(): name for name in item}
-    # Axolotl's pygmalion calls this key `role`.
+    # The format pygmalion of Axolotl calls the key `from` `role`.
     speaker = names.get("from") or (names.get("role") if "value" in names else None)
     shared = speaker is not None and "content" not in item
     if shared and speaker is not None:
@@ -113,8 +113,8 @@ def _called(item: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _written(item: dict[str, Any]) -> list[dict[str, Any]]:
-    """The calls or tools' answers between Hermes' tags in a text, as messages. If the text between
-    tags is not a call, the message is returned unchanged."""
+    """The message's text as messages: calls or tools' answers between the tags of the Hermes format
+    become messages. If the text between tags is not a call, the message is returned unchanged."""
     text = item["content"]
     if item["role"] == "assistant" and "tool_calls" not in item:
         calls = [_literal(one) for one in _ONE_CALL.findall(text)]
@@ -144,8 +144,8 @@ def _is_call(value: Any) -> bool:
 
 
 def _anthropic(item: dict[str, Any], field: str) -> list[dict[str, Any]]:
-    """The messages for one message with Anthropic's content parts; other messages are returned
-    unchanged."""
+    """The messages for one message whose content is a list of Anthropic's parts. A message with
+    other parts is returned unchanged."""
     parts = item["content"]
     kinds = {part.get("type") for part in parts if isinstance(part, dict)}
     if not kinds & {"tool_use", "tool_result", "thinking"}:

@@ -1,5 +1,5 @@
-"""The data of a session: sequences with a target and a factor at each position, and optionally the
-sampler's log-probs. Also the losses, by the names of Tinker's API.
+"""The data of a session, and its losses under the names of Tinker's API. The data are sequences
+with a target and a factor at each position, and optionally with the sampler's log-probs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +18,8 @@ from tandem.errors import InvalidInput
 from tandem.spool.schema import PassRequest, RLLoss, SFTLoss
 
 SHORTEST_ROW, USUAL_ROW = 128, 4096
-"""Slots of a row. Both lengths are powers of two, so that few lengths are compiled. An 8 B model
-computes rows of 2,048 slots a third slower than rows of 4,096."""
+"""Lengths of rows, in slots. All lengths are powers of two, so that few lengths are compiled. An
+8 B model computes rows of 2,048 slots a third slower than rows of 4,096 slots."""
 MOST_TOKENS = 2**20
 # Tandem's losses clamp the ratio at e^20, so a bound of this value has no effect.
 _NO_BOUND = 1e9
@@ -47,11 +47,12 @@ _CONFIG = {
 
 @dataclass(frozen=True)
 class Datum:
-    """One sequence of a session. `tokens` [n]: int32 token ids; `targets` [n]: `targets[i]` is
-    predicted from `tokens[: i + 1]`. `factors` [n]: the weights for cross-entropy, the advantages
-    for other losses. `logprobs` [n]: the sampler's log-probs in nats, which every loss but
-    cross-entropy needs. `sequence_ratio_mask` [n], which GSPO needs: nonzero at each position whose
-    log-ratio is part of the sequence's ratio."""
+    """One sequence of a session. All arrays have the shape [n].
+
+    `tokens`: int32 token ids. `targets`: `targets[i]` is predicted from `tokens[: i + 1]`.
+    `factors`: the weights for cross-entropy, the advantages for other losses. `logprobs`: the
+    sampler's log-probs in nats; every loss except cross-entropy needs them. `sequence_ratio_mask`:
+    nonzero at each position whose log-ratio is part of the sequence's ratio; GSPO needs it."""
 
     tokens: Int32
     targets: Int32
@@ -61,9 +62,9 @@ class Datum:
 
 
 def named_loss(name: str, config: Mapping[str, float]) -> SFTLoss | RLLoss:
-    """The settings of the loss that Tinker's API calls `name`, summed over all items. InvalidInput
-    (fields `loss_fn`, `loss_fn_config...`) for an unknown name, or settings that the loss does not
-    have.
+    """The settings of the loss that Tinker's API calls `name`. The loss is a sum over all items.
+    Raises InvalidInput (fields `loss_fn`, `loss_fn_config...`) for an unknown name, and for a
+    setting that the loss does not have.
 
     - cross_entropy: -sum w lp
     - importance_sampling: -sum r A
@@ -113,9 +114,9 @@ def pass_request(
     vocab_size: int,
     longest: int = MOST_TOKENS,
 ) -> tuple[PassRequest, Callable[[Path], str]]:
-    """The request, and the function that writes its packed arrays, in the form in which
-    `RequestLog.append` takes them. The same data gives the same bytes. Raises InvalidInput (fields
-    `data.<i>...`) for data that can't be computed.
+    """The request, and the function that writes the request's packed arrays; `RequestLog.append`
+    takes both. The same data gives the same bytes. Raises InvalidInput (fields `data.<i>...`) for
+    data that can't be computed.
 
     Args:
         data: at least one datum.
@@ -183,8 +184,8 @@ def _check(datum: Datum, loss: SFTLoss | RLLoss, vocab_size: int, longest: int, 
 
 
 def _sequence(datum: Datum) -> LinearSequence:
-    """The datum as a sequence in which every position is an item. The last target is stored in the
-    slot after the last token."""
+    """The datum as a sequence in which every position is an item. The slot after the last token
+    holds the last target."""
     logprobs = datum.logprobs
     if logprobs is not None and datum.sequence_ratio_mask is not None:
         logprobs = np.where(datum.sequence_ratio_mask != 0, logprobs, np.nan)
@@ -198,9 +199,9 @@ def _sequence(datum: Datum) -> LinearSequence:
 
 
 def _groups(sequences: Sequence[LinearSequence]) -> list[int]:
-    """Groups for the packer, numbered by the index of their first sequence. Sequences that are
-    neighbours in lexicographic order form a group if they share at least half of the shorter
-    sequence, as samples of one prompt do."""
+    """The number of each sequence's group, for the packer. Groups are numbered from 0, in the order
+    of their first sequences. Neighbours in lexicographic order form a group if they share at least
+    half of the shorter sequence, as samples of one prompt do."""
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tokens.tolist())
     leader = {order[0]: order[0]}
     for before, after in pairwise(order):
@@ -212,7 +213,7 @@ def _groups(sequences: Sequence[LinearSequence]) -> list[int]:
 
 
 def _row_length(lengths: Sequence[int]) -> int:
-    """Slots of a row, a power of two. A row holds all sequences, but has more than USUAL_ROW slots
-    only if the longest sequence needs them."""
+    """Slots of a row, a power of two. All sequences fit into one row if USUAL_ROW slots suffice. A
+    row has more than USUAL_ROW slots only if the longest sequence needs them."""
     wanted = max(SHORTEST_ROW, *lengths, min(sum(lengths), USUAL_ROW))
     return int(1 << (wanted - 1).bit_length())

@@ -1,7 +1,7 @@
-"""Converts other spellings of a message, a call or a tool to OpenAI's form. Imports no numpy and no
-torch.
+"""Converts other spellings of a message, a call or a tool to OpenAI's form. The module imports no
+numpy and no torch.
 
-Other wrong values stay unchanged: `tandem.data.examples` refuses such values.
+A value in an unknown form stays unchanged: `tandem.data.examples` refuses such a value.
 """
 
 import json
@@ -10,13 +10,13 @@ from typing import Any
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The keys under which clients and templates store a message's reasoning."""
 _PLAIN = {"role", "content"}
-# The most times that a value may be encoded as JSON within JSON.
+# The most times that a value may be encoded as JSON text within JSON text.
 _ENCODINGS = 3
 
 
 def decoded(value: Any) -> Any:
-    """The value of JSON text, even if the value was encoded twice; other text is returned
-    unchanged."""
+    """The value of JSON text, even if the value was encoded several times, at most _ENCODINGS.
+    Other text is returned unchanged."""
     for _ in range(_ENCODINGS):
         if not isinstance(value, str):
             break
@@ -79,7 +79,7 @@ def call(value: Any) -> Any:
         return value
     if "function" not in value and "name" in value:
         return {"function": value}
-    # In streams, calls also have a number (`index`).
+    # A call that was streamed also has a number (`index`).
     kept = {key: one for key, one in value.items() if key != "index" and one is not None}
     if isinstance(kept.get("function"), str):
         kept["function"] = decoded(kept["function"])
@@ -88,8 +88,8 @@ def call(value: Any) -> Any:
 
 def tool(value: Any) -> Any:
     """A tool in the form in which vLLM renders it: fixed keys in a fixed order, null for an absent
-    key. `strict` is left out, because the rollout door removes it. `{name, parameters}` alone and
-    Anthropic's form are accepted too."""
+    key. The key `strict` is left out, because the rollout door (vLLM's path /rollout/v1) removes
+    it. `{name, parameters}` alone and Anthropic's form are accepted too."""
     value = decoded(value)
     if not isinstance(value, dict):
         return value

@@ -1,5 +1,5 @@
 """The input for SFT and preference training: conversations, texts and tokens. `tandem.data.render`
-turns it into tokens. Imports no numpy and no torch."""
+turns the input into tokens. The module imports no numpy and no torch."""
 
 import json
 from typing import Annotated, Any, Literal, Self
@@ -52,7 +52,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _joined(content: Any) -> Any:
-    """The text of a list of content parts, joined in vLLM's way."""
+    """The text of a list of content parts, joined as vLLM joins the parts."""
     if not isinstance(content, list):
         return content
     for i, part in enumerate(content):
@@ -75,7 +75,7 @@ JsonObject = Annotated[
 
 
 class FunctionCall(Record):
-    """A function's call. `arguments`: a JSON object, or its text, which is OpenAI's form."""
+    """A call of a function. `arguments`: a JSON object, or its JSON text as in OpenAI's form."""
 
     name: Name = Field(min_length=1)
     arguments: Annotated[JsonObject, BeforeValidator(_parsed)] = Field(default_factory=dict)
@@ -97,8 +97,8 @@ class ToolCall(Record):
 class Message(Record):
     """A message in OpenAI's form. `content`: text, or a list of text parts; for a tool message any
     JSON. `reasoning_content` may be called `reasoning` or `thinking`, and `tool_calls` may be
-    called `function_call`. Keys without a value count as absent. `weight` 0 or `train` false: this
-    assistant's message is context only.
+    called `function_call`. Keys without a value count as absent. An assistant's message with
+    `weight` 0 or `train` false is context only.
     """
 
     role: Name = Field(min_length=1)
@@ -140,8 +140,8 @@ class Message(Record):
         return self.role == "assistant" and self.weight != 0 and self.train is not False
 
     def for_template(self) -> dict[str, Any]:
-        """The message in the form in which vLLM passes it to a chat template. The reasoning is
-        under each name that templates read."""
+        """The message in the form in which vLLM passes it to a chat template. The reasoning appears
+        under each of the names that templates read."""
         message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
@@ -151,7 +151,7 @@ class Message(Record):
         return message | {key: value for key, value in more.items() if value is not None}
 
 
-# Pydantic's paths contain these tags; `errors.from_validation_error` removes them.
+# Pydantic's error paths contain the tags below; `errors.from_validation_error` removes the tags.
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)]
 TextOrMessages = Annotated[
     Annotated[Text, Tag("as text")] | Annotated[Messages, Tag("as messages")],
@@ -188,10 +188,10 @@ class SFTExample(Record):
     - `prompt` and `completion`, both texts or both messages (with `tools`): the completion is
       trained;
     - `text`: everything but its first token is trained;
-    - `token_ids` with `trainable`, a flag for each (the first is false, since nothing predicts the
-      first token);
+    - `token_ids` with `trainable`, a flag for each token (the first flag is false, since nothing
+      predicts the first token);
     - `token_ids` with `weights`: for each token the factor of its loss, of either sign (the first
-      is 0); optionally also `targets`: for each token the token to predict in its place.
+      factor is 0); optionally also `targets`: for each token the token to predict in its place.
 
     `weight` multiplies the loss of each trained token."""
 
@@ -269,10 +269,10 @@ class SFTExample(Record):
 
 
 class PreferencePair(Record):
-    """Two completions of a prompt; `chosen` is the better one. All three fields are texts, or all
-    are lists of messages. Without `prompt`, the common beginning of `chosen` and `rejected` is the
-    prompt. A completion that is a list of messages begins and ends with an assistant's message;
-    tools' answers between them are context.
+    """Two completions of a prompt: `chosen` is better than `rejected`. All three fields are texts,
+    or all three are lists of messages. Without `prompt`, the common beginning of `chosen` and
+    `rejected` is the prompt. A completion that is a list of messages begins and ends with an
+    assistant's message; the tools' answers in it are context.
     """
 
     prompt: TextOrMessages | None = None
@@ -308,7 +308,7 @@ class PreferencePair(Record):
         return self
 
     def conversations(self) -> list[tuple[list[Message], list[Message]]]:
-        """`chosen` and `rejected`, each as (prompt, completion) of messages."""
+        """`chosen` and `rejected`, each as a tuple (messages of the prompt, of the completion)."""
         chosen, rejected = list(self.chosen), list(self.rejected)
         prompt = list(self.prompt or [])
         while self.prompt is None and chosen and rejected and chosen[0] == rejected[0]:
@@ -321,19 +321,19 @@ class Rendering(Record):
     """A preview of an example or a pair: how it is trained, or why it is refused.
 
     Attributes:
-        parts: for each sequence (a pair has two sequences) its texts, each with its weight in the
-            loss, 0 for context.
+        parts: for each sequence (a pair has two sequences) the sequence's texts, each text with its
+            weight in the loss; context has the weight 0.
         lengths: the number of tokens of each sequence.
         slots: the slots that a row needs for the longest sequence. For a pair, the slots of both
             sequences, with their common beginning counted once.
         trained: the number of trained tokens.
-        left_out: given fields that the chat template does not render: `reasoning` of a trained
-            message, `tools`.
+        left_out: the fields among `reasoning` of a trained message and `tools` that are given, but
+            that the chat template does not render.
         trained_turns: the number of trained turns of a conversation.
         endless_turns: trained turns that do not end with a token at which vLLM stops.
         empty_thoughts: trained turns whose thought contains no word.
-        control_tokens: for each special token, how often messages contain its text, which becomes
-            the token itself.
+        control_tokens: for each special token, how often messages contain the token's text. Such a
+            text becomes the token itself.
         endless: what to do about the turns of `endless_turns`.
         date: today's date, if the template prints it.
         error: why the example is refused; `field` names the wrong value.

@@ -1,5 +1,5 @@
-"""Recognises formats of other tools that Tandem does not read, and says how to convert them.
-Imports no numpy and no torch."""
+"""Recognises formats of other tools that Tandem does not read, and says how to convert them. The
+module imports no numpy and no torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +14,8 @@ _PICTURES = (
 )
 _PROMPTS = "write it as instruction (with all that the prompt says) and output"
 type _Formats = list[tuple[set[str], str, str]]
-# Columns that a record of the format has, the format's name, and how to convert it. Without this
-# table, these records would be read as another format.
+# For each format: columns that a record of the format has, the format's name, and how to convert
+# the format. Without the table, such records would be read as one of Tandem's formats.
 _MISREAD: _Formats = [
     ({"kto_tag"}, *_GOOD_OR_BAD),
     ({"prompt", "completions", "labels"}, "TRL's stepwise supervision", _JOIN),
@@ -54,7 +54,7 @@ def other_format(given: Mapping[str, Any], *, fits: bool) -> tuple[str, str] | N
     """The column that identifies the foreign format, and the refusal's message; None for other
     records. `given`: the record's columns that have a value; `fits`: whether the record has the
     columns of a format that Tandem reads."""
-    if isinstance(given.get("label"), int):  # topics are texts
+    if isinstance(given.get("label"), int):  # a `label` that names a topic is a text
         return "label", _said(*_GOOD_OR_BAD)
     for columns, name, remedy in _MISREAD if fits else [*_MISREAD, *_UNREAD]:
         if columns <= given.keys():

@@ -1,5 +1,5 @@
-"""Turns records of files into the shapes of `tandem.data.examples`. Imports no numpy and no
-torch."""
+"""Turns records of files into the shapes of `tandem.data.examples`. The module imports no numpy and
+no torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -54,8 +54,9 @@ def _tokens(record: Record) -> Record:
 
 
 def _preference(record: Record) -> Record:
-    """A `prompt` that is a text, beside lists of chosen and rejected messages, becomes the user's
-    message before these lists, unless the lists repeat it."""
+    """The record of a pair in the shape of PreferencePair. If `prompt` is a text, but `chosen` and
+    `rejected` are lists of messages, the prompt becomes the user's message before both lists. If
+    the lists repeat the prompt, it is not added."""
     if "rejected_response" in record or "rejected_messages" in record:
         record = _swift(record)
     names = next(names for names in _CHOSEN_REJECTED if record.keys() >= set(names))
@@ -94,8 +95,9 @@ def _is_answered(messages: list[Any]) -> bool:
 
 
 def _swift(record: Record) -> Record:
-    """ms-swift's pair: a conversation that ends with the chosen answer, and the rejected messages
-    or text. Argilla's names `chosen_response` and `rejected_response` are accepted too."""
+    """The pair of an ms-swift record. The record has a conversation that ends with the chosen
+    answer, and the rejected answer as messages or as a text. Argilla's column names
+    `chosen_response` and `rejected_response` are accepted too."""
     if "chosen_response" in record:
         both = {"chosen": record["chosen_response"], "rejected": record["rejected_response"]}
         return {**record, **both}
@@ -119,11 +121,11 @@ _CHOSEN_REJECTED = (
     ("messages", "rejected_response"),
     ("messages", "rejected_messages"),
 )
-# For these columns an empty value is an error; in other columns it counts as absent.
+# In these columns an empty value is an error. In other columns an empty value counts as absent.
 _LISTS = {"messages", "conversations", "chosen", "rejected", "prompt", "completion"}
 _TEMPLATE = {"tools", "chat_template_kwargs", "enable_thinking"}
-# Format -> its kind, its conversion, sets of columns (a record must have all columns of one set),
-# and optional columns.
+# Format -> (kind, conversion, sets of required columns, optional columns). A record must have all
+# columns of one of the sets.
 FORMATS: dict[str, tuple[Kind, Callable[[Record], Record], tuple[set[str], ...], set[str]]] = {
     "messages": ("sft", _messages, ({"messages"},), {"system", *_TEMPLATE}),
     "sharegpt": (
@@ -181,9 +183,9 @@ FORMATS: dict[str, tuple[Kind, Callable[[Record], Record], tuple[set[str], ...],
 class Examples:
     """The records of a file, or of a directory of the package datasets, as examples or pairs.
 
-    `examples[i]` is a pair: the record's place, and the record in the shape of `SFTExample` or
-    `PreferencePair`. Columns that the format does not use are left out (`ignored`). Raises
-    InvalidInput that names the file, the place and the field of the mistake.
+    `examples[i]` is a tuple: the record's place in the file, and the record in the shape of
+    `SFTExample` or `PreferencePair`. Columns that the format does not use are left out (`ignored`).
+    Raises InvalidInput that names the file, the place and the field of the mistake.
 
     Args:
         path: a file, or a directory of the package datasets.
@@ -222,8 +224,8 @@ class Examples:
 
     @property
     def nulls(self) -> list[str]:
-        """Places of the rows read so far in which a null was dropped that may have had a
-        meaning."""
+        """Places of rows, among the rows read so far, in which a null was left out although it may
+        have a meaning."""
         return list(getattr(self._records, "nulls", ()))
 
     def __getitem__(self, index: int) -> tuple[str, dict[str, Any]]:
@@ -234,7 +236,7 @@ class Examples:
             raise _at(place, error) from error
 
     def parse(self, index: int) -> tuple[str, SFTExample | PreferencePair]:
-        """A record's place, and the record after it has passed the controller's own checks."""
+        """A record's place in the file, and the record, checked as the controller checks it."""
         place, record = self[index]
         model: type[SFTExample | PreferencePair] = (
             SFTExample if self.kind == "sft" else PreferencePair
@@ -308,9 +310,9 @@ class Examples:
 
 
 def _given(record: Record) -> dict[str, Any]:
-    """The columns that have a value. Column names are lower-cased, unless another column already
-    has the lower-case name (Axolotl's oasst uses capitals). Empty lists of pictures and the like
-    are dropped."""
+    """The columns that have a value. Column names are lower-cased, because the format oasst of
+    Axolotl uses capitals. A name stays as it is if another column has the lower-case name. Empty
+    lists of pictures and the like are left out."""
     return {
         name if name.lower() in record else name.lower(): value
         for name, value in record.items()
@@ -336,8 +338,8 @@ def _needs(columns: tuple[set[str], ...]) -> str:
 
 
 def _fitting(record: Record, kind: Kind | None) -> list[str]:
-    """The formats whose required columns the record has. A record with chosen and rejected counts
-    as a pair, even if it also has other columns."""
+    """The formats whose required columns the record has. A record with the columns `chosen` and
+    `rejected` counts as a pair, even if it also has the columns of other formats."""
     given = _given(record).keys()
     fitting = [
         name

@@ -1,7 +1,7 @@
-"""The input of RL: trajectories as vLLM sampled them, and settings (examples are in
-`tandem.data.examples`). Imports no numpy and no torch.
+"""The input of RL: trajectories as vLLM sampled them, and settings. The module imports no numpy and
+no torch. The input of SFT and preference training is in `tandem.data.examples`.
 
-The trainer trains on these ids and never tokenises the text again.
+The trainer trains on the sampled token ids and never tokenises the text again.
 """
 
 import re
@@ -21,20 +21,21 @@ from pydantic import (
 from tandem.errors import InvalidInput, from_validation_error
 from tandem.spool.schema import Record
 
-# vLLM's log-probs come from a float32 log-softmax, whose rounding may return a value slightly above
-# 0 for a certain token.
+# vLLM's log-probs come from a float32 log-softmax. For a token of probability 1, its rounding may
+# give a value slightly above 0.
 LOGPROB_SLACK = 1e-4
-# No sampler draws a token with probability e^-100. The ratio to such a probability would be
-# clamped, so nothing would be learned. vLLM's OpenAI server writes -9999 if it has no log-prob for
-# the sampled token.
+# No sampler draws a token of a probability below e^-100. The ratio of the policy's probability to
+# such a probability would be clamped, so nothing would be learned. vLLM's OpenAI server writes
+# -9999 if it has no log-prob for the sampled token.
 LOWEST_LOGPROB = -100.0
-# A smaller weight vanishes in float32, or is negligible compared with Adam's eps.
+# A weight below this number vanishes in float32, or its gradient is negligible compared with
+# Adam's eps.
 LOWEST_WEIGHT = 1e-6
-# Rewards of a group that differ by less count as equal, because such a difference is rounding in a
-# sum.
+# Rewards of a group count as equal if they differ by at most this number: such a difference comes
+# from rounding in a sum.
 EQUAL_REWARDS = 1e-6
 MAX_TOKEN_ID = 2**31 - 1  # ids are stored as int32
-# the least one is the smallest normal number
+# The largest number of float32, and its smallest positive normal number.
 MAX_FLOAT32, MIN_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-126
 
 # Every list, dict and text of a request has an upper bound. Values that are copied into a record
@@ -65,8 +66,8 @@ def _as_float32(value: float) -> float:
 
 StrictFloat = Annotated[float, Field(strict=True)]
 StoredFloat = Annotated[StrictFloat, AfterValidator(_as_float32)]
-# With `fail_fast` on long lists, pydantic stops at the first wrong item. Otherwise pydantic makes
-# an error for each wrong item, which takes hundreds of times the item's size.
+# With `fail_fast`, pydantic stops at the first wrong item of a long list. Without `fail_fast`, it
+# makes an error for each wrong item, and an error takes hundreds of times the item's size.
 TokenIds = Annotated[
     list[Annotated[int, Field(strict=True)]],
     Field(fail_fast=True, max_length=MOST_ITEMS),
@@ -79,17 +80,16 @@ class Turn(Record):
 
     Attributes:
         prompt_token_ids: the token ids of the whole context.
-        token_ids: the sampled tokens, the end-of-turn token included.
-        logprobs: the log-prob of each sampled token, in nats, at the sampling temperature (if the
-            temperature is not 1, run vLLM with `--logprobs-mode processed_logprobs`).
-        policy_step: the step of the checkpoint that sampled the turn.
-        routed_experts: for a mixture, the experts of each token but the last, in the form that vLLM
-            returns with `--enable-return-routed-experts` (base64 of NumPy's file format, integers
-            [tokens
-            - 1, layers, experts per token]); training then uses these experts.
-        reward: the reward of this turn, in addition to the trajectory's.
+        token_ids: the token ids of the sampled tokens, with the end-of-turn token.
+        logprobs: the log-prob of each sampled token, in nats, at the sampling temperature. If the
+            temperature is not 1, vLLM must run with `--logprobs-mode processed_logprobs`.
+        policy_step: the step of the checkpoint from which the turn was sampled.
+        routed_experts: for a mixture of experts, the experts of each token except the last, which
+            training then uses. The form is vLLM's with `--enable-return-routed-experts`: base64 of
+            a file in NumPy's format, integers [tokens - 1, layers, experts per token].
+        reward: the reward of this turn, in addition to the trajectory's reward.
         advantage: replaces the computed advantage.
-        advantages: one for each sampled token, added to the turn's advantage.
+        advantages: for each sampled token a number that is added to the turn's advantage.
     """
 
     prompt_token_ids: TokenIds = Field(min_length=1)
@@ -136,12 +136,13 @@ class Turn(Record):
 
 
 class Trajectory(Record):
-    """One sampled conversation. `messages` and `metrics` are not used for training; `advantage`
+    """One sampled conversation. `messages` and `metrics` are not used for training. `advantage`
     replaces the computed advantage.
 
-    A turn continues the linear sequence of the turn before it if its prompt starts with that turn's
-    prompt and sampled tokens. Any other turn starts another sequence of the trajectory. Both turns
-    have the same advantage, unless turns have their own rewards or advantages."""
+    A turn continues the linear sequence of the previous turn if the turn's prompt starts with the
+    prompt and the sampled tokens of the previous turn. Any other turn starts another sequence of
+    the trajectory. All turns have the same advantage, unless turns have their own rewards or
+    advantages."""
 
     turns: list[Turn] = Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)
     reward: StoredFloat
@@ -151,26 +152,26 @@ class Trajectory(Record):
 
     @property
     def returns(self) -> list[float]:
-        """Each turn's return: the trajectory's reward plus the rewards of this turn and of the
-        turns after it."""
+        """Each turn's return: the trajectory's reward plus the rewards of this turn and of all
+        later turns."""
         sums = list(accumulate(turn.reward or 0.0 for turn in reversed(self.turns)))
         return [self.reward + to_come for to_come in reversed(sums)]
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest turn, including the turn's prompt."""
+        """The number of tokens of the longest turn, with the turn's prompt."""
         return max(len(turn.prompt_token_ids) + len(turn.token_ids) for turn in self.turns)
 
 
 class Group(Record):
-    """All trajectories of one prompt; advantages compare their rewards."""
+    """All trajectories of one prompt. Their rewards are compared to compute advantages."""
 
     trajectories: list[Trajectory] = Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)
 
 
 class AdvantageSettings(Record):
-    """How rewards become advantages; `tandem.data.prepare.group_advantages` has the formulas.
-    `scale` also accepts true (group) and false (none)."""
+    """The settings by which rewards become advantages; `tandem.data.prepare.group_advantages` has
+    the formulas. `scale` also accepts true, which means "group", and false, which means "none"."""
 
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
     scale: Literal["group", "batch", "none"] = "group"
@@ -192,7 +193,8 @@ class AdvantageSettings(Record):
 
 
 class PackingSettings(Record):
-    """`sequence_length`: slots of a row. `too_long`: what happens to a sequence longer than a row:
+    """The settings of packing. `sequence_length`: slots of a row. `too_long`: what happens to a
+    sequence that is longer than a row:
 
     - refuse: refuse the whole input, naming the trajectory;
     - drop: leave the trajectory out, after computing advantages over its whole group;
@@ -211,13 +213,14 @@ def _as_dict(response: Any) -> Mapping[str, Any]:
 
 
 def turn_from_openai(response: Any, choice: int = 0) -> Turn:
-    """The turn in `response`'s choice with index `choice`, from vLLM's OpenAI server.
+    """The turn in the choice with index `choice` of a response of vLLM's OpenAI server.
 
-    `response`: an object of the openai package, or the same as a dict; a chat completion
+    `response`: an object of the openai package, or the object as a dict. It is a chat completion
     (`prompt_token_ids` beside `choices`, log-probs in `choices[i].logprobs.content[j].logprob`) or
     a completion (`prompt_token_ids` in the choice, log-probs in
-    `choices[i].logprobs.token_logprobs`). A single choice is accepted if it came through the
-    rollout door. Raises InvalidInput (field: the path in the response) if data is missing.
+    `choices[i].logprobs.token_logprobs`). A single choice is accepted if it was sampled through the
+    rollout door (vLLM's path /rollout/v1). Raises InvalidInput (field: the path in the response) if
+    data is missing.
     """
     data = _as_dict(response)
     choices, where = (
@@ -267,8 +270,8 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
 
 
 def _named_ids(tokens: Sequence[Any]) -> list[int] | None:
-    """The token ids from names of the form `token_id:<n>`, which vLLM writes with
-    `return_tokens_as_token_ids`; None if the names have another form."""
+    """The token ids in token names of the form `token_id:<n>`; None if the names have another form.
+    vLLM writes this form with the option `return_tokens_as_token_ids`."""
     found = [re.fullmatch(r"token_id:(\d+)", str(token)) for token in tokens]
     return [int(match[1]) for match in found if match] if found and all(found) else None
 
@@ -288,21 +291,21 @@ def _reasoning_text(message: Mapping[str, Any]) -> str | None:
 
 
 class TrajectoryBuilder:
-    """Builds a trajectory while its conversation is sampled. Send `messages`, pass the response to
-    `add_response` and the next message of the user or a tool to `add`, and repeat; then call
-    `finish`."""
+    """Builds a trajectory while its conversation is sampled. For each turn: send `messages` to
+    vLLM, pass the response to `add_response`, and pass the next message of the user or of a tool to
+    `add`. At the end, call `finish`."""
 
     def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
         self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
         self._turns: list[Turn] = []
 
     def add(self, message: Mapping[str, Any]) -> None:
-        """Adds a message that was not sampled; it is context only."""
+        """Adds a message that was not sampled, and is therefore context only."""
         self.messages.append(dict(message))
 
     def add_response(self, response: Any, choice: int = 0) -> dict[str, Any]:
-        """Adds a chat completion or a single choice of one (see `turn_from_openai`): appends its
-        message, reasoning included, to `messages` and returns it."""
+        """Adds a chat completion, or a single choice of a chat completion (see `turn_from_openai`).
+        Appends the sampled message, with its reasoning, to `messages`, and returns the message."""
         self._turns.append(turn_from_openai(response, choice))
         data = _as_dict(response)
         sampled = data.get("choices", [data])[choice]["message"]

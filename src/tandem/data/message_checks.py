@@ -1,4 +1,4 @@
-"""Refuses messages whose training would teach something else than their content."""
+"""Refuses messages from which training would learn something other than their content."""
 
 from typing import Any
 
@@ -30,8 +30,8 @@ def check_blank(messages: list[Message], names: list[str], trained: set[int]) ->
 
 
 def check_calls(text: str, messages: list[Any], name: str) -> None:
-    """Refuses messages whose trained text lacks their calls. Also refuses messages with nothing but
-    reasoning whose trained text lacks it. Raises InvalidInput.
+    """Refuses a message with calls if the trained text lacks a call. Also refuses a message that
+    has nothing but reasoning if the trained text lacks the reasoning. Raises InvalidInput.
 
     Args:
         text: the trained text.

@@ -14,29 +14,29 @@ slots, N items, T trajectories and G groups:
     row_num_tokens        int32 [R]            slots in use; padding is at the end of a row
     row_batch             int32 [R]            the row's batch with `optimizer.batch_size`, else 0;
                                                -1: held out, only evaluated
-    item_target           int32 [N]            slot, within its row, of the trained token
-    item_source           int32 [N]            slot of the token before it in the tree, whose
-                                               logits predict it
-    item_token            int32 [N]            the trained token; what stands in the slot, unless
-                                               the client gave other targets
-    item_sequence         int32 [N]            its linear sequence: 0, 1, ...; its items are
-                                               contiguous, in order, in one row
+    item_target           int32 [N]            slot of the trained token within its row
+    item_source           int32 [N]            slot of the trained token's parent in the tree; the
+                                               parent's logits predict the token
+    item_token            int32 [N]            the token id to predict: the id in the slot
+                                               `item_target`, or the client's own target
+    item_sequence         int32 [N]            the item's linear sequence: 0, 1, ...; the items of
+                                               a sequence are contiguous, in order, in one row
     item_trajectory       int32 [N]            index into `trajectory_*`
-    item_logprob          float32 [N]          the sampler's log-prob in nats; NaN for SFT, and
-                                               where `gspo_token` leaves it out of the ratio
-    item_policy_step      int32 [N]            the checkpoint that sampled the token; -1: unknown,
-                                               or not sampled
+    item_logprob          float32 [N]          the sampler's log-prob in nats; NaN for SFT, and for
+                                               items that `gspo_token` leaves out of the ratio
+    item_policy_step      int32 [N]            the step that sampled the token; -1: unknown, or
+                                               not sampled
     item_weight           float32 [N]          the factor of the item's loss: for RL the advantage,
                                                for SFT the weight; in a pair 1
-    item_rejected         bool [N]             in a pair whether the item is of the rejected
-                                               answer; else False
+    item_rejected         bool [N]             whether the item is of a pair's rejected answer;
+                                               False without pairs
     trajectory_group      int32 [T]            index into `group_*`
-    trajectory_num_items  int32 [T]            items that train this trajectory, over all rows
+    trajectory_num_items  int32 [T]            number of the trajectory's items, over all rows
     trajectory_reward     float32 [T]          reward; NaN for SFT
-    group_num_items       int32 [G]            items of the group, over all rows
+    group_num_items       int32 [G]            number of the group's items, over all rows
 
-A slot that several trajectories share has one item for each trajectory that trains it. The same
-arrays give the same bytes.
+A slot that several trajectories share has one item for each trajectory that trains the slot's
+token. The same arrays give the same bytes.
 """
 
 from contextlib import AbstractContextManager
@@ -64,8 +64,9 @@ Arrays = dict[str, NDArray[Any]]  # keyed by the names in the table
 
 @dataclass(frozen=True)
 class PackedRow:
-    """One row: `tokens`, `positions` and `subtree_end` are [L], `item_*` are [items of the row].
-    The arrays are copies: writable, and valid after the batch is closed."""
+    """One row. `tokens`, `positions` and `subtree_end` have the shape [L], and `item_*` have the
+    shape [items of the row]. The arrays are copies: they are writable, and stay valid after the
+    batch is closed."""
 
     index: int
     num_tokens: int
@@ -86,7 +87,7 @@ class PackedRow:
 
 _ROW_SLOTS = ("tokens", "positions", "subtree_end", "slot_experts")
 _ROW_ITEMS = tuple(field.name for field in fields(PackedRow) if field.name.startswith("item_"))
-# The widest types come first, so that every array is aligned.
+# The fields of the record. The widest types come first, so that every array is aligned.
 _FIELDS = (
     "format",
     "vocab_size",
@@ -118,14 +119,14 @@ def check_size(size: int) -> None:
 
 
 def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> str:
-    """Writes the arrays as a packed directory; returns the file's SHA-256, lower-case hex. Raises
+    """Writes the arrays as a packed directory. Returns the file's SHA-256 in lower-case hex. Raises
     InvalidInput if the arrays are too large. Raises SpoolUnusable if the volume can't take the
-    file; `out` may then hold a part of it.
+    file; `out` may then hold a part of the file.
 
     Args:
         out: the directory, which is made if absent and must not hold the file yet. The caller
             commits it by renaming it.
-        arrays: the arrays of the module's table, by name.
+        arrays: the arrays of the module's table, keyed by their names.
         vocab_size: the model's vocabulary size, which is written beside the arrays.
     """
     arrays = {
@@ -146,9 +147,9 @@ def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> str:
 
 
 class PackedBatch(AbstractContextManager["PackedBatch"]):
-    """A packed directory, memory-mapped for reading. Slots and items stay on disk; the small arrays
-    are read into memory. After the `with` block or `close()` the file is no longer mapped, so the
-    directory can be removed on any file system."""
+    """A packed directory, memory-mapped for reading. The arrays of slots and items stay on disk;
+    the smaller arrays are read into memory. After the `with` block or `close()` the file is no
+    longer mapped, so the directory can be removed on any file system."""
 
     def __init__(self, path: Path, arrays: Arrays) -> None:
         self.path = path
@@ -160,7 +161,7 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         self.trajectory_num_items: Int32 = np.array(arrays["trajectory_num_items"])
         self.trajectory_reward: Float32 = np.array(arrays["trajectory_reward"])
         self.group_num_items: Int32 = np.array(arrays["group_num_items"])
-        # empty after `close`
+        # The mapped arrays by name; empty after `close`.
         self._maps = {name: arrays[name] for name in (*_ROW_SLOTS, *_ROW_ITEMS)}
 
     @classmethod
@@ -189,8 +190,8 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         return len(self.row_num_tokens)
 
     def row(self, index: int) -> PackedRow:
-        """Row `index` in [0, len). Raises IndexError outside of this range, ValueError if the batch
-        is closed."""
+        """The row `index`, from 0 to the number of rows - 1. Raises IndexError for another index,
+        and ValueError if the batch is closed."""
         if not self._maps:
             raise ValueError(f"packed data in {self.path} is closed")
         if not 0 <= index < len(self):

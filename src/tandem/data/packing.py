@@ -2,9 +2,9 @@
 
 A row is a prefix tree, stored as a sorted list of sequences. In lexicographic order a sequence
 shares its longest prefix with a neighbour. So the sorted list and the lengths of the prefixes that
-neighbours share describe the whole tree, without nodes. Every common prefix within a row is shared,
-whatever its length, sampled or not, between trajectories, groups and duplicates. Each shared token
-saves a slot, and the mask's cost stays the same.
+neighbours share describe the whole tree, without nodes. Every common prefix within a row is stored
+once, whatever its length, and whether or not it was sampled. Trajectories, groups and duplicates
+share it alike. Each shared token saves a slot, and the mask's cost stays the same.
 """
 
 import math
@@ -18,8 +18,8 @@ import numpy as np
 
 from tandem.data.packed_format import Arrays, Float32, Int16, Int32, check_size
 
-# The number of a split group's last rows that are tried for its next sequence. The number limits
-# the comparisons per sequence.
+# When a group is split, its next sequence is tried in this many of the group's last rows. The
+# number limits the comparisons per sequence.
 OPEN_ROWS = 8
 
 
@@ -29,15 +29,15 @@ class LinearSequence:
 
     Attributes:
         tokens: int32 [n]; the last token is trained.
-        trained: int32 [k], k >= 1: indices of the trained tokens in `tokens`, rising, the first >=
-            1.
+        trained: int32 [k], k >= 1: indices of the trained tokens in `tokens`, in rising order. The
+            first index is at least 1.
         targets: int32 [k]: the tokens to predict at these indices.
         weights: float32 [k]: the factors of the tokens' losses.
         logprobs: float32 [k]: the sampler's log-probs in nats; NaN for tokens that were not
             sampled.
         policy_steps: int32 [k]: the steps of the checkpoints that sampled the tokens, or -1.
-        expert_ids: int16 [m, layers, experts per token]: `slot_experts` of the first m tokens, for
-            which the experts are known.
+        expert_ids: int16 [m, layers, experts per token]: `slot_experts` of the first m tokens. Only
+            the experts of these tokens are known.
         rejected: whether this is a pair's rejected answer.
     """
 
@@ -62,8 +62,8 @@ class LinearSequence:
         policy_steps: Int32 | None = None,
         expert_ids: Int16 | None = None,
     ) -> Self:
-        """The sequence without the tokens after the last trained one, because no trained token
-        attends to them. The shapes and dtypes of the arrays are those of the class's fields.
+        """The sequence, without the tokens after the last trained token: no trained token attends
+        to such tokens. The shapes and dtypes of the arrays are those of the class's fields.
 
         Args:
             targets: None: the tokens themselves.
@@ -83,8 +83,8 @@ class LinearSequence:
         )
 
     def cut(self, length: int) -> "LinearSequence | None":
-        """The first `length` tokens without the tokens after the last trained one; None if no
-        trained token is left."""
+        """The first `length` tokens, without the tokens after the last trained token among them.
+        None if no trained token is left."""
         count = int(np.searchsorted(self.trained, length))
         if not count:
             return None
@@ -101,9 +101,9 @@ class LinearSequence:
 
 @dataclass(frozen=True)
 class PackedTrajectory:
-    """The packed part of one trajectory: its sequences, each no longer than a row; `group`: the
-    number of its group, 0, 1, ... in order; `batch`: the value for the packed array `row_batch`,
-    equal within a group."""
+    """The packed part of one trajectory. `sequences`: none is longer than a row. `group`: the
+    number of the trajectory's group; groups are numbered 0, 1, ... in order. `batch`: the value for
+    the packed array `row_batch`, equal within a group."""
 
     sequences: list[LinearSequence]
     group: int
@@ -115,7 +115,7 @@ class PackedTrajectory:
 
 
 def common_prefix(a: Int32, b: Int32) -> int:
-    """The number of equal tokens at the beginning of `a` and `b`. Both are int32 [tokens]."""
+    """The number of equal tokens at the beginning of `a` and `b`, both int32 [tokens]."""
     shorter = min(len(a), len(b))
     differ = a[:shorter] != b[:shorter]
     first = int(differ.argmax()) if shorter else 0
@@ -123,7 +123,7 @@ def common_prefix(a: Int32, b: Int32) -> int:
 
 
 def slots_of(sequences: Iterable[LinearSequence]) -> int:
-    """The number of slots that these sequences take in one row, where a common prefix is stored
+    """The number of slots that the sequences take together in one row. A row stores a common prefix
     once."""
     ordered = sorted((one.tokens for one in sequences), key=_order)
     shared = sum(common_prefix(a, b) for a, b in pairwise(ordered))
@@ -136,7 +136,8 @@ def _order(tokens: Int32) -> bytes:
 
 
 class PrefixTree:
-    """The sequences of one row (or group), and `num_slots`, the slots that their tree takes.
+    """The sequences of one row or of one group, as a tree. `num_slots`: the number of slots that
+    the tree takes.
 
     `tokens` holds all sequences of the job, in lexicographic order. The tree holds sorted indices
     into `tokens`.
@@ -152,8 +153,8 @@ class PrefixTree:
             self.add(index)
 
     def cost(self, index: int) -> int:
-        """The number of slots that adding sequence `index` would take: its length minus the prefix
-        that it shares with a neighbour."""
+        """The number of slots that adding sequence `index` would take: the sequence's length minus
+        the longest prefix that it shares with a neighbour."""
         at = bisect_left(self.sequences, index)
         neighbours = [self._tokens[other] for other in self.sequences[max(at - 1, 0) : at + 1]]
         shared = max(
@@ -166,11 +167,11 @@ class PrefixTree:
         insort(self.sequences, index)
 
     def lay_out(self, row_tokens: Int32, positions: Int32, subtree_end: Int32) -> list[Int32]:
-        """Writes the tree to the beginning of a row's arrays. Returns the slots of each of
-        `sequences`, int32, token by token.
+        """Writes the tree to the beginning of a row's arrays. Returns for each of `sequences` the
+        slots of its tokens, int32 [length].
 
         Depth-first order is lexicographic order: each sequence appends the tokens that it does not
-        share with the one before it. Each append ends the subtrees of the previous sequence's
+        share with the previous sequence. Each append ends the subtrees of the previous sequence's
         tokens that the new sequence does not share.
 
         Args:
@@ -184,7 +185,7 @@ class PrefixTree:
         for index in self.sequences:
             own = self._tokens[index]
             shared = common_prefix(previous, own)
-            # The slice is empty if this sequence extends or repeats the previous one.
+            # The slice is empty if this sequence extends or repeats the previous sequence.
             subtree_end[path[shared:]] = filled
             end = filled + len(own) - shared
             row_tokens[filled:end] = own[shared:]
@@ -199,9 +200,10 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     """Packs trajectories (at least one, in the order of their groups). The same input gives the
     same arrays. Raises InvalidInput if the arrays are too large.
 
-    All groups of a row belong to one batch. A group whose tree fits a row is kept whole: groups go,
-    largest first, into the row with the least free slots that suffice (best-fit decreasing). A
-    group larger than a row is split, which repeats prefixes.
+    All groups of a row belong to one batch. A group whose tree fits into a row is kept whole. Such
+    groups are placed in order of size, the largest first. Each goes into the row with the fewest
+    free slots that suffice (best-fit decreasing). A group whose tree is larger than a row is split,
+    which stores prefixes several times.
     """
     owned = [
         (sequence, t)
@@ -226,8 +228,8 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         ),
         (0, 0),
     )
-    # Few tokens can make many rows, because each batch has its own rows. So the size is checked
-    # before memory is allocated.
+    # Even few tokens can make many rows, because each batch has its own rows. So the size is
+    # checked before memory is allocated.
     check_size(math.prod(shape) * (3 * 4 + 2 * math.prod(token_shape)))
     row_tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     subtree_end = np.tile(np.arange(1, sequence_length + 1, dtype=np.int32), (len(rows), 1))
@@ -290,7 +292,8 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
 def _batches(
     trajectories: Sequence[PackedTrajectory], owners: list[int]
 ) -> dict[int, dict[int, list[int]]]:
-    """Batch -> group -> its sequences. `owners`: the trajectory of each sequence."""
+    """Batch -> group -> the indices of the group's sequences. `owners`: the index of each
+    sequence's trajectory."""
     batches: dict[int, dict[int, list[int]]] = {}
     for trajectory in trajectories:
         batches.setdefault(trajectory.batch, {}).setdefault(trajectory.group, [])
@@ -330,15 +333,15 @@ class _OpenRows:
         return self._by_free[at][1] if at < len(self._by_free) else None
 
     def emptiest(self, size: int) -> int | None:
-        """The row with the most free slots, if it has at least `size`."""
+        """The row with the most free slots; None if it has fewer than `size` free slots."""
         return self._by_free[-1][1] if self._by_free and self._by_free[-1][0] >= size else None
 
 
 def _place(
     groups: Iterable[list[int]], tokens: list[Int32], sequence_length: int
 ) -> list[PrefixTree]:
-    """The rows as trees. A group is counted with all slots of its tree, even if it shares a prefix
-    with the row, so no row overflows."""
+    """The rows, as trees. A group counts with all slots of its tree, even if it shares a prefix
+    with the row's other groups. So no row overflows."""
     trees = [PrefixTree(tokens, group) for group in groups]
     rows = _OpenRows(sequence_length)
     for tree in sorted(trees, key=lambda tree: -tree.num_slots):
@@ -354,10 +357,11 @@ def _place(
 def _split(tree: PrefixTree, tokens: list[Int32], rows: _OpenRows) -> None:
     """Places a tree that is larger than a row, sequence by sequence in lexicographic order.
 
-    A sequence goes to one of the last `OPEN_ROWS` rows of this tree: the row in which it takes the
-    fewest slots and, of equal rows, the row with the fewest free slots. If none of these rows has
-    enough free slots, the sequence goes to the row with the most free slots, so that its siblings
-    can follow. If that row has too few free slots, the sequence goes to a new row.
+    A sequence goes to one of the last `OPEN_ROWS` rows of this tree: to the row in which the
+    sequence takes the fewest slots, and of several such rows to the row with the fewest free slots.
+    If none of the last `OPEN_ROWS` rows has enough free slots, the sequence goes to the row with
+    the most free slots of all rows, so that its siblings can follow. If that row has too few free
+    slots, the sequence goes to a new row.
     """
     window: list[int] = []
     for index in tree.sequences:

@@ -43,11 +43,11 @@ def prepare_rl(
     """Writes `groups` as a packed directory `out`, and returns its description for the job.
 
     `mixture`: the base model's mixture of experts. `batch_size`: groups per optimizer step, for
-    `row_batch`. With `max_off_policy_steps`, every turn must name the step that sampled it, at most
-    that many steps before `base_step`, the step that the job starts from.
+    `row_batch`. `base_step`: the step that the job starts from. `max_off_policy_steps`: every turn
+    must name the step that sampled it, and this step is at most so many steps before `base_step`.
 
-    Drops and counts a group whose advantages are all 0 (equal rewards give no policy gradient),
-    unless `keep_zero_variance` is on. Reward statistics are over all of the client's trajectories.
+    Drops and counts groups whose advantages are all 0 (equal rewards give no policy gradient),
+    unless `keep_zero_variance` is on. Reward statistics are over all trajectories of `groups`.
     `PackedData.path` stays empty: the spool sets it when the directory gets its final name.
 
     Raises InvalidInput (field: `groups.<i>.trajectories.<j>...`) or NothingToLearn, and then writes
@@ -108,8 +108,8 @@ def prepare_sft(
     """Like `prepare_rl`, for `examples`: each example is a weighted trajectory in its own group.
 
     `held_out` examples are only evaluated. `signed`: whether weights may be negative. `day`:
-    today's date for chat templates that print it. Reads the tokenizer (a directory or a hub name)
-    only if an example is not `token_ids`; `tandem.data.render` turns examples into tokens. Fields
+    today's date, for chat templates that print it. `tandem.data.render` turns examples into tokens.
+    The tokenizer (a directory or a hub name) is read only if an example is not `token_ids`. Fields
     of errors are `examples.<i>...` and `held_out.<i>...`.
     """
     everything, fields = _listed(examples, held_out, "examples")
@@ -151,8 +151,8 @@ def prepare_dpo(
     batch_size: int | None = None,
     day: date | None = None,
 ) -> PackedData:
-    """Like `prepare_sft`, for pairs: each is a group of two trajectories, chosen and rejected, in
-    one row. Their common beginning is stored once. Fields of errors are `pairs.<i>...`.
+    """Like `prepare_sft`, for pairs. A pair is a group of two trajectories, chosen and rejected, in
+    one row; their common beginning is stored once. Fields of errors are `pairs.<i>...`.
     """
     everything, fields = _listed(pairs, held_out, "pairs")
     tokenizer = load_tokenizer(tokenizer_path)
@@ -179,8 +179,8 @@ def prepare_dpo(
 
 
 def spread(rewards: NDArray[np.float64]) -> float:
-    """The divisor for rewards: the population standard deviation sqrt(sum (r_i - m)^2 / n), plus
-    1e-6. `rewards`: float64 [n]."""
+    """The divisor for rewards: their population standard deviation sqrt(sum (r_i - m)^2 / n) plus
+    1e-6, with m the mean reward. `rewards`: float64 [n]."""
     return float(rewards.std()) + 1e-6
 
 
@@ -194,13 +194,13 @@ def group_advantages(
 
     - `baseline="mean"`, `scale="group"`: (r_i - m) / s, GRPO (Shao et al., 2024, arXiv:2402.03300);
     - `baseline="mean"`, `scale="batch"`: (r_i - m) / batch_spread, Lite PPO (Liu et al., 2025,
-      arXiv:2508.08221), which is steadier if a group's rewards differ little;
-    - `baseline="mean"`, `scale="none"`: r_i - m, Dr. GRPO (Liu et al., 2025, arXiv:2503.20783),
-      which leaves out the division because it gives more weight to questions whose rewards differ
+      arXiv:2508.08221); it is steadier than GRPO if a group's rewards differ little;
+    - `baseline="mean"`, `scale="none"`: r_i - m, Dr. GRPO (Liu et al., 2025, arXiv:2503.20783); it
+      does not divide, because the division gives more weight to questions whose rewards differ
       little;
-    - `baseline="leave_one_out"`: r_i minus the mean of the other n - 1 rewards, which is n / (n -
-      1) (r_i - m), RLOO (Ahmadian et al., 2024, arXiv:2402.14740); `scale` divides this advantage
-      by the same divisors as above;
+    - `baseline="leave_one_out"`: r_i minus the mean of the other n - 1 rewards; this difference is
+      n / (n - 1) (r_i - m), RLOO (Ahmadian et al., 2024, arXiv:2402.14740); `scale` divides it by
+      the same divisors as above;
     - `baseline="none"`: r_i.
 
     With a baseline, the advantages of a group with equal rewards (or with one reward) are exactly
@@ -209,8 +209,8 @@ def group_advantages(
     if settings.baseline == "none":
         return rewards.copy()
     if np.ptp(rewards) <= EQUAL_REWARDS:
-        # Divided by their spread, equal rewards that differ in their last bits would get advantages
-        # of 1.
+        # Equal rewards may differ in their last bits. Divided by their spread, they would get
+        # advantages of 1.
         return np.zeros_like(rewards)
     divisor = {"none": 1.0, "group": spread(rewards), "batch": batch_spread}[settings.scale]
     others = len(rewards) / (len(rewards) - 1) if settings.baseline == "leave_one_out" else 1.0
@@ -221,14 +221,14 @@ def group_advantages(
 def turn_advantages(
     group: Group, settings: AdvantageSettings, *, batch_spread: float
 ) -> list[list[NDArray[np.float64]]]:
-    """The advantage of each sampled token, [tokens], by trajectory and turn.
+    """For each trajectory and each turn, the advantages of the sampled tokens, [tokens].
 
     Without turn rewards, a token's advantage is the advantage of its trajectory: the given
-    advantage, or the one from `group_advantages`. With turn rewards, a turn's return is the
+    advantage, or the result of `group_advantages`. With turn rewards, a turn's return is the
     trajectory's reward plus the turn rewards from this turn on. The return is compared with the
     returns of the group's other trajectories at the turn with the same index. A turn with an index
-    that no other trajectory has gets the advantage of its trajectory's first return. The turn's own
-    `advantage` replaces the computed one; its `advantages` are added.
+    that no other trajectory has gets the advantage of its trajectory's first return. A turn's own
+    `advantage` replaces the computed advantage; its `advantages` are added.
     """
     returns = [trajectory.returns for trajectory in group.trajectories]
     whole = group_advantages(
@@ -258,7 +258,7 @@ def turn_advantages(
 
 
 def _listed[T](trained: Sequence[T], held_out: Sequence[T], name: str) -> tuple[list[T], list[str]]:
-    """All examples or pairs, each with its field for errors."""
+    """All examples or pairs, and for each its field in errors."""
     if not trained:
         raise InvalidInput(f"there are no {name}", field=name)
     fields = [f"{name}.{i}" for i in range(len(trained))] + [
@@ -274,8 +274,8 @@ def _linked_turns(
     mixture: Mixture | None,
     field: str,
 ) -> list[LinearSequence]:
-    """Joins turns into sequences by the rule in `Trajectory`. The tokens between a sequence's turns
-    are context."""
+    """Joins turns into sequences by the rule in `Trajectory`. Tokens between two turns of a
+    sequence are context."""
     sequences: list[LinearSequence] = []
     for k, turn in enumerate(trajectory.turns):
         both = (turn.prompt_token_ids, turn.token_ids)
@@ -312,8 +312,8 @@ def _linked_turns(
 def _fit_to_row(
     sequences: list[LinearSequence], packing: PackingSettings, field: str
 ) -> tuple[list[LinearSequence], bool]:
-    """The sequences of one trajectory after `packing.too_long` was applied, and whether it changed
-    them; an empty list if the trajectory is dropped."""
+    """The sequences of one trajectory after `packing.too_long` was applied, and whether the
+    sequences were changed. The list is empty if the trajectory is dropped."""
     length = packing.sequence_length
     longest = max(len(sequence.tokens) for sequence in sequences)
     if longest <= length:
@@ -337,7 +337,7 @@ def _write(
 ) -> PackedData:
     """Writes the packed directory. Held-out trajectories come last, with `batch` -1."""
     kept: list[PackedTrajectory] = []
-    numbers: dict[int, int] = {}  # old number -> new one, for groups with a trajectory left
+    numbers: dict[int, int] = {}  # old -> new number of each group that has a trajectory left
     for trajectory in trajectories:
         if trajectory.sequences:
             group = numbers.setdefault(trajectory.group, len(numbers))

@@ -15,8 +15,8 @@ _MEANT = {"arguments", "parameters", "input", "input_schema"}
 _WRAPPERS = {"data", "examples", "pairs", "train"}
 
 
-# Records, each with its place (`data.jsonl line 3`; elements of arrays and rows are counted from
-# 0).
+# Records, each with its place, such as `data.jsonl line 3`. Elements of arrays and rows of tables
+# are counted from 0.
 type Records = _Lines | _TableRows | list[tuple[str, Any]]
 
 
@@ -57,7 +57,7 @@ def _of_lines(path: Path) -> Records:
         try:
             return _elements(path)
         except InvalidInput:
-            return lines  # formats that are refused at their first line
+            return lines  # the caller refuses such a file at its first line
     wrapped = (
         len(lines) == 1
         and isinstance(first, dict)
@@ -95,7 +95,8 @@ def _loads(text: bytes, place: str) -> Any:
 
 
 def _check_letters(value: Any, field: str, dot: str = ".") -> None:
-    """Refuses texts with characters that UTF-8 files can't hold, and names their field."""
+    """Refuses a text with a character that a UTF-8 file can't hold. The error names the text's
+    field."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -112,8 +113,8 @@ def _check_letters(value: Any, field: str, dot: str = ".") -> None:
 
 
 class _Lines:
-    """JSON lines; blank lines are skipped. The offset of each line is kept in memory, 16 bytes per
-    line."""
+    """JSON lines; blank lines are skipped. The offset and the number of each line are kept in
+    memory, 16 bytes per line."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._name = path.open("rb"), path.name
@@ -152,11 +153,11 @@ def _elements(path: Path) -> list[tuple[str, Any]]:
 
 
 class _TableRows:
-    """The rows of Parquet or Arrow files, memory-mapped. Parquet is unpacked to a temporary Arrow
-    file first."""
+    """The rows of Parquet or Arrow files. Parquet files are first unpacked to a temporary Arrow
+    file. Arrow files are memory-mapped."""
 
     def __init__(self, name: str, files: list[Path], *, parquet: bool) -> None:
-        # places of rows that have a null in a call's arguments or a tool's parameters
+        # Places of the rows with a null in a call's arguments or in a tool's parameters.
         self.nulls = dict[str, None]()
         try:
             import pyarrow as pa
@@ -191,14 +192,16 @@ class _TableRows:
 
 
 def _without_none(value: Any) -> Any:
-    """The row without keys whose value is None, because Arrow gives all rows the same keys."""
+    """The row without keys whose value is None. Arrow gives all rows the same keys, and None for
+    each key that a row lacks."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _has_null(value: Any, inside: bool = False) -> bool:
-    """Whether a call's arguments or a tool's parameters have a null, which may mean something."""
+    """Whether a call's arguments or a tool's parameters contain a null. Such a null may have a
+    meaning."""
     if isinstance(value, dict):
         return any(_has_null(item, inside or key in _MEANT) for key, item in value.items())
     if isinstance(value, list):
@@ -207,8 +210,8 @@ def _has_null(value: Any, inside: bool = False) -> bool:
 
 
 def _of_directory(path: Path) -> Records:
-    """The records of a directory: a saved Dataset or DatasetDict (its split `train`, or its only
-    split), or Parquet files."""
+    """The records of a directory: a saved Dataset, a saved DatasetDict, or Parquet files. Of a
+    DatasetDict, the split `train` is read, or the only split."""
     if (path / "dataset_dict.json").exists():
         splits = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
         if "train" not in splits and len(splits) != 1:

@@ -1,5 +1,5 @@
-"""Turns examples and pairs into tokens, and marks the trained tokens (by the rules in
-`tandem.data.chat_template`)."""
+"""Turns examples and pairs into tokens, and marks the trained tokens by the rules in
+`tandem.data.chat_template`."""
 
 import re
 from collections import Counter
@@ -19,7 +19,7 @@ from tandem.data.template_variables import options, prints_date
 from tandem.errors import InvalidInput
 
 _CHUNK = 256  # examples that are tokenised together
-# A prompt that opens a thought does so within its last 24 characters.
+# A prompt that opens a thought has the opening tag within its last 24 characters.
 _OPENED = 24
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
 _FORMS = ("token_ids", "messages", "completion", "text")
@@ -33,8 +33,8 @@ def render(
     rejected: each is the common prompt and a trained answer. `tokenizer` may be None if all items
     are `token_ids`.
 
-    Raises InvalidInput (below the item's entry of `fields`) for an item that the template refuses,
-    or whose trained tokens are ambiguous.
+    Raises InvalidInput for an item that the template refuses, and for an item whose trained tokens
+    are ambiguous. The error's field begins with the item's entry in `fields`.
 
     Args:
         day: today's date for chat templates; None: the date of the clock.
@@ -118,7 +118,7 @@ def preview(
     pairs: Sequence[PreferencePair],
     vocab_size: int | None = None,
 ) -> list[Rendering]:
-    """A preview of each example, then of each pair; places are `examples.<i>` and `pairs.<i>`.
+    """A preview of each example, then of each pair. Errors name them `examples.<i>`, `pairs.<i>`.
 
     Args:
         vocab_size: the model's vocabulary size, if it is known.
@@ -199,8 +199,7 @@ def _is_chat(item: Item) -> bool:
 
 
 def _empty_thoughts(parts: list[tuple[str, float]]) -> int:
-    """The number of trained turns with an empty thought, including thoughts that the prompt
-    opens."""
+    """The number of trained turns with an empty thought. The thought may begin in the prompt."""
     found = 0
     for (context, _), (text, weight) in pairwise([("", 0.0), *parts]):
         context = context[-_OPENED:]
@@ -210,7 +209,7 @@ def _empty_thoughts(parts: list[tuple[str, float]]) -> int:
 
 
 def _control_tokens(tokenizer: Any, item: Item) -> dict[str, int]:
-    """`Rendering.control_tokens`."""
+    """The value of `Rendering.control_tokens` for an item."""
     halves = (
         [message for pair in item.conversations() for part in pair for message in part]
         if isinstance(item, PreferencePair)
@@ -224,8 +223,8 @@ def _control_tokens(tokenizer: Any, item: Item) -> dict[str, int]:
 
 
 def _left_out(tokenizer: Any, item: Item) -> list[str]:
-    """`Rendering.left_out`. A field that is left out is no error, because vLLM's prompts lack it
-    too."""
+    """The value of `Rendering.left_out` for an item. A field that is left out is no error, because
+    vLLM's prompts lack the field too."""
     if isinstance(item, PreferencePair):
         trained = (
             []
@@ -258,7 +257,7 @@ def _left_out(tokenizer: Any, item: Item) -> list[str]:
 
 
 def _texts(tokenizer: Any, item: Item, field: str, day: date | None = None) -> list[SequenceText]:
-    """The texts to tokenise: none for `token_ids`, one per answer for a pair."""
+    """The texts to tokenise. `token_ids` have no text. A pair has the texts of both answers."""
     if isinstance(item, PreferencePair):
         return _pair_texts(tokenizer, item, field, day)
     if item.token_ids is not None:
@@ -284,7 +283,7 @@ def _texts(tokenizer: Any, item: Item, field: str, day: date | None = None) -> l
 
 
 def _options(tokenizer: Any, item: Item, field: str, day: date | None) -> dict[str, Any]:
-    """The chat template's variables; none without a template."""
+    """The chat template's variables. Empty if the tokenizer has no chat template."""
     if not tokenizer.chat_template:
         return {}
     template = tokenizer.get_chat_template(tools=item.tools)
@@ -338,8 +337,9 @@ def _finish(
 def _paired(
     pair: PreferencePair, field: str, chosen: list[LinearSequence], rejected: list[LinearSequence]
 ) -> list[list[LinearSequence]]:
-    """The two answers of a pair, each with everything after the common prompt trained. An answer of
-    several turns may become several sequences, which all begin with the prompt."""
+    """The sequences of a pair's two answers. In each answer, everything after the common prompt is
+    trained. An answer of several turns may become several sequences; all of them begin with the
+    prompt."""
     halves = [chosen, rejected]
     tokens = [half[0].tokens for half in halves]
     if len(chosen) == len(rejected) and all(

@@ -1,5 +1,5 @@
-"""Reads the experts that vLLM's router chose. A turn carries them for routing replay (Ma et al.,
-2025, arXiv:2510.11370)."""
+"""Reads the experts that vLLM's router chose. A turn carries these experts for routing replay, in
+which training uses the experts of sampling (Ma et al., 2025, arXiv:2510.11370)."""
 
 import base64
 import io
@@ -24,13 +24,13 @@ class Mixture(NamedTuple):
 
 
 def routed_expert_ids(turn: Turn, mixture: Mixture | None, field: str) -> Int16 | None:
-    """The experts of all tokens of prompt and answer but the last, int16 [tokens - 1, layers,
-    experts per token]; None if the turn has none. Raises InvalidInput if the array does not fit the
-    turn or the model.
+    """The experts of all tokens of prompt and answer except the last token, int16 [tokens - 1,
+    layers, experts per token]. None if the turn has no `routed_experts`. Raises InvalidInput if the
+    array does not fit the turn or the model.
 
     Args:
-        turn: its `routed_experts` is base64 of a file in NumPy's format, or None.
-        mixture: None: the base model is not a mixture of experts.
+        turn: a turn; its `routed_experts` is base64 of a file in NumPy's format, or None.
+        mixture: the base model's mixture; None: the base model is not a mixture of experts.
         field: the error's field.
     """
     if turn.routed_experts is None:
@@ -68,9 +68,10 @@ def routed_expert_ids(turn: Turn, mixture: Mixture | None, field: str) -> Int16 
 
 
 def joined(known: Int16 | None, more: Int16 | None) -> Int16 | None:
-    """The experts of a sequence that its next turn extends. `known`: the experts so far; `more`:
-    the experts of the next turn. Each token keeps the experts of the turn that sampled it. Both are
-    int16 [tokens, layers, experts per token], or None if unknown."""
+    """The experts of a sequence after its next turn is appended. `known`: the experts of the
+    sequence's tokens so far. `more`: the experts that the next turn gives for all of its tokens.
+    Each token keeps the experts of the turn that sampled it. Both arrays are int16 [tokens, layers,
+    experts per token], or None if unknown."""
     if known is None or more is None:
         return more if known is None else known
     return np.concatenate([known, more[len(known) :]])

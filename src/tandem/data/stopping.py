@@ -10,7 +10,8 @@ import numpy as np
 from tandem.data.packing import LinearSequence
 from tandem.errors import InvalidInput
 
-# The number of tokens (white space and special tokens) that may follow a turn's stop token.
+# A turn's stop token is searched among the turn's last tokens: after the stop token, white space
+# and special tokens may follow. The constant is the number of tokens that are searched.
 _TAIL = 8
 
 
@@ -25,8 +26,8 @@ class Stops:
         }
 
     def endings(self, sequences: Iterable[LinearSequence]) -> list[int | None]:
-        """For each trained turn: None if it ends with a stop token, else its last token. Special
-        tokens and white space may follow the stop token."""
+        """For each trained turn: None if the turn ends with a stop token, else the turn's last
+        token. Special tokens and white space may follow the stop token."""
         return [
             self._ending([int(token) for token in one.tokens[run[-_TAIL:]]])
             for one in sequences
@@ -42,8 +43,8 @@ class Stops:
         return last[-1]
 
     def problem(self, last: int) -> str:
-        """The error message if turns end with the token `last` instead of a stop token; it also
-        says what to do."""
+        """The error message for turns that end with the token `last` instead of a stop token. The
+        message also says what to do."""
         names = ", ".join(map(repr, self.texts))
         said = f"no trained turn ends with a token at which vLLM stops ({names})"
         if last in self._special:

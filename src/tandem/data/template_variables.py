@@ -1,5 +1,5 @@
-"""The variables that a chat template reads besides the conversation: `chat_template_kwargs`, as
-vLLM and TRL name them, and today's date."""
+"""The variables that a chat template reads besides the conversation: today's date, and the
+variables that vLLM and TRL call `chat_template_kwargs`."""
 
 from collections.abc import Mapping
 from datetime import date
@@ -14,8 +14,8 @@ _OURS = {"messages", "tools", "documents", "add_generation_prompt", "chat_templa
 
 @lru_cache(maxsize=8)
 def variables_read(template: str) -> frozenset[str]:
-    """The variables that the template reads, without functions and without variables that Tandem
-    sets."""
+    """The variables that the template reads, without functions and without the variables in
+    `_OURS`."""
     from jinja2 import TemplateError, meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
 

@@ -1,8 +1,8 @@
 """The adapter's files, in PEFT's own format, names and shapes.
 
-`adapter_config.json` and `adapter_model.safetensors`, fp32, two tensors for each adapted linear
-layer: `lora_A.weight` [rank, in] and `lora_B.weight` [out, rank]; the layer computes `W x + alpha /
-rank * B (A x)`.
+The files are `adapter_config.json` and `adapter_model.safetensors`. The latter has two fp32 tensors
+for each adapted linear layer: `lora_A.weight` [rank, in] and `lora_B.weight` [out, rank]. The layer
+computes `W x + alpha / rank * B (A x)`.
 """
 
 import json
@@ -26,17 +26,17 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 UNSERVED: tuple[LoraTarget, ...] = ("kv_b_proj",)
-"""Targets whose adapters vLLM ignores. For generated tokens, vLLM multiplies kv_b_proj's base
-weight into the queries and outputs, without the adapter."""
+"""Targets whose adapters vLLM ignores. For generated tokens, vLLM multiplies queries and outputs by
+the base weight of kv_b_proj, without the adapter."""
 
 _OLD_PREFIX = "language_model.model."
 _EXPERT = re.compile(r"(\.experts\.)\d+(\.)")
 
 
 def default_targets(arch: Arch) -> tuple[str, ...]:
-    """The targets of a run that specifies none: every linear layer. In a mixture of experts, only
-    the linear layers of attention, because vLLM accepts adapters on experts only with
-    `TANDEM_EXPERT_LORA`. `kv_b_proj` is left out: see `UNSERVED`."""
+    """The targets of a run that specifies no targets: every linear layer. In a mixture of experts
+    they are only the linear layers of attention, because vLLM accepts adapters on experts only with
+    `TANDEM_EXPERT_LORA`. `kv_b_proj` is left out (see `UNSERVED`)."""
     return tuple(
         target
         for target in all_targets(arch)
@@ -77,18 +77,18 @@ def adapts_experts(lora: LoraShape) -> bool:
 
 
 def sums_experts_apart(arch: Arch, lora: LoraShape | None, sizes: Sizes) -> bool:
-    """Whether gradients of experts are summed over a process group different from the one of other
-    parameters.
+    """Whether gradients of experts are summed over another process group than the gradients of
+    other parameters.
 
     Args:
-        lora: None if all weights are trained.
+        lora: the adapter's shape; None: all weights are trained.
     """
     return arch.moe is not None and sizes.experts_apart and (lora is None or adapts_experts(lora))
 
 
 def check_targets(arch: Arch, lora: LoraShape) -> None:
-    """Raises InvalidInput for targets that the model does not have, and for targets in experts that
-    PEFT and vLLM would name differently."""
+    """Raises InvalidInput for targets that the model does not have, and for targets in experts if
+    PEFT and vLLM give these targets different names."""
     if wrong := [target for target in lora.targets if target not in all_targets(arch)]:
         problem = f"{arch.model_type} has no {', '.join(wrong)}"
         raise InvalidInput(
@@ -121,9 +121,9 @@ def in_targets(name: str, targets: Collection[str] | None) -> bool:
 
 
 def peft_keys(module: str) -> tuple[str, str]:
-    """PEFT's names of A and B of the linear layer at Hugging Face path `module`."""
-    # Checkpoints of Mistral 3 use tensor names from before transformers 5; PEFT uses the names of
-    # the modules.
+    """PEFT's names of the matrices A and B of the linear layer at Hugging Face path `module`."""
+    # Checkpoints of Mistral 3 have the tensor names of versions before transformers 5. PEFT uses
+    # the names of the modules.
     if module.startswith(_OLD_PREFIX):
         module = "model.language_model." + module.removeprefix(_OLD_PREFIX)
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
@@ -132,9 +132,10 @@ def peft_keys(module: str) -> tuple[str, str]:
 def misread_by_peft(keys: Collection[str]) -> bool:
     """Whether `PeftModel.from_pretrained` (0.21) would load an adapter with these tensors wrongly.
 
-    PEFT has one layer for the gate and up projections of all experts. For target names that experts
-    have, PEFT looks in experts only, so it silently drops adapters of dense layers and shared
-    experts. Experts with adapters on gate and up but not on down keep their initial values.
+    PEFT has one layer for the gate and up projections of all experts. A target name that experts
+    have is looked up in experts only. So PEFT silently drops adapters of this name in dense layers
+    and shared experts. If experts have adapters on gate and up but not on down, the adapters keep
+    their initial values.
     """
     modules = {key.rpartition(".lora_")[0] for key in keys}
     targets = {module.rpartition(".")[2] for module in modules if ".experts." in module}
@@ -147,7 +148,7 @@ def misread_by_peft(keys: Collection[str]) -> bool:
 
 
 def adapter_shapes(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
-    """Every tensor of an adapter: PEFT key -> shape, in layer order, A before B."""
+    """PEFT key -> shape of every tensor of an adapter, in the order of layers, A before B."""
     shapes: dict[str, tuple[int, int]] = {}
     for module, (in_features, out_features) in lora_modules(arch, lora).items():
         a, b = peft_keys(module)
@@ -161,9 +162,9 @@ def layer_of(name: str) -> int:
 
 
 def stacked_name(key: str) -> str:
-    """The parameter of the policy that holds the tensor with PEFT key `key`. An expert's key gets
-    `*` for the expert's number, because one parameter stacks the tensors of all experts in order;
-    other keys stay.
+    """The name of the policy's parameter that holds the tensor with PEFT key `key`. In the key of
+    an expert, the expert's number becomes `*`, because one parameter stacks the tensors of all
+    experts in order. Other keys stay the same.
     """
     return _EXPERT.sub(r"\1*\2", key)
 

@@ -1,4 +1,4 @@
-"""The shape of a decoder-only model, which its family reads from `config.json`."""
+"""The shape of a decoder-only model. The model's family reads the shape from `config.json`."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -29,13 +29,14 @@ class YarnScaling:
     """RoPE's frequencies by YaRN (Peng et al., 2023, arXiv:2309.00071; `rope_type: yarn`)."""
 
     factor: float
-    # Pairs of dimensions that rotate more often than this within the original positions stay
-    # unchanged.
+    # Pairs of dimensions that make more than `beta_fast` full turns within the original number of
+    # positions stay unchanged.
     beta_fast: float
-    # pairs that rotate less often are stretched by `factor`; pairs in between are blended
+    # Pairs that make fewer than `beta_slow` full turns are stretched by `factor`. Pairs between
+    # both limits are stretched by a blend.
     beta_slow: float
     original_max_positions: int
-    attention_factor: float  # factor on the cosines and sines
+    attention_factor: float  # factor of the cosines and sines
     truncate: bool  # whether the blend begins and ends at whole dimensions
 
 
@@ -44,16 +45,16 @@ class Window:
     """Layers whose attention is limited to the last tokens of a sequence."""
 
     tokens: int  # number of tokens that a token attends to, itself included
-    layers: tuple[bool, ...]  # whether each layer has the window
-    # RoPE's theta, without scaling, in the layers that have the window; None: the same RoPE as in
-    # the other layers.
+    layers: tuple[bool, ...]  # for each layer, whether it has the window
+    # RoPE's theta in the layers that have the window; their RoPE is not scaled. None: these layers
+    # have the same RoPE as the other layers.
     rope_theta: float | None = None
 
 
 @dataclass(frozen=True)
 class ProportionalRope:
-    """RoPE that rotates only the first `share` of a head's pairs of dimensions, `factor` times
-    slower (`rope_type: proportional`)."""
+    """RoPE that rotates only the first pairs of a head's dimensions, `share` of all pairs. These
+    pairs rotate `factor` times slower (`rope_type: proportional`)."""
 
     share: float
     factor: float
@@ -80,31 +81,31 @@ class QueryGrowth:
 
 @dataclass(frozen=True)
 class MoE:
-    """A mixture of experts: the best few for each token, by a router over all."""
+    """A mixture of experts. For each token, a router scores all experts and chooses the best."""
 
     num_experts: int
     experts_per_token: int
     ffn_hidden_size: int  # MLP size of one expert
-    norm_topk_prob: bool  # the chosen experts' probabilities are divided by their sum
+    norm_topk_prob: bool  # whether the chosen experts' probabilities are divided by their sum
     # The function that turns the router's logits of all experts into probabilities. With sigmoid
     # (DeepSeek-V3, 2024, arXiv:2412.19437) experts are chosen by probability plus a bias per
     # expert, among the best `groups_per_token` of `groups` equal groups of experts.
     router: Literal["softmax", "sigmoid"] = "softmax"
     groups: int = 1
     groups_per_token: int = 1
-    scale: float = 1.0  # factor on the probabilities, with sigmoid
-    dense_layers: int = 0  # number of first layers that have MLPs instead
+    scale: float = 1.0  # factor of the probabilities, with sigmoid
+    dense_layers: int = 0  # number of layers at the beginning that have an MLP and no experts
     shared_size: int = 0  # size of an MLP that all tokens use in addition to their experts
     shared_name: str = "shared_experts"  # name of the shared MLP in Hugging Face's checkpoints
-    # The shared MLP's output is multiplied by a sigmoid that each token computes.
+    # Whether the shared MLP's output is multiplied by a sigmoid that is computed for each token.
     shared_gate: bool = False
-    # PEFT and vLLM adapt gate and up of all experts as a single layer.
+    # Whether PEFT and vLLM adapt gate and up of all experts as a single layer.
     fused_adapters: bool = False
     # GPT-OSS: the router and each expert's layers have biases, and the experts' activation is
     # `clamped_swiglu`.
     biases: bool = False
-    # Gemma 4: the layer's MLP and the experts each have their own norms. The router has another
-    # input, and a factor per expert.
+    # Gemma 4: a layer has an MLP and, beside it, experts; both have their own norms. The router has
+    # another input than the experts, and each expert's output has its own factor.
     beside_mlp: bool = False
 
 
@@ -113,17 +114,17 @@ class GatedDeltaNet:
     """Layers whose attention is a gated delta net (Yang et al., 2024, arXiv:2412.06464). Each value
     head has a state that each token decays, corrects and reads."""
 
-    layers: tuple[bool, ...]  # whether each layer's attention is a delta net
+    layers: tuple[bool, ...]  # for each layer, whether its attention is a delta net
     key_heads: int
-    value_heads: int  # value heads; each key head serves an equal number of value heads
+    value_heads: int  # each key head serves an equal number of value heads
     key_head_dim: int
     value_head_dim: int
-    # tokens that the convolution before the delta net sees, the current one included
+    # Number of tokens that the convolution before the delta net sees, the current token included.
     conv_tokens: int
 
     @property
     def key_size(self) -> int:
-        """Total features of the queries of all heads; keys have the same number."""
+        """Total features of the queries of all heads. Keys have the same number of features."""
         return self.key_heads * self.key_head_dim
 
     @property
@@ -138,11 +139,11 @@ class GatedDeltaNet:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434). Queries are made of one
-    normalised latent vector, keys and values of another. RoPE rotates additional features: the last
-    ones of each query, and for keys features that all heads share."""
+    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434). Queries are computed from
+    one normalised latent vector, keys and values from another latent vector. RoPE rotates
+    additional features: the last features of each query, and key features that all heads share."""
 
-    # size of the latent from which queries are made; None: queries are made from the hidden state
+    # Size of the latent vector of queries; None: queries are computed from the hidden state.
     q_rank: int | None
     kv_rank: int
     nope_size: int  # features of a query or key that RoPE does not rotate
@@ -151,8 +152,8 @@ class LatentAttention:
 
     @property
     def down(self) -> dict[str, int]:
-        """Output features of the projections to latents. kv_a's number includes the key features
-        that all heads share."""
+        """Projection to a latent vector -> output features. The features of kv_a_proj_with_mqa
+        include the key features that all heads share."""
         queries = {} if self.q_rank is None else {"q_a_proj": self.q_rank}
         return queries | {"kv_a_proj_with_mqa": self.kv_rank + self.rope_size}
 
@@ -183,10 +184,10 @@ class Arch:
     rope_scaling: RopeScaling | LinearScaling | YarnScaling | ProportionalRope | None = None
     window: Window | None = None
     activation: Literal["silu", "gelu_tanh"] = "silu"  # activation of the MLP's gate
-    attention_scale: float | None = None  # factor on query-key products; None: 1 / sqrt(head_dim)
-    embedding_scale: float | None = None  # factor on the embeddings
+    attention_scale: float | None = None  # factor of query-key products; None: 1 / sqrt(head_dim)
+    embedding_scale: float | None = None  # factor of the embeddings
     offset_norms: bool = False  # norms multiply by 1 + weight
-    # number of a head's first dimensions that RoPE rotates; None: all
+    # RoPE rotates the first `rotary_size` dimensions of a head; None: all dimensions.
     rotary_size: int | None = None
     # The outputs of attention and MLP are normalised before they are added to the input.
     post_norms: bool = False
@@ -201,11 +202,11 @@ class Arch:
     # q_proj also outputs a gate per query feature; the attention's output is multiplied by the
     # gate's sigmoid.
     output_gate: bool = False
-    weight_prefix: str = "model."  # prefix of all tensor names but the output layer's
+    weight_prefix: str = "model."  # prefix of all tensor names except the output layer's name
     # The norms of queries and keys are computed over all heads together.
     wide_qk_norm: bool = False
     pre_norms: bool = True  # the inputs of attention and MLP are normalised
-    rope_layers: tuple[bool, ...] | None = None  # which layers have RoPE; None: all
+    rope_layers: tuple[bool, ...] | None = None  # whether each layer has RoPE; None: all have RoPE
     query_growth: QueryGrowth | None = None
     global_heads: GlobalHeads | None = None
     keys_are_values: bool = False  # whether all layers use keys as values; see `GlobalHeads`
@@ -223,7 +224,7 @@ class Arch:
         )
 
     def of_layer(self, layer: int) -> "Arch":
-        """The model's shape with the heads of one layer."""
+        """The model's shape with the heads of layer `layer`."""
         heads = self.global_heads
         if heads is None or (self.window is not None and self.window.layers[layer]):
             return self
@@ -237,15 +238,15 @@ class Arch:
 
     @property
     def kinds(self) -> list["Arch"]:
-        """The distinct shapes among all layers (`of_layer`); one if all layers are equal."""
+        """The different shapes of the layers (`of_layer`). One shape if all layers are equal."""
         return [
             self.of_layer(layer) for layer in range(self.num_layers if self.global_heads else 1)
         ]
 
     @property
     def rope_sizes(self) -> tuple[int, int]:
-        """The number of a head's dimensions that RoPE rotates: in layers without a window, and in
-        layers with one."""
+        """The number of a head's dimensions that RoPE rotates, in layers without a window and in
+        layers with a window."""
         heads = self.global_heads
         size = self.head_dim if self.rotary_size is None else self.rotary_size
         return (size if heads is None else heads.head_dim), size
@@ -262,7 +263,7 @@ class Arch:
 
     @property
     def kv_size(self) -> int:
-        """Output features of k_proj and of v_proj, which are equal."""
+        """Output features of k_proj; v_proj has the same number."""
         return self.num_kv_heads * self.head_dim
 
     @property

@@ -13,26 +13,26 @@ from tandem.families.weight_rules import WeightRule
 
 @dataclass(frozen=True)
 class Decoder:
-    """A family of models. Its fields hold the differences from the standard decoder. A family that
-    differs in other ways overrides methods."""
+    """A family of models. The fields are the family's differences from the standard decoder. A
+    family that differs in other ways overrides methods."""
 
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values for keys that config.json leaves out: the defaults of the family's class in
-    transformers, which vLLM uses too. A family whose defaults have `sliding_window` has windows:
-    from layer `max_window_layers` on if that key exists, else in all layers. If the key
-    `use_sliding_window` exists, it must be true."""
+    transformers. vLLM uses the same defaults. A family whose defaults have `sliding_window` has
+    windows: in the layers from `max_window_layers` on if that key exists, else in all layers. If
+    the key `use_sliding_window` exists, it must be true."""
     qk_norm: bool = False  # RMSNorm over each query and key head before RoPE
-    # the config's key and the only supported value
+    # The config's key of the activation, and the only supported value of this key.
     activation: tuple[str, str] = ("hidden_act", "silu")
-    qkv_bias: bool = False  # biases on q, k and v, and on nothing else
+    qkv_bias: bool = False  # q_proj, k_proj and v_proj have biases, and no other layer has
     partial_rope: bool = False  # RoPE on a part of each head is supported
     shared_experts: bool = False  # shared experts are supported
     yarn: bool = False  # YaRN's scaling of RoPE is supported
     mixture: bool = False  # every layer's MLP is a mixture of experts like Qwen3's
 
     def arch(self, config: ModelConfig) -> Arch:
-        """The model's shape. Raises InvalidInput for a wrong value, UnknownArchitecture for a
+        """The model's shape. Raises InvalidInput for a wrong value, and UnknownArchitecture for a
         variant that Tandem doesn't build."""
         config = replace(config, defaults=self.defaults)
         self._refuse_variants(config)
@@ -69,7 +69,7 @@ class Decoder:
         )
 
     def window(self, config: ModelConfig) -> Window | None:
-        """The sliding window, if any layer has one."""
+        """The sliding window and its layers; None if no layer has a window."""
         layers, kinds = config.positive("num_hidden_layers", int), config.get("layer_types")
         in_use = config.get("use_sliding_window") or "use_sliding_window" not in self.defaults
         if config.get("sliding_window") is None or not in_use:
@@ -96,7 +96,7 @@ class Decoder:
         return Window(tokens, tuple(chosen)) if any(chosen) else None
 
     def moe(self, config: ModelConfig) -> MoE | None:
-        """The mixture of experts; None if all layers have MLPs."""
+        """The mixture of experts; None if all layers have MLPs and no experts."""
         if not self.mixture:
             return None
         # transformers 5 writes this number as num_local_experts.
@@ -141,8 +141,8 @@ class Decoder:
         return rules
 
     def layer_rules(self, arch: Arch, layer: int, parameter: str, source: str) -> list[WeightRule]:
-        """The rules of one layer. Megatron's `linear_qkv` has one block of rows for each key head:
-        the block's query heads, the key head, the value head.
+        """The rules of one layer. Megatron's `linear_qkv` has one block of rows for each key head.
+        A block has the rows of its query heads, then of the key head, then of the value head.
 
         Args:
             arch: the shape of this layer, from `Arch.of_layer`.
@@ -199,8 +199,8 @@ class Decoder:
         return rules
 
     def mlp_rules(self, arch: Arch, _layer: int, parameter: str, source: str) -> list[WeightRule]:
-        """The rules of one layer's MLP, in which `linear_fc1` stacks gate above up; or of the
-        layer's router and its stacked experts.
+        """The rules of one layer's MLP or, if the layer has experts, of its router and its stacked
+        experts. `linear_fc1` stacks gate above up.
 
         Args:
             arch: the shape of this layer.
@@ -237,7 +237,8 @@ class Decoder:
         ]
 
     def _refuse_variants(self, config: ModelConfig) -> None:
-        """Refuse options that would silently change the logits if they were ignored."""
+        """Refuse options that Tandem does not build. If they were ignored, the logits would
+        silently change."""
         activation, rope = config.get(*self.activation), self.rope_parameters(config)
         shared = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
         variants = {
@@ -265,9 +266,10 @@ class Decoder:
         config.refuse(variants)
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
-        """transformers 5 writes `rope_parameters`; older versions write `rope_theta` and, beside
-        it, `rope_scaling`. If a config has a value in several places, the order of precedence is
-        `rope_scaling`, `rope_parameters`, top level, as in transformers."""
+        """RoPE's parameters. transformers 5 writes `rope_parameters`; older versions write
+        `rope_theta` and `rope_scaling`. If a config has a value in several places, the value in
+        `rope_scaling` is used, else the value in `rope_parameters`, else the value at the top
+        level, as in transformers."""
         default = self.defaults.get("rope_parameters", {})
         given: dict[str, Any] = (
             config.get("rope_scaling") or config.get("rope_parameters") or default
@@ -302,7 +304,7 @@ def _rope_scaling(
         own, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
         own, of_all = (float(own), float(of_all)) if own and of_all else (1.0, 0.0)
         log = 0.1 * math.log(max(factor, 1))
-        # equation 22 of the YaRN paper, but `of_all` is an extension
+        # Equation 22 of the YaRN paper, extended by `of_all`.
         factors = (own * log + 1) / (of_all * log + 1)
         return YarnScaling(
             factor=factor,

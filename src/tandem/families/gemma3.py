@@ -1,5 +1,6 @@
-"""Gemma 3's text models: windows with their own RoPE in most layers, a norm before and after each
-block, norms that multiply by 1 + weight, GELU, scaled embeddings."""
+"""Gemma 3's text models. Most layers have a window and another RoPE than the other layers. Each
+block has a norm before and after it, and norms multiply by 1 + weight. The activation is GELU, and
+embeddings are scaled."""
 
 from dataclasses import replace
 from typing import Any
@@ -52,8 +53,8 @@ class Gemma3(Decoder):
         )
 
     def _rope(self, config: ModelConfig, kind: str, key: str, theta: float) -> dict[str, Any]:
-        """transformers 5 writes `rope_parameters` for each kind of layer, older versions write
-        `key`."""
+        """RoPE's parameters in layers of kind `kind`. transformers 5 writes `rope_parameters` for
+        each kind of layer; older versions write theta under `key`."""
         given = config.get("rope_parameters") or {}
         if given.keys() - {"full_attention", "sliding_attention"}:
             raise config.invalid(
@@ -75,11 +76,12 @@ class Gemma3(Decoder):
 
 
 def with_post_norms(rules: list[WeightRule], parameter: str, source: str) -> list[WeightRule]:
-    """A layer's rules, extended by Gemma's norms. In these checkpoints `post_attention_layernorm`
-    comes after the attention, not before the MLP.
+    """A layer's rules, extended by Gemma's norms. In Gemma's checkpoints, the norm
+    `post_attention_layernorm` comes after the attention, not before the MLP.
 
     Args:
-        rules: the layer's rules without these norms, among them the one of `pre_mlp_layernorm`.
+        rules: the layer's rules without these norms. One of them is the rule of
+            `pre_mlp_layernorm`.
         parameter, source: the prefixes of names, as in `Decoder.layer_rules`.
     """
     norms = {

@@ -1,7 +1,7 @@
-"""Gemma 4's text models: windows in most layers; in the others larger heads, values computed from
-keys, and RoPE on a part of each head. Norms are applied before and after each block, and to values.
-A scalar multiplies each layer's output, and logits are capped. Mixtures have experts beside each
-layer's MLP."""
+"""Gemma 4's text models. Most layers have a window. The other layers have larger heads, values that
+are computed from keys, and RoPE on a part of each head. Norms are applied before and after each
+block, and to values. A scalar multiplies each layer's output, and logits are capped. Mixtures have
+experts beside each layer's MLP."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,8 +46,8 @@ class Gemma4(Decoder):
         )
 
     def window(self, config: ModelConfig) -> Window | None:
-        """The window. Without `layer_types`, every sixth layer has no window; the last layer never
-        has one."""
+        """The window. Without `layer_types`, every sixth layer has no window. The last layer never
+        has a window."""
         layers, kinds = config.positive("num_hidden_layers", int), config.get("layer_types")
         if kinds is None:
             kinds = [_KINDS[(index + 1) % 6 == 0] for index in range(layers)]
@@ -61,8 +61,8 @@ class Gemma4(Decoder):
         return Window(tokens, chosen, float(rope["rope_theta"])) if any(chosen) else None
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
-        """RoPE's parameters of the layers without a window. The keys that `Decoder` would misread
-        are removed."""
+        """RoPE's parameters of the layers without a window. `rope_type` is replaced by "default",
+        because `Decoder` would misread the type of these layers."""
         return _rope(config, _KINDS[1]) | {"rope_type": "default"}
 
     def moe(self, config: ModelConfig) -> MoE | None:
@@ -115,8 +115,8 @@ class Gemma4(Decoder):
         ]
 
     def _global_heads(self, config: ModelConfig, arch: Arch) -> GlobalHeads:
-        """The heads of layers without a window. transformers 5 writes `per_layer_config`; published
-        configs use other keys."""
+        """The heads of layers without a window. transformers 5 writes these sizes to
+        `per_layer_config`; published configs have them under other keys."""
         keys_are_values = bool(config.get("attention_k_eq_v", False))
         own = {"head_dim": config.get("global_head_dim", 512)}
         if keys_are_values and config.get("num_global_key_value_heads") is not None:

@@ -1,5 +1,6 @@
-"""GLM-4.5: dense first layers, then mixtures with a shared expert; a sigmoid router; RoPE on a part
-of each head. The layers of its checkpoints that predict further tokens (MTP) are not read."""
+"""GLM-4.5. The first layers are dense; the other layers are mixtures with a shared expert and a
+sigmoid router. RoPE rotates a part of each head. The checkpoints' layers that predict further
+tokens (MTP) are not read."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""GPT-OSS: attention sinks, a window in every other layer, YaRN, biases everywhere, experts with a
-clamped SwiGLU."""
+"""GPT-OSS: attention sinks, a window in every second layer, YaRN, biases in all linear layers, and
+experts with a clamped SwiGLU."""
 
 from dataclasses import replace
 
@@ -28,8 +28,8 @@ class GptOss(Decoder):
         return replace(super().arch(config), qkv_bias=bias, output_bias=bias, sinks=True)
 
     def window(self, config: ModelConfig) -> Window | None:
-        """The window. Without `layer_types`, every other layer has the window, beginning with the
-        first."""
+        """The window. Without `layer_types`, every second layer has the window, beginning with the
+        first layer."""
         layers = config.positive("num_hidden_layers", int)
         kinds = [("sliding_attention", "full_attention")[index % 2] for index in range(layers)]
         layer_types = {"layer_types": config.get("layer_types") or kinds}

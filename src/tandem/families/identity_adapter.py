@@ -1,5 +1,5 @@
-"""Writes the identity adapter of step 0, which changes nothing. The controller writes this adapter
-without torch or a GPU."""
+"""Writes the identity adapter of step 0. The identity adapter does not change the base model's
+function. The controller writes it without torch or a GPU."""
 
 import zlib
 from pathlib import Path
@@ -15,11 +15,11 @@ from tandem.system.safetensors_header import lay_out
 def write_identity_adapter(
     directory: Path, arch: Arch, lora: LoraShape, *, base_model: str, seed: int
 ) -> None:
-    """Write both adapter files.
+    """Write both files of the identity adapter.
 
-    The values are PEFT's initial ones: B is zero, A is Kaiming-uniform with a = sqrt(5), which is
-    U(-1/sqrt(in), 1/sqrt(in)). Every A has its own random stream, seeded by `seed` and the layer's
-    name. So the same seed gives the same bytes on every machine.
+    The values are PEFT's initial values: B is zero, and A is Kaiming-uniform with a = sqrt(5), in
+    other words U(-1/sqrt(in), 1/sqrt(in)). Every A has its own random stream, seeded by `seed` and
+    the layer's name. So the same seed gives the same bytes on every machine.
 
     Args:
         directory: the adapter's directory, which exists.

@@ -1,5 +1,5 @@
-"""Ministral 3: YaRN, and queries that grow with the position. Its checkpoints, like those of
-Mistral Small 3, have a vision tower and tensor names from before transformers 5."""
+"""Ministral 3: YaRN, and queries that grow with the position. The checkpoints of Ministral 3 and of
+Mistral Small 3 have a vision tower, and tensor names of versions before transformers 5."""
 
 from dataclasses import replace
 

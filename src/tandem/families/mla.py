@@ -1,7 +1,7 @@
-"""Multi-head latent attention (MLA; DeepSeek-V2, 2024, arXiv:2405.04434): GLM-4.7-Flash,
-DeepSeek-V3 and Kimi K2. Mixtures work as in GLM-4.5.
+"""The families with multi-head latent attention (MLA; DeepSeek-V2, 2024, arXiv:2405.04434):
+GLM-4.7-Flash, DeepSeek-V3 and Kimi K2. Their mixtures of experts work as in GLM-4.5.
 
-The layers of their checkpoints that predict further tokens (MTP) are not read.
+The checkpoints' layers that predict further tokens (MTP) are not read.
 """
 
 import math
@@ -49,15 +49,15 @@ class LatentMoe(Glm4Moe):
         if self.model_type == "glm4_moe_lite":
             read = config.given("mlp_layer_types", ["dense"] + ["sparse"] * (layers - 1))
             if read != kinds:
-                # transformers reads the first key, vLLM the second.
+                # transformers reads `mlp_layer_types`, and vLLM reads `first_k_dense_replace`.
                 raise config.unsupported(
                     f"mlp_layer_types {read} beside first_k_dense_replace={moe.dense_layers}"
                 )
         return moe
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
-        """YaRN's `mscale` multiplies the cosines and sines; `mscale_all_dim` multiplies queries and
-        keys, including the rotated features."""
+        """RoPE's parameters. YaRN's `mscale` gives a factor of the cosines and sines.
+        `mscale_all_dim` gives a factor of queries and keys, including the rotated features."""
         rope = super().rope_parameters(config)
         one, all_dim = (rope.get(key) for key in _MSCALES)
         if not (one and all_dim):
@@ -79,8 +79,8 @@ class LatentMoe(Glm4Moe):
     def _attention_rules(
         self, arch: Arch, mla: LatentAttention, parameter: str, source: str
     ) -> list[WeightRule]:
-        """The rules of the attention. `linear_down` computes the two latents, which all heads
-        share; `linear_q_up` and `linear_kv_up` compute the heads from the latents."""
+        """The rules of the attention. `linear_down` computes the two latent vectors, which all
+        heads share. `linear_q_up` and `linear_kv_up` compute the heads from the latent vectors."""
         hidden, heads = arch.hidden_size, arch.num_heads
         down = {source + f"{name}.weight": (rows, hidden) for name, rows in mla.down.items()}
         q_name, q_in = ("q_proj", hidden) if mla.q_rank is None else ("q_b_proj", mla.q_rank)
@@ -110,15 +110,15 @@ class LatentMoe(Glm4Moe):
         ]
 
     def _mscale(self, config: ModelConfig) -> float:
-        """The factor on queries and on keys."""
+        """The factor by which queries and keys are multiplied."""
         rope = Decoder.rope_parameters(self, config)
         if not rope.get("mscale_all_dim"):
             return 1.0
         return _magnitude(float(rope["factor"]), rope["mscale_all_dim"])
 
     def _refuse_variants(self, config: ModelConfig) -> None:
-        """Refuse variants. vLLM 0.32 silently computes some of these variants differently from
-        transformers."""
+        """Refuse variants that Tandem does not build. vLLM 0.32 silently computes some of these
+        variants differently from transformers."""
         super()._refuse_variants(config)
         rope = Decoder.rope_parameters(self, config)
         kind = rope.get("rope_type", rope.get("type", "default"))
@@ -146,8 +146,7 @@ class LatentMoe(Glm4Moe):
 
 
 def _magnitude(factor: float, mscale: float) -> float:
-    """YaRN's factor on the attention logits for a context `factor` times as long as the
-    original."""
+    """YaRN's factor for a context that is `factor` times as long as the original context."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -11,19 +11,19 @@ from tandem.errors import HubUnreachable, InvalidInput, TandemError, UnknownArch
 from tandem.system.plain_files import open_plain, read_plain
 
 JSON_BYTES = 2**26
-"""The maximum size in bytes of a model's `config.json` or index. An index takes about 100 bytes per
-tensor."""
+"""The maximum size in bytes of a model's `config.json`, or of its index of tensors. An index takes
+about 100 bytes per tensor."""
 
 MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
-"""Patterns of the names of configuration, tokenizer and weights."""
+"""Patterns of the names of a model's files: configuration, tokenizer and weights."""
 
 
 def model_directory(
     model: str, files: tuple[str, ...] = MODEL_FILES, *, cached: bool = False
 ) -> Path:
     """The directory of a model: `model` itself, or the local snapshot of a hub name. Raises
-    InvalidInput if there is neither a directory nor a hub model; HubUnreachable or VolumeFull if a
-    retry can help.
+    InvalidInput if there is neither such a directory nor such a hub model. Raises HubUnreachable or
+    VolumeFull if a later call can succeed.
 
     Args:
         model: a directory, or a model's name at the hub.
@@ -32,7 +32,7 @@ def model_directory(
     """
     if Path(model).is_dir():
         return Path(model)
-    # imported late: a local directory needs no hub client
+    # Imported only when it is needed: a local directory needs no hub client.
     from huggingface_hub import snapshot_download
 
     try:
@@ -52,8 +52,8 @@ def base_model_files(directory: Path) -> list[Path]:
 
 
 def base_model_digest(model: str) -> tuple[str, str]:
-    """The model's directory, downloaded first if it is a hub name, and a digest of its files: their
-    names, their sizes, and the first MiB of each."""
+    """The model's directory, and a digest of the names, the sizes and the first MiB of the
+    directory's files. A model at the hub is downloaded first."""
     directory, digest = model_directory(model), hashlib.sha256()
     for path in base_model_files(directory):
         with open_plain(path, links="any") as file:
@@ -63,12 +63,12 @@ def base_model_digest(model: str) -> tuple[str, str]:
 
 
 def _from_client(error: Exception, model: str, *, cached: bool) -> TandemError:
-    """The Tandem error for an error of the hub's client: the model's name is wrong, or the cause
-    may be temporary."""
+    """The Tandem error for an error of the hub's client. The error is InvalidInput if the model's
+    name is wrong, and another error if the cause may be temporary."""
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
-    # If the client searches its cache after an error, the client raises a second error, whose cause
-    # is the first.
+    # After some errors, the client searches its cache and raises a second error. The first error is
+    # then the cause of the second.
     first = error.__cause__ if isinstance(error.__cause__, Exception) else error
     status = getattr(getattr(first, "response", None), "status_code", 0)
     if (
@@ -124,8 +124,8 @@ class ModelConfig:
     """A parsed `config.json`."""
 
     values: dict[str, Any]
-    source: str  # source of the config in error messages
-    # The family's values for missing keys.
+    source: str  # the name of the config in error messages, such as its path
+    # The family's values for keys that the config leaves out.
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -148,11 +148,12 @@ class ModelConfig:
         return cls(values, str(path))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key`; if the key is missing, the family's default, or else `default`."""
+        """The value of `key`. If the key is missing, the family's default; if the family has none,
+        `default`."""
         return self.values.get(key, self.defaults.get(key, default))
 
     def given(self, key: str, default: Any = None) -> Any:
-        """Like `get`, but null also gives the default."""
+        """Like `get`, but a key whose value is null also has the default."""
         value = self.values.get(key)
         return self.defaults.get(key, default) if value is None else value
 
@@ -164,8 +165,8 @@ class ModelConfig:
 
         Args:
             kind: the type of the result; int refuses numbers that are not whole.
-            default: the value of a key that is missing or null, and for which the family has no
-                default.
+            default: the value of a key that is missing or null, if the family has no default for
+                the key.
         """
         value = self.given(key, default)
         if (
@@ -182,14 +183,14 @@ class ModelConfig:
         return InvalidInput(f"{self.source}: {problem}", field="base_model")
 
     def unsupported(self, variant: str) -> UnknownArchitecture:
-        """The error to raise for a variant that would compute different logits."""
+        """The error to raise for a variant of the model that Tandem doesn't build."""
         return UnknownArchitecture(
             f"{self.source} asks for {variant}, which Tandem doesn't build", field="base_model"
         )
 
     def refuse(self, variants: Mapping[str, object]) -> None:
-        """Raise `unsupported` for the first variant whose value is true. `variants`: description ->
-        whether the config asks for the variant."""
+        """Raise the error of `unsupported` for the first variant that the config asks for.
+        `variants`: description of a variant -> whether the config asks for it."""
         for variant, asked in variants.items():
             if asked:
                 raise self.unsupported(variant)

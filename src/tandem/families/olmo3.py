@@ -1,5 +1,6 @@
-"""OLMo 3: norms after attention and MLP and none before, norms over all queries and over all keys,
-windows in three of four layers, YaRN in the others."""
+"""OLMo 3. Attention and MLP have a norm after them and no norm before them. One norm is over all
+queries, another norm over all keys. Three of four layers have a window, and the other layers have
+YaRN."""
 
 from dataclasses import replace
 from typing import Any
@@ -67,7 +68,8 @@ class Olmo3(Decoder):
         ]
 
     def _rope(self, config: ModelConfig, kind: str) -> dict[str, Any]:
-        """transformers 5 writes `rope_parameters` by kind of layer."""
+        """RoPE's parameters in layers of kind `kind`. transformers 5 writes `rope_parameters` for
+        each kind of layer."""
         given = config.get("rope_parameters") or {}
         if given.keys() - set(_KINDS):
             raise config.invalid(

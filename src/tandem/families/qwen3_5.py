@@ -1,6 +1,6 @@
-"""Text models of Qwen3.5, 3.6 and 3.8: three of four layers are gated delta nets; the others are
-attention with an output gate and RoPE on a quarter of each head. Mixtures have a shared expert with
-a gate in every layer.
+"""Text models of Qwen3.5, 3.6 and 3.8. Three of four layers have a gated delta net. The other
+layers have attention with an output gate, and RoPE on a quarter of each head. Mixtures have a
+shared expert with a gate in every layer.
 
 Checkpoints with a vision tower have the text model's config in `text_config` and its tensors under
 `model.language_model.`. The vision tower and the layers that predict further tokens (MTP) are not
@@ -21,7 +21,7 @@ _KINDS = ("linear_attention", "full_attention")
 
 @dataclass(frozen=True)
 class Qwen35(Decoder):
-    vision: bool = False  # the text model is a part of the checkpoint
+    vision: bool = False  # whether the checkpoint has a vision tower beside the text model
 
     def arch(self, config: ModelConfig) -> Arch:
         config = self._text(config)
@@ -70,8 +70,8 @@ class Qwen35(Decoder):
         ]
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
-        """RoPE's parameters. Text has one position per token, so all sections of MRoPE rotate by
-        the same position."""
+        """RoPE's parameters. MRoPE has a position for each of its sections. A text token has the
+        same position in all sections, so MRoPE is RoPE."""
         factor = config.given("partial_rotary_factor", 0.25)
         return {"partial_rotary_factor": factor} | super().rope_parameters(config)
 
@@ -89,8 +89,8 @@ class Qwen35(Decoder):
     def _gdn_rules(
         self, arch: Arch, gdn: GatedDeltaNet, parameter: str, source: str
     ) -> list[WeightRule]:
-        """The rules of a delta net. `in_proj` stacks the rows of all four projections. Parameters
-        with one value per value head are small, so each rank has all of `A_log` and `dt_bias`."""
+        """The rules of a delta net. `in_proj` stacks the rows of all four projections. `A_log` and
+        `dt_bias` have one value per value head. So both are small, and each rank has all values."""
         hidden, features = arch.hidden_size, sum(gdn.sections)
         qkv, conv = source + "in_proj_qkv.weight", source + "conv1d.weight"
         rows = {
@@ -155,7 +155,7 @@ class Qwen35(Decoder):
                 "another gate of the delta net than SiLU": (
                     config.given("output_gate_type", "silu") not in ("silu", "swish")
                 ),
-                # transformers ignores this option, vLLM does not.
+                # transformers ignores the option `norm_topk_prob`, and vLLM does not.
                 "a router's probabilities as they are": (
                     self.mixture and not config.given("norm_topk_prob", True)
                 ),
@@ -167,7 +167,7 @@ _DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4}
 FAMILY = Qwen35("qwen3_5", _DEFAULTS, qk_norm=True, partial_rope=True, vision=True)
 TEXT = Qwen35("qwen3_5_text", _DEFAULTS, qk_norm=True, partial_rope=True)
 _MIXTURE: dict[str, Any] = {
-    # `intermediate_size` is a dummy: no layer has such an MLP.
+    # `intermediate_size` has no meaning: no layer has an MLP of this size.
     "defaults": {"head_dim": 256, "num_key_value_heads": 2, "intermediate_size": 1},
     "qk_norm": True,
     "partial_rope": True,

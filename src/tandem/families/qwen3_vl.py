@@ -1,5 +1,5 @@
-"""The text models of Qwen3-VL: Qwen3's text models with a vision tower beside them. Text has one
-position per token, so MRoPE is RoPE."""
+"""The text models of Qwen3-VL: Qwen3's text models with a vision tower beside them. A text token
+has the same position in all sections of MRoPE, so MRoPE is RoPE."""
 
 from dataclasses import replace
 
@@ -20,8 +20,8 @@ class Qwen3VLMoe(Decoder):
         return replace(moe, norm_topk_prob=True, fused_adapters=True)
 
     def mlp_rules(self, arch: Arch, layer: int, parameter: str, source: str) -> list[WeightRule]:
-        """The rules of the MLP. One tensor contains the gates and then the ups of all experts,
-        another contains the downs; both are [experts, in, out]."""
+        """The rules of the MLP. One tensor, [experts, in, out], has gate and then up of all
+        experts. Another tensor, [experts, in, out], has down of all experts."""
         router, *_experts = super().mlp_rules(arch, layer, parameter, source)
         assert arch.moe is not None
         count, ffn, hidden = arch.moe.num_experts, arch.moe.ffn_hidden_size, arch.hidden_size
@@ -52,7 +52,7 @@ _TEXT = Decoder(
 )
 _MIXTURE = Qwen3VLMoe(
     "qwen3_vl_moe_text",
-    # `intermediate_size` is a dummy: no layer has such an MLP.
+    # `intermediate_size` has no meaning: no layer has an MLP of this size.
     {**_ROPE, "num_key_value_heads": 16, "tie_word_embeddings": True, "intermediate_size": 1},
     qk_norm=True,
     mixture=True,

@@ -1,4 +1,4 @@
-"""The families that Tandem supports, by `model_type`."""
+"""The families that Tandem supports. `FAMILIES` maps a config's `model_type` to its family."""
 
 import functools
 from pathlib import Path
@@ -62,9 +62,9 @@ FAMILIES: dict[str, Decoder] = {
 
 
 def read_arch(model: str) -> Arch:
-    """The architecture of `model`, a directory or a hub name; only its `config.json` is read.
-    Raises InvalidInput for a config that is unreadable or wrong. Raises UnknownArchitecture for a
-    family or variant that Tandem doesn't build.
+    """The architecture of `model`, a directory or a hub name. Only the model's `config.json` is
+    read. Raises InvalidInput for a config that is unreadable or wrong. Raises UnknownArchitecture
+    for a family or variant that Tandem doesn't build.
     """
     config = ModelConfig.of(model)
     # ModelOpt writes this file, and vLLM reads it.
@@ -74,8 +74,8 @@ def read_arch(model: str) -> Arch:
 
 
 def arch_from_config(values: dict[str, Any], source: str = "config.json") -> Arch:
-    """Like `read_arch`, for a config that is already parsed; errors name `source`. Raises
-    InvalidInput and UnknownArchitecture as `read_arch` does."""
+    """Like `read_arch`, for a config that is already parsed. Errors name the config `source`.
+    Raises InvalidInput and UnknownArchitecture as `read_arch` does."""
     config = ModelConfig(values, source)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -99,8 +99,8 @@ def weight_rules(arch: Arch) -> tuple[WeightRule, ...]:
 
 
 def merged_problem(arch: Arch) -> str:
-    """The reason why merged weights, and with them runs of all weights, are not built for the
-    model; empty if they are."""
+    """The reason why Tandem does not build merged weights for the model; empty if it builds them.
+    Runs that train all weights need merged weights."""
     rules, heads = weight_rules(arch), arch.global_heads
     unbuilt = {
         "fp32 weights beside others": any(rule.fp32 for rule in rules),

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama, with biases on q, k and v that a config may leave out."""
+"""Seed-OSS: Llama, with biases on q, k and v. A config may say that there are no biases."""
 
 from dataclasses import replace
 

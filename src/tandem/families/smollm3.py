@@ -1,4 +1,4 @@
-"""SmolLM3: Llama, with layers without RoPE."""
+"""SmolLM3: Llama, but some layers have no RoPE."""
 
 from dataclasses import replace
 

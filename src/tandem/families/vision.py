@@ -1,5 +1,5 @@
-"""Text models of checkpoints with a vision tower, whose config is `text_config`. The tower is not
-read."""
+"""Text models of checkpoints with a vision tower. The text model's config is `text_config`. The
+vision tower is not read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -43,7 +43,8 @@ def text_of(
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise config.invalid("text_config is missing, or is not an object")
-    # transformers ties the tables by the first key, vLLM by the second.
+    # transformers ties the tables of embedding and output layer by the first of the following keys,
+    # and vLLM by the second.
     of_text = bool(text.get("tie_word_embeddings", (defaults or {}).get("tie_word_embeddings")))
     of_all = bool(config.get("tie_word_embeddings", of_text if tied is None else tied))
     if of_all != of_text:

@@ -9,14 +9,15 @@ from tandem.families.arch import Arch
 from tandem.topology.sizes import Place, Sizes
 
 Cut = Literal["whole", "rows", "columns"]
-"""The dimension along which the ranks' equal, consecutive parts are cut; `whole`: each rank holds
-the whole tensor. The ranks are tensor-parallel ranks; for experts, expert-tensor-parallel ranks."""
+"""The dimension along which a tensor is cut into equal, consecutive parts, one for each rank.
+`whole`: each rank holds the whole tensor. The ranks are the tensor-parallel ranks; for experts,
+they are the expert-tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
 class WeightRule:
-    """The rule for one Megatron parameter: its source tensors are stacked along the rows, in
-    order."""
+    """The rule for one Megatron parameter. The parameter is made of its source tensors, stacked
+    along the rows in the order of `sources`."""
 
     parameter: str
     sources: Mapping[str, tuple[int, ...]]  # Hugging Face name -> shape before the cut
@@ -28,19 +29,19 @@ class WeightRule:
     # listed expert by expert.
     num_experts: int | None = None
     # If not None, a single source stacks all experts: [experts, columns, rows] or [experts, rows].
-    # Its rows are interleaved from this many blocks of the parameter: with 2, even rows are gate
-    # and odd rows are up. None: the sources are matrices.
+    # The source's rows are interleaved from `interleaved` blocks of the parameter: with 2, even
+    # rows are gate and odd rows are up. None: the sources are matrices.
     interleaved: int | None = None
-    # The parameter is fp32, even if the other parameters are not. Allowed only for parameters that
-    # are not cut.
+    # Whether the parameter is fp32, even if the other parameters are not. Only a parameter that is
+    # not cut may be fp32 by this rule.
     fp32: bool = False
     # For each source, the sizes of consecutive sections of its rows. The ranks cut each section
     # separately.
     sections: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """The parameter's shape on each rank: [rows], [rows, columns], or the same after [experts,
-        ...]."""
+        """The parameter's shape on each rank: [rows], [rows, columns], [experts, rows] or [experts,
+        rows, columns]."""
         rows, rest = (
             sum(shape[0] for shape in self.sources.values()),
             next(iter(self.sources.values()))[1:],
@@ -57,26 +58,26 @@ class WeightRule:
         )
 
     def num_parts(self, sizes: Sizes) -> int:
-        """Number of parts that the rows or columns are cut into."""
+        """The number of parts into which the rows or columns are cut."""
         if self.cut == "whole":
             return 1
         return sizes.tensor if self.num_experts is None else sizes.expert_tensor
 
     def part_number(self, place: Place) -> int:
-        """Number of this rank's part, from 0."""
+        """The number of this rank's part, from 0."""
         if self.cut == "whole":
             return 0
         return place.tensor if self.num_experts is None else place.expert_tensor
 
     def first_expert(self, sizes: Sizes, place: Place) -> int:
-        """The first expert that this rank holds; expert-parallel ranks hold equal, consecutive
-        parts."""
+        """The number of the first expert that this rank holds. Expert-parallel ranks hold equal,
+        consecutive parts of the experts."""
         return 0 if self.num_experts is None else place.expert * (self.num_experts // sizes.expert)
 
 
 def on_stage(parameter: str, arch: Arch, sizes: Sizes, stage: int) -> bool:
     """Whether a pipeline stage has the parameter of a `WeightRule`. A tied table is on the first
-    stage and the last.
+    and on the last stage.
 
     Args:
         parameter: the name in the rule, where layers are counted over all stages.

@@ -1,5 +1,5 @@
-"""Each rank's parts of the adapter: joins parts to whole tensors, and cuts parts out of whole
-tensors."""
+"""The part of the adapter that each rank has: joins the ranks' parts to whole tensors, and cuts
+parts out of whole tensors."""
 
 from collections.abc import Iterator, Mapping
 
@@ -22,7 +22,7 @@ _BLOCKS = {
     "linear_attention.": "linear_attn",
     "mlp.": "mlp",
 }
-"""Megatron's name of a layer's module -> Hugging Face's."""
+"""Megatron's name of a layer's module -> Hugging Face's name of the module."""
 
 
 class AdapterParts:
@@ -30,7 +30,7 @@ class AdapterParts:
 
     Args:
         gpt: this rank's stage of the model, which has the LoRA parameters.
-        lora: None: there is no adapter, and so no part.
+        lora: the adapter's shape; None: there is no adapter.
         layers: the layers of this rank's pipeline stage, counted over all stages.
     """
 
@@ -39,20 +39,20 @@ class AdapterParts:
     ) -> None:
         self._topology, self._num_layers = topology, arch.num_layers
         self._shapes = adapter_shapes(arch, lora) if lora else {}
-        # LoRA parameter -> PEFT keys of the tensors stacked in it
+        # LoRA parameter -> PEFT keys of the tensors that are stacked in the parameter
         self._keys: dict[str, list[str]] = {}
         for key in self._shapes:
             if layer_of(key) in layers:
                 self._keys.setdefault(stacked_name(key), []).append(key)
         whole_tensors = _tensors(gpt, arch, layers)
         self.tensors = {name: whole_tensors[name] for name in self._keys}
-        """Name (`stacked_name`) -> this rank's part and its cut; in the same order on all ranks of
-        a stage."""
+        """Name (`stacked_name`) -> this rank's part, with the cut that gives it. The order is the
+        same on all ranks of a stage."""
 
     def whole(self, local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """PEFT key -> whole fp32 tensor on the CPU, on every rank, of all stages. The whole tensor
-        is joined from every rank's `local`, which maps LoRA parameters to tensors. A collective
-        operation of all ranks that hold one copy of the model."""
+        """PEFT key -> whole fp32 tensor on the CPU. Every rank gets the tensors of all stages. A
+        whole tensor is joined from every rank's `local`, which maps LoRA parameters to tensors. A
+        collective operation of all ranks that hold one copy of the model."""
         whole_tensors: dict[str, torch.Tensor] = {}
         for name, tensor in local.items():
             whole_tensors |= self.gather(name, tensor)
@@ -71,9 +71,9 @@ class AdapterParts:
         return {key: whole_tensors[key] for key in self._shapes}
 
     def gather(self, name: str, local: torch.Tensor) -> dict[str, torch.Tensor]:
-        """PEFT key -> whole tensor on the CPU, joined from every rank's `local`, a tensor with the
-        shape of LoRA parameter `name` (a moment of Adam, for example). A collective operation of
-        the tensor-parallel ranks, in the same order on each rank.
+        """PEFT key -> whole tensor on the CPU, joined from every rank's `local`. `local` has the
+        shape of the LoRA parameter `name`; it may be a moment of Adam. A collective operation of
+        the tensor-parallel ranks. All ranks make such calls in the same order.
         """
         tensor, sizes = self.tensors[name], self._topology.sizes
         group = self._topology.expert_group if tensor.stacked else self._topology.tensor
@@ -83,7 +83,7 @@ class AdapterParts:
         else:
             parts = [torch.empty_like(local) for _ in range(group.size())]
             dist.all_gather(parts, local, group=group)
-            # number of parts that one set of rows is cut into
+            # The number of parts into which the rows of the same experts are cut.
             each = sizes.expert_tensor if tensor.stacked else group.size()
             several = [parts[start : start + each] for start in range(0, len(parts), each)]
             whole = torch.cat([_join(row_parts, tensor) for row_parts in several]).cpu()
@@ -101,9 +101,9 @@ class AdapterParts:
         `read_tensors`.
 
         Args:
-            stored: the tensors of one file by name, whole.
-            local: LoRA parameter -> this rank's part of it, which is filled.
-            suffix: the file's names are `<PEFT key><suffix>`.
+            stored: the whole tensors of one file, by name.
+            local: LoRA parameter -> the tensor of this rank's part, which is filled.
+            suffix: a tensor's name in the file is `<PEFT key><suffix>`.
         """
         pieces = [
             piece
@@ -141,7 +141,7 @@ class AdapterParts:
 
 
 def _tensors(gpt: GPTModel, arch: Arch, layers: range) -> dict[str, LoraTensor]:
-    """Name (`stacked_name`) -> tensor, of all adapted modules of this rank's `layers`."""
+    """Name (`stacked_name`) -> tensor, for all adapted modules of this rank's `layers`."""
     shared = {"mlp.shared_experts.": f"mlp.{arch.moe.shared_name}"} if arch.moe else {}
     blocks, tensors = shared | _BLOCKS, dict[str, LoraTensor]()
     for index, layer in zip(layers, gpt.decoder.layers, strict=True):
@@ -170,8 +170,8 @@ def _join(parts: list[torch.Tensor], tensor: LoraTensor) -> torch.Tensor:
 def _piece(
     stored: StoredTensor, cut: Cut, part: int, target: torch.Tensor, begin: int = 0
 ) -> Piece:
-    """The piece of a stored tensor that fills `target`. `target` has the shape of part number
-    `part` of the whole tensor, or of its section that begins at row `begin`."""
+    """The piece of a stored tensor that fills `target`. The tensor, or the tensor's section that
+    begins at row `begin`, is cut into parts. `target` has the shape of part number `part`."""
     rows, columns = target.shape
     if cut == "columns":
         return Piece(

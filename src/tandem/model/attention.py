@@ -1,6 +1,6 @@
 """Attention over packed prefix-tree rows: query q sees key k exactly when `k <= q <
-subtree_end[k]`. With a sliding window, q sees only the last `window` of these keys in its sequence,
-itself included.
+subtree_end[k]`. With a sliding window, q sees only the last `window` of these keys. The key of q's
+own slot counts as one of them.
 
 Two kernels give the same result: `sdpa` materialises the mask and runs on every device; `flex` is
 PyTorch's compiled FlexAttention (`flex_attention.py`). The mask is made once per row for all
@@ -23,14 +23,15 @@ Kernel = Literal["sdpa", "flex"]
 @dataclass
 class TreeParams:
     """The parameters of a row's prefix trees that all layers need. Megatron passes this object to
-    the layers as `packed_seq_params`, which is one of its own argument names."""
+    the layers as `packed_seq_params`. No other argument of Megatron's decoder reaches the layers
+    unchanged."""
 
     mask: torch.Tensor | FlexMask  # bool [S, S] for `sdpa`, FlexMask for `flex`
     length: int  # number of the attention's queries; the layers' slots are padded to it
-    # cosines and sines of the layers' slots, from `rotation`
+    # Cosines and sines of the layers' slots, computed by the function `rotation`.
     rotation: tuple[torch.Tensor, torch.Tensor]
-    # For `flex` with a sliding window: each slot's depth, and the largest depth that the slot no
-    # longer sees.
+    # For `flex` with a sliding window: each slot's depth, and the largest depth of the tokens that
+    # the slot no longer sees.
     reach: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
     # The slots of this rank's queries, if context-parallel ranks share the row.
     deal: Deal | None = None
@@ -39,7 +40,7 @@ class TreeParams:
     recurrence: Recurrence | None = None
     windowed: "TreeParams | None" = None  # the parameters for layers with a sliding window
     unrotated: "TreeParams | None" = None  # the parameters for layers without RoPE
-    # fp32 factors on the queries of the layers' slots, for `Arch.query_growth`
+    # For `Arch.query_growth`: fp32 factors of the queries of the layers' slots.
     query_scale: torch.Tensor | None = None
 
 
@@ -53,12 +54,12 @@ def tree_params(
     """The parameters of a row.
 
     Args:
-        subtree_end: int [S], on the host. A padding slot contains its own index + 1, so that it
-            sees itself and no softmax is empty.
+        subtree_end: int [S], on the host. For a padding slot, the value is the slot's index + 1, so
+            that the slot sees itself and no softmax is empty.
         rotation: cosines and sines of the slots that the layers compute. The layers' slots are the
             first slots of the row; all other slots are padding.
-        window: the number of tokens of its sequence that a token sees, itself included; None: all
-            tokens before it.
+        window: the number of tokens that a token sees in its sequence, itself included; None: the
+            token sees itself and all tokens before it.
         deal: the slots of the row that this rank computes; None: the first slots of the row.
     """
     slots, device = None if deal is None else deal.slots, rotation[0].device
@@ -121,7 +122,7 @@ def attend(
         query: [length, heads, head_dim].
         key: [keys, key heads, head_dim].
         value: [keys, key heads, value's dim].
-        sinks: [heads], one additional logit in each head's softmax, which has no value.
+        sinks: [heads], an additional logit in each head's softmax. No value belongs to the logit.
     """
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     if isinstance(tree.mask, FlexMask):
@@ -149,9 +150,10 @@ def _with_sinks(
     mask: torch.Tensor,
     sinks: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The attention with one additional key, which every query sees and whose value is zero. The
-    product of this key with each query is the head's sink. Eight dimensions are added, because
-    kernels want multiples of eight; the first of them is 1 in queries.
+    """The arguments of the attention with one additional key. Every query sees this key, and the
+    key's value is zero. The product of this key with each query is the head's sink. Eight
+    dimensions are added, because kernels want multiples of eight. The first added dimension is 1 in
+    queries.
     """
     key, value = pad(key, (0, 8, 0, 1)), pad(value, (0, 8, 0, 1))
     one = torch.zeros(8, dtype=query.dtype, device=query.device)

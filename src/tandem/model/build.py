@@ -24,11 +24,11 @@ from tandem.spool.schema import LoraShape
 
 Recompute = Literal["auto", "none", "full"]
 WIDEST_HEAD = 256
-"""Features of a head on a GPU. With 512, FlexAttention's forward kernel of torch 2.11 needs 257 KiB
-of shared memory; an H100 has 227 KiB."""
+"""The most features of a head on a GPU. With heads of 512 features, FlexAttention's forward kernel
+of torch 2.11 needs 257 KiB of shared memory; an H100 has 227 KiB."""
 
-# At every build GPTModel warns that HybridModel is its successor, which doesn't help the reader of
-# a job's log.
+# At every build GPTModel warns that HybridModel is its successor. The warning doesn't help the
+# reader of a job's log.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 
@@ -48,13 +48,13 @@ def build_policy(
     to the device at the end.
 
     Args:
-        lora: None if all weights are trained (`Policy.train_base`).
+        lora: the shape of the adapter; None: all weights are trained (`Policy.train_base`).
         dtype: the dtype of base weights and activations (LoRA is fp32); by default the device's
             default dtype.
-        recompute: "full" saves only each layer's input and its attention's output for the backward
-        pass. The other values save everything, until `recompute.fit` chooses.
-        base: returns the memory for the base weights (`BaseWeights.parameters`); the default
-        allocates it.
+        recompute: with "full", each layer saves only its input and its attention's output for the
+            backward pass. With other values, layers save everything until `recompute.fit` chooses.
+        base: returns the memory for the base weights (`BaseWeights.parameters`); None: the function
+            allocates this memory.
 
     Raises:
         InvalidInput: the model can't be cut over this number of ranks, or its heads are too wide
@@ -86,7 +86,7 @@ def build_policy(
         vocab_size=arch.vocab_size,
         max_sequence_length=arch.max_positions,
         share_embeddings_and_output_weights=arch.tie_embeddings,
-        # A row holds many sequences, so `Policy` passes each slot's own rotation to the layers.
+        # A row holds many sequences, so `Policy` passes the rotation of each slot to the layers.
         position_embedding_type="none",
         pre_process=stage.first,
         post_process=stage.last,
@@ -121,13 +121,13 @@ def _transformer_config(arch: Arch, dtype: torch.dtype) -> mcore.TransformerConf
 
 def rope_frequencies(arch: Arch) -> torch.Tensor:
     """Radians per position of each pair of head dimensions (Su et al., 2021, arXiv:2104.09864):
-    fp32 [1, head_dim / 2]; or [2, head_dim / 2], with the frequencies of layers with a sliding
-    window second. If the two kinds of layers have heads of different sizes (`Arch.rope_sizes`), the
-    shorter list is padded with zeros.
+    fp32 [1, head_dim / 2]. If layers with a sliding window have other frequencies, these are a
+    second row: [2, head_dim / 2]. If the two kinds of layers have heads of different sizes
+    (`Arch.rope_sizes`), the shorter row is padded with zeros.
 
     With Llama 3's scaling, wavelengths above original / low_freq_factor are stretched by `factor`,
-    wavelengths below original / high_freq_factor stay unchanged, and wavelengths in between are
-    blended.
+    and wavelengths below original / high_freq_factor stay unchanged. Wavelengths between the two
+    limits are stretched by a blend of both.
     """
     size, window_size = arch.rope_sizes
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
@@ -167,8 +167,8 @@ def _yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -> torc
     pairs = len(frequencies)
 
     def pair(rotations: float) -> float:
-        """The index of the pair of dimensions that rotates this many times within the original
-        positions."""
+        """The index of the pair of dimensions that makes `rotations` full turns within the original
+        number of positions."""
         return (
             pairs
             * math.log(scaling.original_max_positions / (rotations * 2 * math.pi))

@@ -2,7 +2,7 @@
 
 torch itself caches kernels in files, but each process must trace the function to learn which
 kernels it needs. A function compiled ahead of time (`aot_compile`) loads sooner. The files are
-pickles in TORCHINDUCTOR_CACHE_DIR, beside torch's own. Such files need the same trust: whoever can
+pickles in TORCHINDUCTOR_CACHE_DIR, beside torch's own files. As with torch's files, whoever can
 write to the directory can run code in the ranks. So a directory that another user made or can write
 to is refused.
 """
@@ -23,12 +23,13 @@ from tandem.errors import SpoolUnusable
 from tandem.spool import fs
 from tandem.system.environment import INDUCTOR_VARIABLE, compiler_caches, trusted_directory
 
-# Prefixes of variables that may change the compiler's output.
+# Prefixes of the environment variables that may change the compiler's output.
 _ENVIRONMENT = ("TORCHINDUCTOR_", "TRITON_")
 
 
 class Compiled[**P, T]:
-    """`function`, compiled with its gradients, separately for each kind of arguments.
+    """`function`, compiled with its gradients. Each kind of arguments (`_kind`) has its own
+    compiled function.
 
     `function` takes tensors and numbers, computes on one device, and depends only on its arguments
     and its module's source.
@@ -46,7 +47,7 @@ class Compiled[**P, T]:
         if kind not in self._compiled:
             file = _directory() / f"{self._digest(kind, args)}.aot"
             self._compiled[kind] = self._load(file) or self._compile(args, file)
-            # the guards would only check properties that `kind` already has
+            # The guards would only check properties that are part of `kind`.
             self._compiled[kind].disable_guard_check()
         result: T = self._compiled[kind](*args)
         return result
@@ -89,7 +90,7 @@ class Compiled[**P, T]:
         from torch._inductor import config as inductor
 
         with contextlib.ExitStack() as settings:
-            if hasattr(config, "enable_aot_compile"):  # off by default in torch 2.11
+            if hasattr(config, "enable_aot_compile"):  # the setting is off by default in torch 2.11
                 settings.enter_context(config.patch(enable_aot_compile=True))
             # Since torch 2.12 these settings are separate for each thread.
             # torch.use_deterministic_algorithms changes the setting in the thread that calls it,
@@ -121,7 +122,7 @@ def _directory() -> Path:
     cache = Path(os.environ[INDUCTOR_VARIABLE])
     cache.parent.mkdir(parents=True, exist_ok=True)
     directory = trusted_directory(cache) / "tandem"
-    # on a read-only file system the directory is missing, and the write below reports it
+    # On a read-only file system the directory can't be made. Writing the file reports the error.
     with contextlib.suppress(OSError):
         trusted_directory(directory)
     return directory

@@ -1,11 +1,13 @@
 """Computes the gated delta rule (Yang et al., 2024, arXiv:2412.06464) and its short convolution
 over packed prefix-tree rows.
 
-A head's state S [key size, value size] starts at zero. Each token decays it by exp(g), writes `beta
-k (v - S^T k)^T` into it and reads `S^T q`. A token continues its parent's state in the tree. So
-siblings start from the same state, whose gradient is the sum of the siblings' gradients.
+A head's state S [key size, value size] starts at zero. Each token multiplies S by exp(g), adds
+`beta k (v - S^T k)^T` to S and reads `S^T q`. A token starts from the state of its parent in the
+tree. So siblings start from the same state, and the gradient of this state is the sum of the
+siblings' gradients.
 
-On a GPU, flash-linear-attention computes the rule if it is installed; otherwise torch does.
+On a GPU, the package flash-linear-attention computes the rule if it is installed. On the CPU, and
+without the package, torch computes the rule.
 """
 
 import functools
@@ -31,13 +33,13 @@ class Segment:
 
     begin: int
     end: int
-    parent: int  # index of the segment that ends right before the first slot in the tree; -1: none
+    parent: int  # index of the segment with the parent of the first slot's token; -1: none
 
 
 @dataclass(frozen=True)
 class Level:
-    """Pieces of a row (segments, or chunks of segments) that have the same number of pieces before
-    them in their sequences."""
+    """Pieces of a row that can be computed together. A piece is a segment or a chunk of a segment.
+    All pieces of a level have the same number of pieces before them in their sequences."""
 
     slots: torch.Tensor  # int64; `Recurrence` describes its shape
     # int64 [pieces]: the index of each piece's parent among the pieces of the previous level
@@ -48,16 +50,16 @@ class Level:
 
 @dataclass
 class Recurrence:
-    """The path of states through a row; its tensors are on the device."""
+    """The path of states through a row. The object's tensors are on the device."""
 
     segments: list[Segment]
-    length: int  # slots
+    length: int  # number of slots
     device: torch.device
     _before: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def before(self, distance: int) -> torch.Tensor:
-        """For each slot, the slot `distance` tokens earlier in its sequences: int64 [length];
-        `length` if there is none."""
+        """For each slot, the slot that is `distance` tokens earlier in its sequences: int64
+        [length]. The value is `length` if there is no such slot."""
         if distance not in self._before:
             self._before[distance] = torch.from_numpy(
                 _ancestors(self.segments, self.length, distance)
@@ -66,12 +68,14 @@ class Recurrence:
 
     @functools.cached_property
     def levels(self) -> list[Level]:
-        """The `slots` of a level: its segments' slots, one segment after the other."""
+        """The levels whose pieces are segments. `slots` of a level: the slots of its segments, one
+        segment after the other."""
         return self._levels(self.segments)
 
     @functools.cached_property
     def chunks(self) -> list[Level]:
-        """The `slots` of a level in chunks: [chunks, CHUNK], filled with `length`."""
+        """The levels whose pieces are chunks of segments. `slots` of a level: [chunks, CHUNK];
+        places after the end of a chunk have the value `length`."""
         chunks: list[Segment] = []
         last: list[int] = []  # segment -> its last chunk
         for segment in self.segments:
@@ -118,8 +122,8 @@ def recurrence(subtree_end: torch.Tensor, slots: int, device: torch.device) -> R
 
 def _segments(ends: NDArray[np.int64]) -> list[Segment]:
     """The segments in the row's order. A new segment begins where a subtree ends or branches.
-    Padding, which consists of trees of one slot, is a single segment, because nothing is predicted
-    from it."""
+    Padding consists of trees of one slot. All padding is a single segment, because nothing is
+    predicted from padding."""
     index = np.arange(1, len(ends))
     starts = np.flatnonzero((ends[1:] != ends[:-1]) | (ends[:-1] <= index)) + 1
     begins = [0, *starts.tolist()]
@@ -141,7 +145,7 @@ def _segments(ends: NDArray[np.int64]) -> list[Segment]:
 
 
 def _ancestors(segments: list[Segment], length: int, distance: int) -> NDArray[np.int64]:
-    """See `Recurrence.before`."""
+    """The array of `Recurrence.before`, on the host."""
     found = np.arange(length) - distance
     for segment in segments:
         for slot in range(segment.begin, min(segment.begin + distance, segment.end)):
@@ -188,8 +192,8 @@ def delta_rule(
     """The values that tokens read: [slots, value heads, value size], in the dtype of `value`.
 
     Args:
-        query, key: [slots, key heads, key size]. Both are divided by their norms here; queries also
-            by the square root of the key size.
+        query, key: [slots, key heads, key size]. The function divides both by their norms, and
+            queries also by the square root of the key size.
         value: [slots, value heads, value size]. Each key head serves an equal number of value
             heads.
         g: the logarithm of the decay, fp32 [slots, value heads].
@@ -224,7 +228,8 @@ def _by_levels(
     beta: torch.Tensor,
     row: Recurrence,
 ) -> torch.Tensor:
-    """Computes level by level; all segments of a level are computed together."""
+    """The result of `delta_rule`, computed level by level by `rule`. All segments of a level are
+    computed together."""
     outputs: list[torch.Tensor] = []
     states: torch.Tensor | None = None
     several = len(row.levels) > 1
@@ -254,8 +259,9 @@ def _in_chunks(
     beta: torch.Tensor,
     row: Recurrence,
 ) -> torch.Tensor:
-    """Computes by section 3.3 of Yang et al.: within a chunk, the updates are the solution of a
-    triangular system; only the state passes from one chunk to the next."""
+    """The result of `delta_rule`, computed as in section 3.3 of Yang et al.: within a chunk, the
+    updates are the solution of a triangular system. Only the state passes from one chunk to the
+    next."""
     slots = torch.cat([level.slots for level in row.chunks])
     repeat = value.shape[1] // key.shape[1]
 
@@ -268,7 +274,7 @@ def _in_chunks(
     v, decay, rate = chunked(_wide(value)), chunked(_wide(g)).cumsum(-1), chunked(_wide(beta))
     q = q * query.shape[-1] ** -0.5
     upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
-    # The mask is applied before the exponential, which would otherwise overflow.
+    # Without the mask, the exponential would overflow, so the mask is applied first.
     pairwise = (decay[..., :, None] - decay[..., None, :]).masked_fill(upper, -torch.inf).exp()
     k_rate = k * rate[..., None]
     system = (k_rate @ k.transpose(-1, -2)) * pairwise

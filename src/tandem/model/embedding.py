@@ -1,4 +1,4 @@
-"""Computes the embedding of a row's tokens, and its gradient if it is trained."""
+"""Computes the embedding of a row's tokens, and the gradient of the table if it is trained."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ from tandem.model.parallel import Topology
 
 def embed(gpt: GPTModel, tokens: torch.Tensor, arch: Arch, topology: Topology) -> torch.Tensor:
     """The tokens' embeddings: [S, 1, hidden]. With sequence parallelism, the result has only this
-    rank's part of the slots, whose number must be divisible by the ranks.
+    rank's part of the slots. S must then be divisible by the number of tensor-parallel ranks.
 
     The vocabulary is cut over tensor-parallel ranks.
 
     Args:
         tokens: int64 [S], the same on all tensor-parallel ranks.
-        arch: its `embedding_scale` multiplies the embeddings.
+        arch: the architecture; its `embedding_scale` multiplies the embeddings.
     """
     # A leaf that requires a gradient makes autograd call `_Embed.backward`.
     leaf = torch.empty(
@@ -63,8 +63,7 @@ class _Embed(torch.autograd.Function):
         local = ctx.tokens - topology.place.tensor * rows
         here = (local >= 0) & (local < rows)
         grad_local = torch.where(here[:, None], gradient.float(), 0.0)
-        # The result is deterministic on CUDA too, because torch sorts the indices in this
-        # operation.
+        # This operation is deterministic on CUDA too, because torch sorts the indices.
         ctx.weight.gradient_sum.index_put_(
             (torch.where(here, local, 0),), grad_local, accumulate=True
         )

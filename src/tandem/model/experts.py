@@ -1,9 +1,10 @@
 """The experts of a mixture, with LoRA, computed as grouped matrix products. Megatron's own experts
-need TransformerEngine, or are computed one by one.
+are not used: they need TransformerEngine, or are computed one by one.
 
 The weights of all experts are stacked [experts, out, in] and multiplied by torch's grouped matrix
-product. The adapters are stacked too: A [experts, rank, in] and B [experts, out, rank]. Rows are
-ordered by expert. As in `lora.py`, gradients are computed here and not by autograd.
+product. The adapters are stacked too: A [experts, rank, in] and B [experts, out, rank]. The rows of
+inputs and outputs are ordered by expert. As in `lora.py`, the gradients are computed by methods of
+the layer and not by autograd.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,8 @@ from tandem.model import gradients, parallel
 from tandem.model.lora import Adapters, AdapterSwitch
 from tandem.spool.schema import LoraShape
 
-# elements; torch's grouped product in bf16 requires rows whose size is a multiple of 16 bytes
+# A row's elements are a multiple of this: torch's grouped product in bf16 requires rows whose size
+# is a multiple of 16 bytes.
 _ALIGNED = 8
 
 
@@ -24,9 +26,10 @@ def grouped_product(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor)
     """Each group of rows of `x` times its own matrix: [N, in] -> [N, out].
 
     Args:
-        x: first the rows of group 0, then those of group 1, ...
+        x: [N, in]; first the rows of group 0, then the rows of group 1, and so on.
         matrices: [groups, in, out], of x's dtype.
-        ends: int32 [groups], one past each group's last row; the last is N. Groups may be empty.
+        ends: int32 [groups], one past each group's last row. The last value is N. Groups may be
+            empty.
     """
     if _on_tensor_cores(x, *matrices.shape[1:]):
         return torch.nn.functional.grouped_mm(x, matrices, offs=ends)
@@ -39,7 +42,7 @@ def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -
     """`left^T right` for each group's rows: [groups, a, b]; zero for an empty group.
 
     Args:
-        left: [N, a]; first the rows of group 0, then those of group 1, ...
+        left: [N, a]; first the rows of group 0, then the rows of group 1, and so on.
         right: [N, b], of left's dtype and in the same order.
         ends: int32 [groups], one past each group's last row.
     """
@@ -61,16 +64,17 @@ def _sizes(ends: torch.Tensor) -> list[int]:
 
 
 class ExpertLinear(Adapters):
-    """One linear layer for each of this rank's experts: frozen with adapters, or trained itself.
-    Uninitialised.
+    """One linear layer for each of this rank's experts. The weight is frozen and has adapters, or
+    is trained itself. Uninitialised.
 
-    Ranks that share the cut experts (expert tensor parallelism) have the same assignments in the
-    same order. Outputs, gradients of x and gradients of probabilities are then this rank's
-    summands; gradients of adapters are already complete.
+    With expert tensor parallelism, several ranks have a part of each expert. These ranks have the
+    same assignments in the same order. A rank's outputs, gradients of x and gradients of
+    probabilities are then summands of the result, but its gradients of adapters are complete.
 
     Args:
         experts: the number of experts, over all ranks.
-        in_features, out_features: sizes over all ranks, the latter for each target.
+        in_features: the size over all ranks.
+        out_features: for each target, the size over all ranks.
         cut, lora, switch: as in `Adapters`.
         dtype: the dtype of weight and bias.
         bias: whether each expert has a bias.
@@ -107,9 +111,9 @@ class ExpertLinear(Adapters):
         self.bias = nn.Parameter(torch.empty(self.weight.shape[:2], dtype=dtype)) if bias else None
 
     def assignment_biases(self, ends: torch.Tensor, count: int) -> torch.Tensor | None:
-        """The bias for each of the `count` assignments, or None. If ranks cut an expert and sum
-        their outputs, only the first rank adds the bias. `ends`: int32 [experts]; the result is
-        [count, out]."""
+        """The bias for each of the `count` assignments, [count, out], or None. If several ranks
+        have a part of an expert and their outputs are summed, only the first of these ranks adds
+        the bias. `ends`: int32 [experts]."""
         if self.bias is None or (not self.column and self.topology.place.expert_tensor):
             return None
         assignments = torch.arange(count, device=ends.device)
@@ -118,8 +122,8 @@ class ExpertLinear(Adapters):
     def forward(
         self, x: torch.Tensor, ends: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x [N, in] for N assignments, whose groups end at `ends` -> (output [N, out] without bias;
-        A x [N, targets * rank], padded)."""
+        """x [N, in] of N assignments -> (output [N, out] without bias; A x [N, targets * rank],
+        padded). `ends`: int32 [experts], one past each expert's last assignment."""
         output = grouped_product(x, self.weight.transpose(1, 2), ends)
         if not self.adapted:
             return output, None
@@ -162,7 +166,8 @@ class ExpertLinear(Adapters):
             return
         grad_a = grouped_outer(grad_inner, x, ends).float()
         grad_b = grouped_outer(gradient, inner, ends).float()
-        # Only the gradient of the matrix that is whole on all ranks is summed. The factor of that
-        # gradient (grad_inner for gate and up, A x for down) is only this rank's summand.
+        # The gradient of the matrix that every rank holds whole is summed over the ranks, because
+        # one factor of that gradient (grad_inner for gate and up, A x for down) is only this rank's
+        # summand.
         parallel.all_reduce(grad_a if self.column else grad_b, group=self.topology.expert_tensor)
         self._add_gradients(grad_a, grad_b)

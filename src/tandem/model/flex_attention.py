@@ -20,10 +20,11 @@ BLOCK = 128  # FlexAttention's own default, in slots
 class FlexMask(NamedTuple):
     """The mask in FlexAttention's form.
 
-    For each block of queries: the number of key blocks that it sees partly (`kv`) and wholly
-    (`full_kv`), int32 [1, 1, blocks]; and the indices of all key blocks, with the seen ones first,
-    int32 [1, 1, blocks, blocks]. The fields `q` and `full_q` contain the same for each block of
-    keys.
+    The fields `kv` describe the key blocks that a query block sees in part, the fields `full_kv`
+    the key blocks that it sees as a whole. For each query block, `num_blocks` is the number of such
+    key blocks, int32 [1, 1, blocks], and `indices` has the indices of all key blocks, these key
+    blocks first, int32 [1, 1, blocks, blocks]. The fields `q` and `full_q` describe in the same way
+    the query blocks that see a key block.
     """
 
     ends: torch.Tensor  # int64 [blocks * BLOCK]: `subtree_end`, padded
@@ -46,17 +47,18 @@ def block_mask(
     """The exact mask for FlexAttention, computed from the smallest and largest `subtree_end` of
     each block, without an [S, S] tensor.
 
-    A key block before the queries' own block is needed if any of its subtrees reaches the first
-    query. A key block needs no mask if all of its subtrees extend past the last query. The queries'
-    own block is always needed, with the mask. A window drops blocks that are entirely outside the
-    window, by the smallest and largest depths of the two blocks.
+    A key block before the query block is needed if any subtree of its keys reaches the first query.
+    The key block needs no mask if all subtrees of its keys extend past the last query. The key
+    block with the same slots as the query block is always needed, with the mask. With a window, key
+    blocks that are entirely outside the window are left out. The smallest and largest depths of the
+    two blocks show whether they are.
 
     The mask is computed on the host, because on a GPU it would take about forty small kernels for
     each row.
 
     Args:
         subtree_end: int [S], on the host.
-        window: the number of tokens of its sequence that a token sees, itself included.
+        window: the number of tokens that a token sees in its sequence, itself included.
         slots: int64 [queries], the slots of this rank's queries; None: all slots.
     """
     ends = padded_ends(subtree_end)
@@ -68,13 +70,13 @@ def block_mask(
     for needed in (partial, full, partial.T, full.T):
         first_needed = np.argsort(~needed, axis=1, kind="stable").astype(np.int32)
         fields += [needed.sum(1, dtype=np.int32)[None, None], first_needed[None, None]]
-    # The source memory isn't pinned, so the driver has copied it when `to` returns.
+    # The host memory isn't pinned, so the driver has copied it when `to` returns.
     return FlexMask(*(torch.from_numpy(field).to(device, non_blocking=True) for field in fields))
 
 
 def depths(subtree_end: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Each slot's depth in its tree: [S]. An earlier slot is an ancestor unless its subtree has
-    ended."""
+    """Each slot's depth in its tree: [S]. The depth is the number of earlier slots whose subtrees
+    have not ended, because these slots are the ancestors."""
     length = len(subtree_end)
     return np.arange(length) - np.cumsum(np.bincount(subtree_end, minlength=length))[:length]
 
@@ -82,8 +84,8 @@ def depths(subtree_end: NDArray[np.int64]) -> NDArray[np.int64]:
 def seen_blocks(
     ends: NDArray[np.int64], length: int, window: int | None = None
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Two arrays, bool [query blocks, key blocks]. The first marks the blocks of keys that a block
-    of queries sees in part, the second the blocks of keys that it sees as a whole.
+    """Two arrays, bool [query blocks, key blocks]. The first marks the key blocks that a query
+    block sees in part. The second marks the key blocks that a query block sees as a whole.
 
     Args:
         ends: `subtree_end` of whole blocks; slots from `length` on are padding.
@@ -149,5 +151,5 @@ def _attend(
 
 flex = Compiled(_attend)
 """softmax(q k^T * scale) v. Arguments: query [1, heads, S, head_dim], key and value [1, kv_heads,
-keys, head_dim], scale, the queries' slots if they are not all slots of the row (`Deal.slots`),
-`TreeParams.reach` or two None, sinks, *FlexMask."""
+keys, head_dim]; scale; the queries' slots (`Deal.slots`), or None if they are all slots of the row;
+the two fields of `TreeParams.reach`; sinks; *FlexMask."""

@@ -1,9 +1,9 @@
 """Frozen weights in FP8 (e4m3; Micikevicius et al., 2022, arXiv:2209.05433), for GPUs of compute
 capability 8.9 or newer.
 
-A weight is quantised once: by rows for the forward product, and by columns for the backward
-product. Both layouts together take the memory of the bfloat16 weight. Activations and gradients are
-quantised by rows at each product.
+A weight is quantised once, in two layouts: with a scale per row for the forward product, and with a
+scale per column for the backward product. Both layouts together take the memory of the bfloat16
+weight. Activations and gradients are quantised at each product, with a scale per row.
 """
 
 import torch
@@ -13,7 +13,7 @@ from tandem.model import device
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
-_MULTIPLE = 16  # sizes must be multiples of this for torch's scaled product
+_MULTIPLE = 16  # torch's scaled product requires sizes that are multiples of 16
 
 
 class Fp8Weight:
@@ -59,7 +59,7 @@ def fits(weight: torch.Tensor) -> bool:
 
 
 def _quantise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(FP8 [n, columns], fp32 scales [n, 1]), whose product is `rows`."""
+    """(FP8 [n, columns], fp32 scales [n, 1]). Their product is about `rows`."""
     from tandem.model.layer import triton_kernels
 
     return triton_kernels.quantise_rows(rows, E4M3, LARGEST)

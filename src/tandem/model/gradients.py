@@ -1,8 +1,9 @@
 """Buffers to which layers add the gradients that they compute: the gradients of adapters or, if a
 run trains all weights, of the weights.
 
-The buffers for base weights are fp32. Only the last norm's gradient comes from autograd. Autograd
-would return every gradient in the weight's dtype, as a new tensor for every row.
+The buffers for base weights are fp32. Only the gradient of the last norm comes from autograd. The
+other gradients do not, because autograd would return every gradient in the weight's dtype, as a new
+tensor for every row.
 """
 
 from typing import Any
@@ -20,7 +21,7 @@ def attach_buffer(parameter: Tensor, buffer: Tensor) -> None:
 
 
 def has_gradient_buffer(parameter: Tensor | None) -> bool:
-    """Whether the parameter has a buffer."""
+    """Whether the parameter has a gradient buffer, which `attach_buffer` gives it."""
     return getattr(parameter, "gradient_sum", None) is not None
 
 
@@ -40,23 +41,23 @@ def add_product(parameter: Any, left: Tensor, right: Tensor) -> None:
     if not left.is_cuda or left.dtype is torch.float32:
         parameter.gradient_sum.addmm_(left.float().t(), right.float())
         return
-    # A few rows are multiplied at a time, because the fp32 product needs extra memory: gigabytes
-    # for an output layer.
+    # A few rows of the result are computed at a time, because the fp32 product needs extra memory:
+    # gigabytes for an output layer.
     rows = max(1, _PRODUCT_ELEMENTS // right.shape[1])
     for part, buffer in zip(left.split(rows, 1), parameter.gradient_sum.split(rows), strict=True):
         buffer.add_(product(part, right))
 
 
 def accumulator(parameter: Tensor) -> Tensor:
-    """The gradient buffer of the parameter, initially zero. The buffer has the parameter's shape
-    and dtype."""
+    """The buffer `grad` of the parameter, made of zeros at the first call. The buffer has the
+    parameter's shape and dtype."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """`left^T right` of [S, a] and [S, b], fp32: summed over [S]."""
+    """`left^T right`, fp32 [a, b], of `left` [S, a] and `right` [S, b]."""
     if left.is_cuda and left.dtype is not torch.float32:
         return torch.mm(left.t(), right, out_dtype=torch.float32)
     return left.t() @ right

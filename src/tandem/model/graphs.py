@@ -1,10 +1,10 @@
-"""The decoder's layers as CUDA graphs: one for the forward pass, one for the backward pass.
+"""The decoder's layers as two CUDA graphs: one for the forward pass, one for the backward pass.
 
-The host launches a layer's kernels one by one, and the GPU computes a small model's kernels for a
-short row faster than the host launches them. A graph launches the kernels of all layers together,
-and computes the same bits. A graph reads and writes the memory that it was captured with. So inputs
-are copied to that memory, and weights, adapters and gradients must stay at their addresses. All
-rows of a job have one length, so all inputs have the same shapes.
+Without graphs, the host launches a layer's kernels one by one. The GPU computes a small model's
+kernels for a short row faster than the host launches them. A graph launches the kernels of all
+layers together, and computes the same bits. A graph reads and writes the memory that it was
+captured with. So inputs are copied to that memory, and weights, adapters and gradients must stay at
+their addresses. All rows of a job have the same length, so all inputs have the same shapes.
 """
 
 import time
@@ -27,13 +27,14 @@ from tandem.model.rows import RowTensors
 from tandem.planning.memory import FIRST_CHANNEL, HEADROOM
 
 CAPTURE = 2.0
-"""The minimum number of forward and backward passes that the host could launch during a capture."""
+"""The time of a capture, as the number of forward and backward passes that the host could launch
+in that time. A capture must save more time than that."""
 _LAG = 2e-3
-"""Seconds after which a GPU that waits for the host has finished the launched work."""
+"""Seconds within which a GPU that waits for the host finishes the launched work."""
 
 
 class LayerGraphs:
-    """Both graphs, captured when this object is made. The graphs serve one row at a time: the
+    """Both graphs, captured when this object is made. The graphs compute one row at a time: the
     backward pass of a row must come before the forward pass of the next row."""
 
     def __init__(
@@ -49,9 +50,9 @@ class LayerGraphs:
         Args:
             hidden: [S, 1, hidden], the row's input of `layers`. The memory of `hidden` becomes the
                 graphs' input memory.
-            tree: the row's parameters. The memory of its tensors becomes graph memory too.
-            adapter_fixed: the policy's context manager; each replayed forward pass casts the
-                adapters again.
+            tree: the row's parameters. The memory of its tensors becomes input memory too.
+            adapter_fixed: `Policy.adapter_fixed`; each replayed forward pass casts the adapters
+                again.
         """
         self._hidden, self._tree = hidden.detach(), tree
         self._inputs = _tensors(tree)
@@ -129,19 +130,19 @@ def _tensors(tree: TreeParams) -> list[torch.Tensor]:
 
 
 def repeat(policy: Policy, row: RowTensors, passes: int) -> None:
-    """Capture the policy's passes if that saves time within the further passes over rows as long as
+    """Capture the policy's passes, if graphs save time in the further passes over rows as long as
     `row`, and if there is enough memory.
 
-    Call it right after the backward pass of such a row, so that the allocator's peaks belong to
-    that row's passes.
+    Call the function right after the backward pass of `row`, so that the allocator's peaks belong
+    to the passes over this row.
 
     Args:
         row: the row whose backward pass has just ended, before `Policy.lay_out`.
         passes: the number of further passes over rows of this length.
     """
-    # Trained base weights, latent attention, and changes to heads' rows are left out, because no
-    # test shows that they get the same bits. Delta nets are left out, because they launch different
-    # kernels for rows with different trees.
+    # Models with trained base weights, latent attention, or changes to heads' rows are left out,
+    # because no test shows that graphs compute the same bits for them. Models with delta nets are
+    # left out, because they launch different kernels for rows with different trees.
     arch = policy.arch
     of_rows = arch.wide_qk_norm or arch.value_norm or arch.query_growth or arch.rope_layers
     if not device.is_cuda() or policy.lora is None or arch.moe or arch.gdn or arch.mla or of_rows:
@@ -162,8 +163,9 @@ def worth_capturing(passes: int, host: float, gpu: float) -> bool:
     """Whether a capture saves time.
 
     Args:
-        host, gpu: the seconds to launch one pass and to compute it; or both for the same fraction
-        of a pass.
+        passes: the number of further passes.
+        host: the seconds in which the host launches one pass, or a fraction of a pass.
+        gpu: the seconds in which the GPU computes one pass, or the same fraction of a pass.
     """
     return passes * (host - gpu) > CAPTURE * host
 
@@ -175,7 +177,7 @@ def capture(policy: Policy, hidden: torch.Tensor, tree: TreeParams) -> None:
         hidden: [S, 1, hidden], the input of the first layer.
         tree: the parameters of the same row.
     """
-    # The unused memory that earlier passes left is as large as the memory that the graphs need.
+    # Earlier passes left unused memory in the allocator: as much as the graphs need.
     memory.release_cached()
     layers = list(policy.gpt.decoder.layers)
     failed = None
@@ -191,7 +193,7 @@ def capture(policy: Policy, hidden: torch.Tensor, tree: TreeParams) -> None:
 
 
 def drop(policy: Policy) -> bool:
-    """Free the graphs' memory; returns False if there are no graphs."""
+    """Free the graphs and their memory. Returns False if there are no graphs."""
     if policy.layer_graphs is None:
         return False
     policy.layer_graphs = None
@@ -200,8 +202,8 @@ def drop(policy: Policy) -> bool:
 
 
 def _gpu_is_done() -> bool:
-    """Whether the GPU has finished the launched work now, or finishes it a moment later. If not,
-    the GPU is the bottleneck, and graphs gain nothing."""
+    """Whether the GPU has finished the launched work, or finishes it within `_LAG` seconds. If the
+    GPU does not, it is the bottleneck, and graphs gain nothing."""
     stream, end = torch.cuda.current_stream(), time.perf_counter() + _LAG
     while not stream.query():
         if time.perf_counter() > end:
@@ -210,14 +212,14 @@ def _gpu_is_done() -> bool:
 
 
 def _fits(policy: Policy, items: int) -> bool:
-    """Whether the memory of the passes fits beside the memory allocated between them, because
-    graphs keep their memory."""
+    """Whether the memory of the passes fits beside the memory that is allocated between passes. The
+    memory of the passes exists all the time, because graphs keep their memory."""
     stats, most = memory.stats(), memory.obtainable()
     adapter = sum(parameter.nbytes for parameter in policy.lora_parameters().values())
-    # memory of the softmax, or of Adam
+    # The memory of the softmax, or the memory of Adam's state: the larger of both.
     between = max(working_bytes(items, policy.head), 2 * adapter)
     if policy.topology.sizes.data > 1:
-        between += FIRST_CHANNEL  # memory of NCCL, which may not be allocated yet
+        between += FIRST_CHANNEL  # memory of NCCL, which NCCL may not have allocated yet
     headroom = max(HEADROOM * most, LEAST_HEADROOM)
     return stats["allocated_peak"] + between + headroom < most
 
@@ -225,9 +227,9 @@ def _fits(policy: Policy, items: int) -> bool:
 def _layer_seconds(
     layer: DecoderLayer, hidden: torch.Tensor, tree: TreeParams
 ) -> tuple[float, float]:
-    """Two durations in seconds: the host's to launch one layer's passes, and the GPU's to compute
-    them. The GPU is idle before the measurement. The measurement adds zeros to the parameters'
-    gradients."""
+    """Two durations in seconds: the time in which the host launches the passes of one layer, and
+    the time in which the GPU computes them. The GPU is idle before the measurement. The measurement
+    adds zeros to the parameters' gradients."""
 
     @torch.no_grad()
     def passes() -> float:

@@ -25,16 +25,16 @@ def item_logprobs(
     group: dist.ProcessGroup | None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p(target), and the entropy of p in nats, for p = softmax(logits / temperature); both fp32
-    [n].
+    """log p(target), fp32 [n], and the entropy of p in nats, fp32 [n], for p = softmax(logits /
+    temperature).
 
     Args:
-        hidden: [n, hidden], for each item the state from which it is predicted.
+        hidden: [n, hidden], for each item the hidden state from which the item is predicted.
         targets: int64 [n], token ids.
         weight: [vocabulary of this rank, hidden]; logits are `hidden @ weight.T` in hidden's dtype.
         vocab_start: the first token id of this rank's part.
-        group: the tensor-parallel ranks, which all call this function with the same hidden states
-            and targets. None if this rank has the whole vocabulary.
+        group: the tensor-parallel ranks. All of them call this function with the same hidden states
+            and targets. None: this rank has the whole vocabulary.
         softcap: see `Arch.softcap`.
     """
     if not len(targets):
@@ -57,10 +57,14 @@ def working_bytes(items: int, weight: torch.Tensor) -> int:
 
 
 class _Statistics(torch.autograd.Function):
-    """With l = logits / temperature, m = max l, Z = sum exp(l - m):
+    """Log-probs and entropies, with their backward pass.
 
-    log p = l - m - log Z, H = log Z - sum exp(l - m) (l - m) / Z, d log p(t) / d l_j = [j = t] -
-    p_j and d H / d l_j = -p_j (log p_j + H).
+    With l = logits / temperature, m = max l, Z = sum exp(l - m), entropy H and target t:
+
+        log p = l - m - log Z
+        H = log Z - sum exp(l - m) (l - m) / Z
+        d log p(t) / d l_j = [j = t] - p_j
+        d H / d l_j = -p_j (log p_j + H)
     """
 
     @staticmethod
@@ -77,7 +81,7 @@ class _Statistics(torch.autograd.Function):
         for chunk in _chunks(len(targets), len(weight), softcap):
             logits = _capped(linear(hidden[chunk], weight), softcap)
             parts.append(_statistics(logits, targets[chunk], temperature, group))
-            del logits  # freed before the next chunk's logits exist
+            del logits  # so that the memory is free before the next chunk's logits exist
         logprobs, entropy, largest, log_total = map(torch.cat, zip(*parts, strict=True))
         ctx.save_for_backward(hidden, targets, weight, largest + log_total, entropy)
         ctx.temperature, ctx.group, ctx.parameter = temperature, group, weight
@@ -105,20 +109,21 @@ class _Statistics(torch.autograd.Function):
             torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if gradients.has_gradient_buffer(ctx.parameter):
                 gradients.add_product(ctx.parameter, grad_logits, hidden[chunk])
-            del logits, slope, grad_logits  # freed before the next chunk's logits exist
+            # The memory must be free before the next chunk's logits exist.
+            del logits, slope, grad_logits
         if ctx.group is not None:
             parallel.all_reduce(grad_hidden, dist.ReduceOp.SUM, ctx.group)
         return grad_hidden, None, None, None, None, None
 
 
 def _capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """The capped logits, which overwrite the logits."""
+    """The capped logits softcap * tanh(logits / softcap). The result overwrites `logits`."""
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _chunks(items: int, vocabulary: int, softcap: float | None) -> list[slice]:
-    """The chunks of items. With a cap, chunks are half as large, because the backward pass also
-    keeps the cap's slope."""
+    """The chunks of items. With `softcap`, chunks are half as large, because the backward pass also
+    keeps the slope of the cap."""
     size = max(1, CHUNK_ELEMENTS // (1 if softcap is None else 2) // vocabulary)
     return [slice(start, start + size) for start in range(0, items, size)]
 
@@ -126,9 +131,9 @@ def _chunks(items: int, vocabulary: int, softcap: float | None) -> list[slice]:
 def _statistics(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, ...]:
-    """log p(target), entropy, m and log Z, fp32 [n], of logits [n, vocabulary of this rank].
-    `targets`: int64 [n], indices into this rank's vocabulary; a target is out of range on all ranks
-    but one."""
+    """log p(target), entropy, m and log Z, fp32 [n] each, of logits [n, vocabulary of this rank].
+    `targets`: int64 [n], indices into this rank's vocabulary. A target is in range on one rank, and
+    out of range on all other ranks."""
     if logits.is_cuda:
         from tandem.model.layer import triton_softmax
 
@@ -163,8 +168,8 @@ def _logits_gradient(
     grad_entropy: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """The gradient of `logits`, in their dtype; on CUDA it overwrites them. `normaliser`: m + log
-    Z."""
+    """The gradient of `logits`, in the same dtype. On CUDA the gradient overwrites `logits`.
+    `normaliser`: m + log Z."""
     if logits.is_cuda:
         from tandem.model.layer import triton_softmax
 

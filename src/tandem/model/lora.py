@@ -2,25 +2,25 @@
 
 Each of q, k, v, o, gate, up and down has its own A [rank, in] and B [out, rank], as in PEFT, even
 where Megatron fuses the base weights. The adapters are fp32 and are cast to the activations' dtype
-when used, so they are their own master weights.
+where a layer uses them. So the adapters themselves are the master weights.
 
-Gradients are computed here and not by autograd, so that `tandem.model.layer` decides which tensors
-to save for them. Across tensor-parallel ranks:
+The methods of the layers compute the gradients, not autograd. So `tandem.model.layer` decides which
+tensors are saved for the gradients. Across tensor-parallel ranks:
 
 - Column-parallel layers (q, k, v, gate, up): A is replicated, B is cut along its outputs. The
   backward pass sums the gradients of x and A x.
 - Row-parallel layers (o, down): A is cut along its inputs, B is replicated. The forward pass sums
   the output and A x.
 
-With sequence parallelism, a rank has only a part of the tokens outside of these layers. The tokens
-are divided in x of a column-parallel layer, and in output and A x of a row-parallel layer.
+With sequence parallelism, a rank has only a part of the tokens outside of these layers. So x of a
+column-parallel layer, and output and A x of a row-parallel layer, have only the rank's own tokens.
 
 - Column-parallel layers gather x in the forward pass. The backward pass sums the gradients of x and
   A x for the rank's own tokens, and sums A's gradient over the ranks.
 - Row-parallel layers sum the output and A x, for the rank's own tokens, in the forward pass. The
-  backward pass gathers the gradients of the output and A x, and sums B's gradient.
-- Layers that no rank cuts (those to MLA's latents) compute the rank's own tokens. The backward pass
-  sums the gradients of A and B.
+  backward pass gathers the gradients of the output and A x, and sums B's gradient over the ranks.
+- Layers that are not cut (the layers that compute MLA's latents) compute the rank's own tokens. The
+  backward pass sums the gradients of A and B over the ranks.
 
 So every rank's gradient is complete: a replicated tensor's gradient is the same on all ranks.
 """
@@ -47,12 +47,12 @@ class AdapterSwitch:
 
 @dataclass(frozen=True)
 class LoraTensor:
-    """A trainable tensor of this rank: one tensor of PEFT's, or the stacked tensors of all experts
-    of a layer."""
+    """A trainable tensor of this rank: a part of one PEFT tensor, or of the stacked PEFT tensors of
+    a layer's experts."""
 
     parameter: nn.Parameter
     cut: Cut
-    stacked: bool = False  # [experts, rows, columns]; held by the ranks that have the experts
+    stacked: bool = False  # whether it is [experts, rows, columns], with this rank's experts
     # Sizes of the sections of the whole tensor's rows. Each section is cut separately. Empty: there
     # is one section.
     sections: tuple[int, ...] = ()
@@ -62,23 +62,23 @@ class Adapters(nn.Module):
     """Uninitialised A and B for each adapted target of a weight. The weight is a matrix that fuses
     several targets, or a stack of such matrices for experts.
 
-    The weight's rows are `blocks` equal blocks, each with an equal share of every target's rows;
-    for experts, the rows of each expert.
+    The rows of a matrix are `blocks` equal blocks; each block has an equal share of every target's
+    rows. In a stack, each expert's rows are one block.
 
     Args:
         in_features: the size on this rank.
         out_features: the size on this rank for each target, adapted or not.
         cut: the cut of the weight over ranks.
-        lora: None: there are no adapters.
+        lora: the shape of the adapters; None: there are no adapters.
         switch: the switch of the policy's adapters.
         groups: the number of blocks of a matrix; Megatron's `linear_qkv` has one per key head.
         experts: the number of this rank's experts; None: the weight is a matrix.
-        sections: by target; see `WeightRule`.
+        sections: the sections of each target's rows; see `WeightRule`.
     """
 
     aligned = 1
-    """The number of A's rows and of B's columns, over all targets, is padded with zeros to a
-    multiple of this."""
+    """A's rows and B's columns, over all targets, are padded with zeros until their number is a
+    multiple of `aligned`."""
 
     def __init__(
         self,
@@ -127,11 +127,10 @@ class Adapters(nn.Module):
         return bool(self.targets) and self.switch.on
 
     def cast(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A of all adapted targets [targets * rank, in], and alpha / rank * B of all adapted
-        targets [out, targets
-        * rank] in the order of the weight's rows; for experts [experts, targets * rank, in] and
-        [experts, out, targets * rank]. Both tensors are padded. An element of B is zero if its row
-        and its column belong to different targets."""
+        """Two tensors, both padded: A of all adapted targets [targets * rank, in], and alpha / rank
+        * B of all adapted targets [out, targets * rank], in the order of the weight's rows. For
+        experts they are [experts, targets * rank, in] and [experts, out, targets * rank]. An
+        element of B is zero if its row and its column belong to different targets."""
         if self._cast_memory is None:
             a, b = (self._a[0].new_zeros(shape, dtype=dtype) for shape in self.cast_shapes())
             return self._write_cast(a, b)
@@ -143,8 +142,10 @@ class Adapters(nn.Module):
     def hold(
         self, memory: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keep the result of `cast` in `memory`, tensors of zeros with the shapes `cast_shapes`. A
-        later call with that result ends this. Until then the parameters must not change."""
+        """From now on, `cast` writes its result once, into `memory`, and returns it in each call.
+        `memory`: tensors of zeros with the shapes `cast_shapes`, or None: `cast` computes its
+        result in each call. Returns the memory that was set before. While memory is set, the
+        parameters must not change."""
         before, self._cast_memory, self._cast_is_written = self._cast_memory, memory, False
         return before
 
@@ -163,8 +164,8 @@ class Adapters(nn.Module):
         return a, b
 
     def _add_gradients(self, grad_a: torch.Tensor, grad_b: torch.Tensor) -> None:
-        """Add the gradients of `cast`'s tensors, fp32, to the gradients of the parameters; `grad_b`
-        is the gradient before scaling."""
+        """Add the gradients of the tensors that `cast` returns, both fp32, to the gradients of the
+        parameters. `grad_b` is not yet multiplied by alpha / rank."""
         blocks = self._target_blocks(grad_b.view(self.blocks, -1, grad_b.shape[-1]))
         sums_a = [gradients.accumulator(a) for a in self._a]
         sums_b = [
@@ -175,13 +176,12 @@ class Adapters(nn.Module):
         torch._foreach_add_(sums_b, blocks, alpha=self.scale)
 
     def _target_rows(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Each target's own rows in the stacked A of all targets."""
+        """For each target, its own rows in `whole`, the stacked A of all targets."""
         return list(whole[..., : len(self.targets) * self.rank, :].split(self.rank, -2))
 
     def _target_blocks(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Views of each adapted target's own rows and columns in `whole` [blocks, sum of rows,
-        columns]. A target has `rank` columns, after the columns of the adapted targets before
-        it."""
+        """For each adapted target, a view of its own rows and columns in `whole` [blocks, sum of
+        rows, columns]. Each adapted target has `rank` columns, in the order of the targets."""
         blocks: list[torch.Tensor] = []
         begin = 0
         for target, count in self.block_features.items():
@@ -193,11 +193,12 @@ class Adapters(nn.Module):
 
 
 class LoraLinear(Adapters):
-    """A linear layer: frozen with adapters, or trained itself. The layer is column parallel if its
-    rows are cut, row parallel if its columns are cut. Uninitialised.
+    """A linear layer. The weight is frozen and has adapters, or is trained itself. The layer is
+    column parallel if its rows are cut, row parallel if its columns are cut. Uninitialised.
 
     Args:
-        in_features, out_features: sizes over all ranks, the latter for each target.
+        in_features: the size over all ranks.
+        out_features: for each target, the size over all ranks.
         cut, lora, switch, sections: as in `Adapters`.
         dtype: the dtype of weight and bias.
         groups: the number of blocks on this rank; see `Adapters`.
@@ -234,19 +235,19 @@ class LoraLinear(Adapters):
         )
         self.bias = nn.Parameter(torch.empty(len(self.weight), dtype=dtype)) if bias else None
         self.fp8: Fp8Weight | None = None
-        """The quantised frozen weight, if there is one; `weight` then has no values."""
+        """The quantised frozen weight, or None. If it exists, `weight` has no values."""
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x [S, in] (this rank's features, for a row-parallel layer) -> (output [S, out] plus
-        `residual`; A x of all targets [S, targets * rank], for `add_gradients`)."""
+        """x [S, in] -> (output [S, out] plus `residual`; A x of all targets [S, targets * rank],
+        for `add_gradients`). x of a row-parallel layer has only this rank's features."""
         if self.column and self.sequence:
             x = parallel.gather(x, self.group)
         output, inner = self._product(x), None
         if not self.column:
             output = self._sum_over_ranks(output)
-            # All ranks of a row-parallel layer have the same bias, so only one of them adds it.
+            # All ranks of a row-parallel layer have the same bias, so it is added after the sum.
             if self.bias is not None:
                 output += self.bias
         if self.adapted:
@@ -256,7 +257,7 @@ class LoraLinear(Adapters):
                 inner = self._sum_over_ranks(inner)
             output.addmm_(inner, b.t())
         # The residual is added last: bf16 rounds a sum in proportion to its size, and the residual
-        # is the largest part.
+        # is the largest summand.
         return (output if residual is None else output.add_(residual)), inner
 
     def inner(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -302,7 +303,7 @@ class LoraLinear(Adapters):
         if grad_inner is None or inner is None:
             return
         grad_a, grad_b = gradients.product(grad_inner, x), gradients.product(gradient, inner)
-        if self._own_tokens:  # each rank has the sum for its own tokens only
+        if self._own_tokens:  # each rank's gradients are sums over its own tokens only
             if self.column or not self.sequence:
                 parallel.all_reduce(grad_a, group=self.group)
             if not self.column:

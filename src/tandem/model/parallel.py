@@ -1,4 +1,4 @@
-"""Process groups: connects ranks, and stores which ranks share a model or its gradients."""
+"""Process groups: connects the ranks, and records which ranks share a model or its gradients."""
 
 import os
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from tandem.model import device
 from tandem.model.mcore import parallel_state
 from tandem.topology.sizes import Place, Sizes
 
-# torch 2.13 has new names for these functions, and warns about the old ones.
+# torch 2.13 has new names for these functions, and warns about the old names.
 _COLLECTIVES: Any = dist
 all_gather = getattr(_COLLECTIVES, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(_COLLECTIVES, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -23,7 +23,8 @@ reduce_scatter = getattr(_COLLECTIVES, "reduce_scatter_single", None) or dist.re
 
 @dataclass(frozen=True)
 class Topology:
-    """How the work is divided over ranks, this rank's place, and its process groups."""
+    """The division of the work over ranks, this rank's place in it, and this rank's process
+    groups."""
 
     sizes: Sizes
     rank: int
@@ -31,28 +32,29 @@ class Topology:
     tensor: dist.ProcessGroup
     context: dist.ProcessGroup
     data: dist.ProcessGroup
-    """The ranks over which gradients are summed: data and context together. Megatron has other
-    groups with the same ranks, but each group in use creates its own communicator, which takes time
-    and half a gigabyte of device memory."""
+    """The ranks over which gradients are summed: data-parallel and context-parallel ranks together.
+    Megatron's other groups with the same ranks are not used, because each group in use creates its
+    own communicator. A communicator takes time and half a gigabyte of device memory."""
     pipeline: dist.ProcessGroup
     expert_tensor: dist.ProcessGroup
     expert: dist.ProcessGroup
     expert_group: dist.ProcessGroup
-    """The ranks over which the experts are cut: expert_tensor and expert together, in the order of
-    their ranks."""
+    """The ranks over which the experts are cut, in the order of their ranks: the ranks of
+    `expert_tensor` and `expert` together."""
     expert_data: dist.ProcessGroup
     forward: dist.ProcessGroup
-    """The pipeline's ranks, for sending hidden states. With a single stage, this group and the next
-    two are `pipeline`."""
+    """The pipeline's ranks, for sending hidden states. With a single stage, `forward`, `backward`
+    and `ends` are the group `pipeline`."""
     backward: dist.ProcessGroup
     """The pipeline's ranks, for sending the gradients of hidden states."""
     ends: dist.ProcessGroup
-    """The pipeline's first and last rank, which both hold a tied table."""
+    """The pipeline's first and last rank. Both ranks hold a tied table: the weight of the embedding
+    and of the output layer."""
 
 
 type ReadingGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]
-"""Two groups: the ranks that share the reading of a model's weights, and the ranks that share the
-reading of its experts if several ranks hold the same experts."""
+"""Two groups. The ranks of the first group share the reading of a model's weights. If several ranks
+hold the same experts, the ranks of the second group share the reading of the experts' weights."""
 
 _current: Topology | None = None
 
@@ -69,14 +71,14 @@ def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> Non
     Args:
         store: the store in which the ranks find one another.
         rank: this process's number, from 0.
-        timeout: a collective that waits longer fails.
+        timeout: a collective operation that waits longer fails.
     """
     if world_size == 1:
-        # otherwise Gloo looks up this host's name
+        # Without this variable, Gloo would look up this host's name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # On a GPU machine, Gloo is used for tensors in host memory. With NCCL alone, the first
-    # collective of host tensors in each group would create an NCCL communicator, which takes time
-    # once and device memory for the life of the process.
+    # collective operation on host tensors in each group would create an NCCL communicator. That
+    # takes time once, and device memory for the life of the process.
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
@@ -84,9 +86,10 @@ def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> Non
 def init_parallel(sizes: Sizes | None = None, *, timeout_seconds: float = 600.0) -> Topology:
     """Join the process groups, after `device.activate`.
 
-    With torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) it joins all of
-    torchrun's ranks; otherwise this process is the only rank. A collective that waits longer than
-    `timeout_seconds` fails. `sizes.data` is ignored, because it follows from the number of ranks.
+    With torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) the process joins all
+    of torchrun's ranks; without it, this process is the only rank. A collective operation that
+    waits longer than `timeout_seconds` fails. `sizes.data` is ignored, because it follows from the
+    number of ranks and the other sizes.
 
     Raises:
         InvalidInput: the number of ranks is not a multiple of the other sizes.
@@ -145,8 +148,8 @@ def init_parallel(sizes: Sizes | None = None, *, timeout_seconds: float = 600.0)
 
 
 def _new_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
-    """Creates the process groups `groups`, and returns the one that this rank is in. Returns the
-    pipeline's group if the pipeline has one rank, or if this rank is in no group."""
+    """Creates the process groups `groups`, and returns the group that has this rank. Returns the
+    pipeline's group if the pipeline has one rank, or if none of the groups has this rank."""
     group_of_rank: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
     if group_of_rank.size() > 1:
         for ranks in groups:
@@ -160,9 +163,9 @@ def reading_groups() -> ReadingGroups | None:
     everything.
 
     Ranks read together if they need the same weights and their GPUs can access one another's
-    memory, because the host's memory limits how fast ranks read at once. All ranks get the same
-    answer. Ranks of different hosts don't read together, because a GPU can't access another host's
-    memory.
+    memory. Reading together saves time, because the host's memory limits how fast several ranks
+    read. All ranks get the same answer. Ranks of different hosts don't read together, because
+    a GPU can't access the memory of a GPU of another host.
     """
     groups, world = (current().data, current().expert_data), range(dist.get_world_size())
     alone = all(group.size() == 1 for group in groups)
@@ -178,10 +181,10 @@ def reading_groups() -> ReadingGroups | None:
 
 
 def connect_gradients(*, experts: bool) -> None:
-    """Make NCCL connect the groups over which gradients are summed, so that its memory is counted
-    from here on. NCCL can't allocate memory once torch's allocator has taken all of it. A
-    collective operation of all ranks. `experts`: whether the gradients of experts are summed over a
-    different group."""
+    """Make NCCL connect the groups over which gradients are summed. From then on, NCCL's memory is
+    allocated and counted. NCCL can't allocate memory after torch's allocator has taken all of it. A
+    collective operation of all ranks. `experts`: whether the gradients of experts are summed over
+    a group of their own."""
     for group in (current().data, current().expert_data) if experts else (current().data,):
         all_reduce(torch.zeros(1, device=device.device()), group=group)
 
@@ -191,8 +194,8 @@ def all_reduce(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """`dist.all_reduce`; does nothing in a group of one rank. There, NCCL would create a
-    communicator, which takes time, and device memory for the life of the process.
+    """`dist.all_reduce`, but does nothing in a group of one rank. In such a group, NCCL would
+    create a communicator, which takes time, and device memory for the life of the process.
 
     Args:
         tensor: this rank's summand; overwritten by the result.
@@ -203,8 +206,8 @@ def all_reduce(
 
 
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Every rank's [n, ...], concatenated in the order of ranks. The tensors must have the same
-    shape on all ranks."""
+    """The tensors [n, ...] of all ranks, concatenated in the order of ranks. The tensors must have
+    the same shape on all ranks."""
     if group.size() == 1:
         return tensor
     whole = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
@@ -213,8 +216,8 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def scatter_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's n rows of every rank's [ranks * n, ...], summed over the ranks in a fixed order,
-    so that two runs give the same bits."""
+    """The sum of the tensors [ranks * n, ...] of all ranks, but only this rank's n rows of the sum.
+    The order of summation is fixed, so two runs give the same bits."""
     if group.size() == 1:
         return tensor
     parts = torch.empty_like(tensor, memory_format=torch.contiguous_format)

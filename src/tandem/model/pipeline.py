@@ -1,8 +1,8 @@
-"""Sends hidden states to the next pipeline stage, and their gradients back.
+"""Sends hidden states to the next pipeline stage, and the gradients of hidden states back.
 
-Stages exchange rows within the policy's own forward and backward passes, so the loop of a training
-step is the same on every stage. `Pipeline.backward` follows the schedule 1F1B of PipeDream-Flush
-(Narayanan et al., 2021, arXiv:2006.09503).
+Stages exchange tensors within the policy's own forward and backward passes. So the loop of a
+training step is the same on every stage. `Pipeline.backward` follows the schedule 1F1B of
+PipeDream-Flush (Narayanan et al., 2021, arXiv:2006.09503).
 """
 
 from collections import deque
@@ -16,11 +16,11 @@ from tandem.model.parallel import Topology
 
 
 class _Lane:
-    """Sends tensors one after another to the rank `step` stages further, which receives them in the
-    same order.
+    """Sends tensors one after another to the rank that is `step` stages further. That rank receives
+    the tensors in the same order.
 
-    Each direction has its own process group: NCCL runs a group's operations in order, so a send
-    that waits for its receiver would block the other direction.
+    Each direction has its own process group. NCCL runs the operations of a group in order, so with
+    one group, a send operation that waits for its receiver would block the other direction.
     """
 
     def __init__(self, group: dist.ProcessGroup, step: int) -> None:
@@ -49,7 +49,7 @@ class _Lane:
 
 
 class Pipeline:
-    """This rank's stage."""
+    """This rank's stage of the pipeline, and its exchange with the neighbouring stages."""
 
     def __init__(self, topology: Topology, num_layers: int) -> None:
         stage, stages = topology.place.pipeline, topology.sizes.pipeline
@@ -62,9 +62,9 @@ class Pipeline:
         self._forward, self._backward = _Lane(topology.forward, 1), _Lane(topology.backward, -1)
 
     def backward(self, losses: Iterable[torch.Tensor]) -> None:
-        """Run the backward pass of each loss, in the order in which `losses` yields them. `ahead`
-        losses are computed before the first backward pass, and then one before each backward pass,
-        so that the later stages have work.
+        """Run the backward pass of each loss, in the order in which `losses` yields the losses.
+        `ahead` losses are computed before all backward passes, and one further loss before each
+        backward pass, so that the later stages have work.
         """
         waiting = deque[torch.Tensor]()
         for loss in losses:
@@ -86,7 +86,7 @@ class Pipeline:
         gets their gradient.
 
         Args:
-            shape, dtype: those of the hidden states, which the previous stage does not send.
+            shape, dtype: the shape and dtype of the hidden states; they are not transferred.
             where: the device of the result.
         """
         hidden = self._forward.receive(shape, dtype, where)
@@ -96,15 +96,15 @@ class Pipeline:
         return leaf
 
     def send(self, hidden: torch.Tensor, items: int) -> torch.Tensor:
-        """Send hidden states to the next stage. Returns zeros [items], fp32. The backward pass of
-        these zeros ignores their own gradient: it receives the gradient of `hidden` from the next
-        stage."""
+        """Send hidden states to the next stage. Returns zeros [items], fp32, as this stage's
+        outputs. The backward pass of the zeros ignores their gradient, and receives the gradient of
+        `hidden` from the next stage instead."""
         zeros: torch.Tensor = _Send.apply(hidden, items, self._forward, self._backward)
         return zeros
 
     def from_last(self, values: torch.Tensor) -> torch.Tensor:
-        """The last stage's values, on every stage; all stages pass tensors of this shape. The
-        values are exchanged through host memory."""
+        """The last stage's `values`, on every stage. `values` must have the same shape on all
+        stages. The values are exchanged through host memory."""
         if self.first and self.last:
             return values
         shared = values.detach().cpu()

@@ -1,5 +1,5 @@
-"""The policy for packed rows: a base model that is frozen and has a trainable adapter, or that is
-trained itself."""
+"""The policy for packed rows: a base model. Either the base model is frozen and has a trainable
+adapter, or all of its weights are trained."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -35,13 +35,13 @@ from tandem.model.weights.checkpoint_tensors import check_adapter
 from tandem.spool.schema import LoraShape
 
 TABLE = "embedding.word_embeddings.weight"
-"""The name of the embedding's `WeightRule`; with `Arch.tie_embeddings` it is the output layer's
-too."""
+"""The parameter's name in the embedding's `WeightRule`. With `Arch.tie_embeddings`, the rule also
+describes the output layer."""
 
 
 @dataclass(frozen=True)
 class ItemOutputs:
-    """The results for each item of a row, fp32 [items], in nats."""
+    """The log-prob and the entropy of each item of a row, both fp32 [items], in nats."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -52,12 +52,12 @@ class Policy(nn.Module):
     TransformerConfig. Only LoRA tensors require gradients. Without `lora` all weights are trained:
     layers add their gradients to buffers (`tandem.model.gradients`).
 
-    After `backward`, gradients still have to be summed over data-parallel ranks (see
-    `tandem.model.lora`).
+    After `backward`, gradients still have to be summed over data-parallel ranks.
+    `tandem.model.lora` describes the sums over tensor-parallel ranks, which are done by then.
 
     Args:
         gpt: this rank's stage of the model.
-        lora: None: all weights are trained.
+        lora: the adapter's shape; None: all weights are trained.
         switch: the switch that the layers' adapters share.
         inv_freq: the radians per position of each rotated pair of dimensions, see
             `attention.rotation`; `place` moves it to the device.
@@ -75,7 +75,7 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self.gpt, self.arch, self.lora, self.config = gpt, arch, lora, gpt.config
-        # flex is faster on a GPU
+        # On a GPU, flex is faster than sdpa.
         self.attention_kernel: Kernel = "flex" if device.is_cuda() else "sdpa"
         self._switch, self.stage = switch, stage
         self.topology = parallel.current()
@@ -83,14 +83,14 @@ class Policy(nn.Module):
         self.adapter = AdapterParts(gpt, arch, lora, self.topology, stage.layers)
         self._base_memory, self._own_memory = Offload(contents=lora is None), Offload(contents=True)
         self.layer_graphs: Callable[[torch.Tensor, TreeParams], torch.Tensor] | None = None
-        """The captured graphs (`tandem.model.graphs`), which replace the layers' passes with
-        gradients; None before the capture."""
+        """The captured graphs (`tandem.model.graphs`), or None. If gradients are computed, the
+        graphs replace the layers' passes."""
 
     @torch.no_grad()
     def place(self, base: Mapping[str, torch.Tensor]) -> None:
-        """Move all parameters to the device: `base` (`BaseWeights.parameters`) becomes the base
-        weights; the adapter becomes zero, so the policy computes the base model's function. Waits
-        for the device to start.
+        """Move all parameters to the device. The tensors in `base` (`BaseWeights.parameters`)
+        become the base weights. The adapter becomes zero, so the policy computes the same function
+        as the base model. Waits until the device has started.
         """
         where, parameters = device.device(), self.base()
         assert base.keys() == parameters.keys(), (
@@ -120,8 +120,9 @@ class Policy(nn.Module):
         }
 
     def _base_name(self, name: str) -> str:
-        """The `WeightRule`'s name for this stage's parameter. Megatron counts the layers of each
-        stage from 0, and the last stage stores a tied table in its output layer."""
+        """The name in the `WeightRule` of this stage's parameter `name`. The names differ: Megatron
+        counts the layers of each stage from 0, and the last stage stores a tied table in its output
+        layer."""
         if name == "output_layer.weight" and self.arch.tie_embeddings:
             return TABLE
         head, layers, rest = name.partition("decoder.layers.")
@@ -131,8 +132,8 @@ class Policy(nn.Module):
         )
 
     def train_base(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """From now on, each backward pass adds the base weights' gradients to `buffers`, fp32,
-        keyed like `base`."""
+        """From now on, each backward pass adds the gradients of the base weights to `buffers`.
+        `buffers`: fp32, with the keys of `base`."""
         for name, parameter in self.base().items():
             gradients.attach_buffer(parameter, buffers[name])
         if not self.stage.last:
@@ -149,8 +150,8 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def quantise_base(self) -> None:
-        """Quantise the base weights of all linear layers, after they have been read. The original
-        values are overwritten.
+        """Quantise the base weights of all linear layers to FP8. Call it after the weights have
+        been read. The original values are overwritten.
 
         Raises InvalidInput for a model or a GPU that does not support FP8.
         """
@@ -176,8 +177,8 @@ class Policy(nn.Module):
         """Release the device memory of all parameters. Returns the number of bytes released.
 
         Trained tensors go to host memory. Frozen base weights are dropped, because they can be read
-        from files again. Nothing may be computed until `restore`, and until the dropped base
-        weights are read again.
+        from files again. Nothing may be computed until `restore` was called and the dropped base
+        weights were read again.
         """
         self.stage.finish()
         for layer in self._linear_layers():
@@ -186,14 +187,14 @@ class Policy(nn.Module):
         return self._base_memory.park(self.base().values()) + self._own_memory.park(trained)
 
     def restore(self) -> None:
-        """The inverse of `offload`: memory and adapter are as before, but frozen base weights are
-        uninitialised."""
+        """The inverse of `offload`: the memory exists again, and trained tensors have their values.
+        Frozen base weights are uninitialised."""
         self._base_memory.restore()
         self._own_memory.restore()
 
     def load_adapter(self, directory: Path) -> None:
-        """Fill the adapter from PEFT's files. Raises the errors of `check_adapter`, which leave the
-        adapter in memory unchanged, and the errors of `AdapterParts.read`."""
+        """Fill the adapter from PEFT's files. Raises the errors of `check_adapter`; after such an
+        error the adapter in memory is unchanged. Also raises the errors of `AdapterParts.read`."""
         assert self.lora is not None
         self.adapter.read(check_adapter(directory, self.arch, self.lora), self.lora_parameters())
 
@@ -205,15 +206,15 @@ class Policy(nn.Module):
         )
 
     def lora_parameters(self) -> dict[str, nn.Parameter]:
-        """Name (`stacked_name`) -> this rank's part, fp32, trainable; in the same order on all
-        ranks of a stage."""
+        """Name (`stacked_name`) -> this rank's part, fp32 and trainable. The order is the same on
+        all ranks of a stage."""
         return {name: tensor.parameter for name, tensor in self.adapter.tensors.items()}
 
     @contextlib.contextmanager
     def adapter_fixed(self) -> Iterator[None]:
-        """Within the block the adapter must not change, so that layers cast it once instead of in
-        each pass. The adapters of experts are cast in each pass, because a second copy would be too
-        large."""
+        """Within the `with` block the adapter must not change. So layers cast it once, and not in
+        each pass. The adapters of experts are still cast in each pass, because a second copy would
+        be too large."""
         layers = {
             str(index): layer for index, layer in enumerate(self._linear_layers()) if layer.targets
         }
@@ -236,7 +237,7 @@ class Policy(nn.Module):
 
     @contextlib.contextmanager
     def adapter_disabled(self) -> Iterator[None]:
-        """Within the block the policy computes the base model, without gradients."""
+        """Within the `with` block the policy computes the base model, without gradients."""
         before, self._switch.on = self._switch.on, False
         try:
             with torch.no_grad():
@@ -245,11 +246,12 @@ class Policy(nn.Module):
             self._switch.on = before
 
     def forward(self, row: RowTensors, temperature: float = 1.0) -> ItemOutputs:
-        """The log-prob and the entropy of every item at `temperature`. Logits are computed only at
-        the slots from which items are predicted.
+        """The log-prob and the entropy of every item, for logits divided by `temperature`. Logits
+        are computed only at the slots from which items are predicted.
 
-        Only the last pipeline stage has the results; on other stages they are zero
-        (`Pipeline.from_last`). Each stage runs its own backward pass, by `Pipeline.backward`.
+        Only the last pipeline stage has the results. On other stages the results are zero
+        (`Pipeline.from_last` fetches the last stage's). `Pipeline.backward` runs a stage's backward
+        passes.
         """
         items, row = len(row.item_token), self.lay_out(row)
         hidden, inputs = self.first_hidden(row), self.decoder_inputs(row)
@@ -265,9 +267,10 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def rehearse(self, row: RowTensors) -> None:
-        """Load and compile the kernels that a process's first `forward` would otherwise load. Runs
-        a layer of each kind with arbitrary weights, because another thread may still be writing
-        them. A collective operation of the ranks that share layers.
+        """Load and compile the kernels before the process's first `forward`, so that `forward` does
+        not have to load them. Runs a layer of each kind with arbitrary weights, because another
+        thread may still be writing the weights. A collective operation of the ranks that share
+        layers.
         """
         decoder, row = self.gpt.decoder, self.lay_out(row)
         hidden = self.first_hidden(row) if self.stage.first else self.no_hidden(row)
@@ -280,8 +283,8 @@ class Policy(nn.Module):
             ).logprobs.cpu()
 
     def _outputs(self, row: RowTensors, hidden: torch.Tensor, temperature: float) -> ItemOutputs:
-        """The items' results. `hidden`: the final hidden states [S, hidden]; with sequence
-        parallelism, only those of this rank's tokens."""
+        """The items' results. `hidden`: the final hidden states [S, hidden]. With sequence
+        parallelism, `hidden` has only the hidden states of this rank's tokens."""
         if self.topology.sizes.sequence:
             hidden = _AllTokens.apply(hidden, self.topology.tensor)
         logprobs, entropy = item_logprobs(
@@ -365,8 +368,8 @@ class Policy(nn.Module):
 
 
 class _AllTokens(torch.autograd.Function):
-    """[S / ranks, hidden] -> [S, hidden]. Every rank already has the whole gradient of the result,
-    so the backward pass sums nothing."""
+    """Gathers the tokens of all ranks: [S / ranks, hidden] -> [S, hidden]. Every rank has the whole
+    gradient of the result, so the backward pass sums nothing."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

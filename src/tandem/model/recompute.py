@@ -1,7 +1,7 @@
-"""Chooses how much each layer saves for its backward pass, so that a row fits the device's memory
-(`SaveLevel`).
+"""Chooses how many tensors each layer saves for its backward pass, so that a row fits into the
+device's memory. The choice is the layer's `SaveLevel`.
 
-Levels change neither results nor their bits, only memory and time.
+Levels change only memory and time. Results have the same bits at each level.
 """
 
 from dataclasses import dataclass
@@ -19,25 +19,25 @@ from tandem.model.rows import RowTensors
 from tandem.planning.memory import HEADROOM, SavedBytes, choose_levels
 
 LEAST_HEADROOM = 2**29
-"""The minimum number of bytes that stay free, if HEADROOM is less. If ranks share layers, `lower`
-can't help after memory runs out. In that case twice the memory of a layer's passes stays free,
-because gaps in memory grow with the tensors."""
+"""The number of bytes that at least stay free, even if HEADROOM gives fewer. If ranks share layers,
+`lower` can't help after memory runs out. In that case twice the memory of a layer's passes stays
+free, because the gaps that the allocator leaves grow with the tensors."""
 
 
 def fit(policy: Policy, row: RowTensors) -> list[SaveLevel]:
     """Set every layer's `save_level` to the highest level that fits for rows as long as `row`.
-    Returns the levels, by layer.
+    Returns the level of each layer.
 
-    The function measures one layer of each kind at each level on the device, which takes as long as
-    a few layers of a training step. On the CPU all layers save everything. A collective operation
-    of all ranks; the ranks of a pipeline stage choose the same levels.
+    The function measures one layer of each kind at each level on the device. The measurement takes
+    as long as a few layers of a training step. On the CPU all layers save everything. A collective
+    operation of all ranks; the ranks of a pipeline stage choose the same levels.
     """
     layers = policy.gpt.decoder.layers
     levels = [SaveLevel.ALL] * len(layers)
     if device.is_cuda():
         try:
             levels = _fitting_levels(policy, row)
-        except torch.OutOfMemoryError:  # memory for one layer that keeps everything
+        except torch.OutOfMemoryError:  # not even one layer that keeps everything fits
             # The other ranks wait in the layer's collectives, so this rank must end.
             if policy.topology.sizes.layers_shared:
                 raise
@@ -75,7 +75,7 @@ def _fitting_levels(policy: Policy, row: RowTensors) -> list[SaveLevel]:
         - max(transient, head)
     )
     in_flight, layers = 1 + policy.stage.ahead, len(policy.gpt.decoder.layers)
-    # Averages over layers, because the kinds alternate from layer to layer.
+    # The bytes are averages over all layers, because the kinds alternate from layer to layer.
     saved = (
         sum(kind.layers * kind.saved[level] for kind in kinds) // layers for level in SaveLevel
     )
@@ -88,10 +88,11 @@ def _fitting_levels(policy: Policy, row: RowTensors) -> list[SaveLevel]:
 
 
 def lower(policy: Policy) -> bool:
-    """To be called after memory ran out: halve the number of layers that keep more than their
-    input. The layers that keep the most first drop to their attention block alone. Returns False if
-    there are no such layers, or if other ranks share this rank's layers and would wait for it in a
-    collective.
+    """Makes layers keep less. Call it after memory ran out. As long as layers have the level `ALL`,
+    half of these layers get the level `ATTENTION`; after that, half of the layers with the level
+    `ATTENTION` get the level `INPUT`. Returns False if all layers have the level `INPUT`, or if
+    other ranks share this rank's layers: these ranks would wait for this rank in a collective
+    operation.
     """
     layers = policy.gpt.decoder.layers
     if parallel.current().sizes.layers_shared:
@@ -110,20 +111,21 @@ class _Kind:
 
     layers: int
     saved: dict[SaveLevel, int]  # bytes that a layer saves
-    # Further bytes that a layer's passes take: most at `INPUT`, where the backward pass recomputes
-    # the tensors that other levels saved.
+    # Further bytes that a layer's passes take. A layer of the level `INPUT` takes the most, because
+    # its backward pass recomputes the tensors that the other levels save.
     working: dict[SaveLevel, int]
 
 
 def _kinds(policy: Policy) -> list[Any]:
-    """The last layer of each kind of attention, because a mixture's first layers may be dense."""
+    """The last layer of each kind of attention. The last layer is chosen, because the first layers
+    of a mixture of experts may be dense."""
     return list({layer.kind: layer for layer in policy.gpt.decoder.layers}.values())
 
 
 def _measure(policy: Policy, row: RowTensors, layer: Any) -> _Kind:
     row = policy.lay_out(row)
-    # The rows are random, because a router would send equal rows to the same experts; they are the
-    # same on all ranks.
+    # The hidden states are random, because a router would send equal hidden states to the same
+    # experts. All ranks have the same hidden states.
     hidden = policy.no_hidden(row)
     hidden.normal_(generator=torch.Generator(hidden.device).manual_seed(0))
     inputs, hidden = policy.decoder_inputs(row), hidden.requires_grad_()
@@ -136,7 +138,7 @@ def _measure(policy: Policy, row: RowTensors, layer: Any) -> _Kind:
         torch.autograd.grad(output, hidden, torch.zeros_like(output))
         return saved, memory.stats()["allocated_peak"] - before - saved
 
-    # a first run, to allocate cuBLAS's workspaces, which belong to no layer
+    # The first run only allocates cuBLAS's workspaces, which belong to no layer.
     passes(SaveLevel.INPUT)
     sizes = {level: passes(level) for level in SaveLevel}
     return _Kind(

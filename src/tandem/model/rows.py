@@ -1,8 +1,8 @@
 """A packed row on the device, and its division among ranks.
 
-Context-parallel ranks share each row: its slots are distributed to them in blocks. Each rank
-computes its blocks' queries; keys and values are gathered for each layer and not kept. All other
-computations treat each slot separately.
+Context-parallel ranks share each row: the row's slots are distributed to the ranks in blocks. In
+the attention, each rank computes the queries of its blocks. The keys and values of all slots are
+gathered for each layer and not kept. All other computations treat each slot separately.
 """
 
 import math
@@ -23,11 +23,11 @@ from tandem.model.parallel import Topology
 
 @dataclass(frozen=True)
 class Deal:
-    """The slots of a row that this rank has. The row has `length` slots, and each rank has length /
-    ranks of them."""
+    """The slots of a row that this rank has, if context-parallel ranks share the row. The row has
+    `length` slots, and each rank has length / ranks of them."""
 
     slots: torch.Tensor  # int64 [length / ranks], on the device: this rank's slots, ascending
-    place: torch.Tensor  # int64 [length / BLOCK], on the device: index of each block in `by_rank`
+    place: torch.Tensor  # int64 [length / BLOCK], on the device: each block's index in `by_rank`
     # int64 [length / BLOCK], on the device: the blocks of all ranks, ordered by rank.
     by_rank: torch.Tensor
     # int64 [rank items], on the device: the row's items that this rank predicts.
@@ -43,8 +43,8 @@ class Deal:
         return q, k.contiguous(), v.contiguous()
 
     def scatter(self, gradients: Heads) -> Heads:
-        """The gradients of `gather`'s arguments, from the gradients of its results, summed over the
-        ranks in rank order."""
+        """The gradients of `gather`'s arguments, from the gradients of its results. The ranks'
+        gradients are summed in the order of ranks."""
         q, k, v = gradients
         k, v = parallel.scatter_sum(_reorder(torch.cat([k, v], 1), self.by_rank), self.group).chunk(
             2, 1
@@ -52,8 +52,8 @@ class Deal:
         return q, k, v
 
     def gather_items(self, values: torch.Tensor) -> torch.Tensor:
-        """[rank items] -> [items]: joins the items of all ranks. Every rank computes the loss of
-        all items, so no gradient is summed."""
+        """Joins the values of all ranks' items: [rank items] -> [items]. Every rank computes the
+        loss of all items, so the backward pass sums no gradients."""
         whole: torch.Tensor = _GatherItems.apply(values, self)
         return whole
 
@@ -72,12 +72,13 @@ class _GatherItems(torch.autograd.Function):
 
 
 def deal_blocks(subtree_end: NDArray[np.int64], ranks: int) -> list[NDArray[np.int64]]:
-    """Each rank's blocks of queries, ascending. All ranks have the same number of query blocks,
-    which see about the same number of key blocks. `subtree_end`: int64 [S], of whole blocks; the
-    results are int64 [blocks / ranks].
+    """For each rank the indices of its query blocks, ascending, int64 [blocks / ranks]. All ranks
+    have the same number of query blocks. The blocks of each rank see about the same number of key
+    blocks. `subtree_end`: int64 [S], S a multiple of BLOCK.
 
-    Query blocks are sorted by the number of key blocks that they see, in descending order, and
-    dealt to ranks 0, 1, ... and back.
+    Query blocks are sorted by the number of key blocks that they see, in descending order. One
+    after another, the query blocks go to rank 0 up to the last rank, then from the last rank back
+    to rank 0, and so on.
     """
     partial, full = seen_blocks(subtree_end, len(subtree_end))
     order = np.argsort(-(partial | full).sum(1), kind="stable")
@@ -87,19 +88,19 @@ def deal_blocks(subtree_end: NDArray[np.int64], ranks: int) -> list[NDArray[np.i
 
 
 def _reorder(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """[blocks * BLOCK, ...] with its blocks in the order `order`."""
+    """The tensor [blocks * BLOCK, ...] with its blocks in the order `order`."""
     return tensor.unflatten(0, (-1, BLOCK))[order].flatten(0, 1)
 
 
 @dataclass(frozen=True)
 class RowTensors:
-    """A packed row in the form that the model needs: int64, on the device unless noted. Slots are
-    indices into the row."""
+    """A packed row in the form that the model needs. Tensors are int64 and on the device unless
+    noted. Slots are indices into the row."""
 
     tokens: torch.Tensor  # [S]
     positions: torch.Tensor  # [S]
-    # [S], or longer if the attention's row is longer; the additional entries are padding. On the
-    # host.
+    # On the host: [S], or longer if the attention computes more slots; the additional entries are
+    # padding.
     subtree_end: torch.Tensor
     item_source: torch.Tensor  # [items]: the slot from which each item is predicted
     item_token: torch.Tensor  # [items], the predicted token
@@ -123,7 +124,7 @@ def deal_row(row: RowTensors, topology: Topology) -> RowTensors:
     slots, place, order = (
         torch.from_numpy(array).to(where) for array in (rank_slots, np.argsort(by_rank), by_rank)
     )
-    # slot of the row -> its index among this rank's slots, or -1
+    # Slot of the row -> index of the slot among this rank's slots, or -1.
     number = torch.full_like(row.tokens, -1)
     number[slots] = torch.arange(len(slots), device=where)
     sources, experts = number[row.item_source], row.slot_experts
@@ -140,7 +141,7 @@ def deal_row(row: RowTensors, topology: Topology) -> RowTensors:
 
 
 def pad_row(row: RowTensors, slots: int) -> RowTensors:
-    """The row padded to this many slots. `subtree_end` may be longer already."""
+    """The row, padded to `slots` slots. The row's `subtree_end` may have more entries already."""
     missing, ends, experts = slots - len(row.tokens), row.subtree_end, row.slot_experts
     return replace(
         row,

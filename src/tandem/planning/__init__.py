@@ -1,3 +1,4 @@
-"""Planning, without torch: `checks.py` checks whether the trainer can cut a model into given sizes,
-`memory.py` computes a rank's GPU memory, and `plan.py` chooses a topology.
+"""Planning, without torch: `checks.py` checks whether the trainer can cut a model into given sizes
+of the parallel dimensions, `memory.py` computes a rank's GPU memory, and `plan.py` chooses a
+topology.
 """

@@ -1,5 +1,5 @@
-"""Checks sizes against a model: whether the trainer can cut the model into these sizes, and which
-sizes are nearest. Imports no torch."""
+"""Checks the sizes of the parallel dimensions (`Sizes`) against a model: whether the trainer can
+cut the model into these sizes, and which sizes are nearest. The module imports no torch."""
 
 import math
 from dataclasses import asdict
@@ -23,8 +23,8 @@ def check_sizes(arch: Arch, sizes: Sizes) -> None:
 
 
 def refusal(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
-    """The setting to change, and the reason why the trainer can't cut the model into these sizes;
-    None if it can."""
+    """A tuple: the setting to change, and the reason why the trainer can't cut the model into these
+    sizes. None if the trainer can."""
     ranks, moe = f"{sizes.tensor} tensor-parallel ranks", arch.moe
     for parts, size in (
         ("key/value heads", arch.num_kv_heads),
@@ -89,8 +89,9 @@ def refusal(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
 
 
 def _distance(one: Sizes, other: Sizes) -> float:
-    """The distance between two sizes, counted in halvings and doublings. A change of the number of
-    model copies counts less than other changes, and sequence parallelism least."""
+    """The distance between two `Sizes`, counted in halvings and doublings. A change of the number
+    of model copies counts less than other changes. A change of sequence parallelism counts the
+    least."""
     ratios = {
         name: abs(math.log2(size / getattr(other, name)))
         for name, size in asdict(one).items()

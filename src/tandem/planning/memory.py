@@ -1,5 +1,5 @@
-"""Computes the GPU memory of a rank, part by part, from the model's shape and its `Sizes`. Imports
-no torch."""
+"""Computes the GPU memory of a rank, part by part, from the model's shape and the trainer's
+`Sizes`. The module imports no torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,21 +16,22 @@ from tandem.topology.sizes import Sizes
 
 GIB = 2**30
 HEADROOM = 0.04
-"""The share of the memory that stays free, because the allocator can't use every gap."""
+"""The fraction of the GPU's memory that stays free, because the allocator can't use every gap."""
 CHUNK_ELEMENTS = 2**27
-"""Elements of one chunk of logits on a rank: 256 MiB in bf16, and a few times that in fp32 on the
-CPU."""
+"""The number of elements of one chunk of logits on a rank: 256 MiB in bf16, and a few times as much
+in fp32 on the CPU."""
 CONTEXT = 760 * 2**20
-"""CUDA's context and loaded kernels: the only memory that a `resident` rank keeps between jobs
-(docs/performance.md)."""
+"""Bytes of CUDA's context and loaded kernels: the only memory that a `resident` rank keeps between
+jobs (docs/performance.md)."""
 FIRST_CHANNEL = 832 * 2**20
-"""NCCL's memory for the first of `_channels`: the additional memory measured on a rank of DP=2
-(bench/results/topologies-groups.json)."""
+"""Bytes of NCCL's memory for the first of a rank's `_channels`: the additional memory that was
+measured on a rank of DP=2 (bench/results/topologies-groups.json)."""
 FURTHER_CHANNEL = GIB // 2
-"""NCCL's memory for each further channel."""
+"""Bytes of NCCL's memory for each further channel."""
 TIED_TABLE = 3 * FURTHER_CHANNEL
-"""NCCL's memory for the group of the pipeline's first and last stage, which sum the gradient of a
-trained tied table and send its values: 1.59 GiB on the first stage, with Qwen3-0.6B's shape."""
+"""Bytes of NCCL's memory for the group of the pipeline's first and last stage. The two stages sum
+the gradient of a trained tied table and exchange the table's values. Measured: 1.59 GiB on the
+first stage, with Qwen3-0.6B's shape."""
 CLAMPED_SWIGLU, GEGLU = 25, 18
 """Extra bf16 elements per activated feature in the backward pass of GPT-OSS's and Gemma's
 activations, because several kernels compute them in fp32 (`model/layer/kernels.py`)."""
@@ -44,18 +45,18 @@ _BF16, _INT16, _FP32 = 2, 2, 4
 @dataclass(frozen=True)
 class Workload:
     """The properties of a training that planning needs: the trained weights, and the rows. `lora`:
-    None if all weights are trained."""
+    the adapter's shape; None: all weights are trained."""
 
     arch: Arch
     lora: LoraShape | None
     sequence_length: int
     rows: int = 8
-    """Rows of one optimizer step, over all data-parallel ranks."""
+    """The number of rows of one optimizer step, over all data-parallel ranks."""
 
 
 class SavedBytes(NamedTuple):
-    """Bytes of a row that a layer keeps for its backward pass, by `SaveLevel` of
-    `model/layer/sublayers.py`."""
+    """For each `SaveLevel` of `model/layer/sublayers.py`, the bytes of a row that a layer keeps for
+    its backward pass."""
 
     input: int
     attention: int
@@ -63,9 +64,10 @@ class SavedBytes(NamedTuple):
 
 
 def choose_levels(saved: SavedBytes, layers: int, budget: float) -> tuple[int, int]:
-    """The number of layers that keep everything, and the number of the other layers that keep their
-    attention block, so that the kept tensors fit into the budget. Keeping everything saves more
-    time per byte than keeping the attention block alone.
+    """Two numbers of layers: the layers that keep everything, and the other layers that keep their
+    attention block. The remaining layers keep only their inputs. The kept tensors fit into the
+    budget. As many layers as possible keep everything, because that saves more time per byte than
+    keeping the attention block alone.
 
     Args:
         saved: bytes of one layer at each level.
@@ -83,8 +85,8 @@ def choose_levels(saved: SavedBytes, layers: int, budget: float) -> tuple[int, i
 
 @dataclass(frozen=True)
 class Memory:
-    """GPU memory of one rank, in bytes. `layers` keep activations of `in_flight` rows at the same
-    time."""
+    """GPU memory of one rank, in bytes. The rank's `layers` layers keep the activations of
+    `in_flight` rows at the same time."""
 
     weights: int
     adapter: int
@@ -94,12 +96,13 @@ class Memory:
     layers: int
     in_flight: int
     logits: int  # `logprobs.working_bytes`
-    # memory of the largest pass of a layer that keeps everything, besides the tensors that the
-    # layer keeps
+    # Memory of the largest pass of a layer that keeps everything, without the tensors that the
+    # layer keeps.
     layer: int
-    layer_recomputing: int  # the same for a layer that keeps only its input
+    layer_recomputing: int  # memory of the largest pass of a layer that keeps only its input
     context: int  # memory of CUDA and NCCL, outside of torch's allocator
-    # `Sizes.layers_shared`: if true, `recompute=auto` leaves memory for one more layer's pass.
+    # The value of `Sizes.layers_shared`. If it is true, `recompute=auto` leaves memory for the pass
+    # of one more layer.
     shared: bool = False
 
     @property
@@ -107,8 +110,8 @@ class Memory:
         return self.weights + self.adapter + self.gradients + self.optimizer
 
     def activations(self, levels: tuple[int, int]) -> int:
-        """`levels`: the number of layers that keep everything, and the number of other layers that
-        keep their attention block."""
+        """Bytes of the kept activations. `levels`: the number of layers that keep everything, and
+        the number of other layers that keep their attention block."""
         everything, attention = levels
         least = self.layers - everything - attention
         saved = (
@@ -119,16 +122,16 @@ class Memory:
         return saved * self.in_flight
 
     def working(self, levels: tuple[int, int]) -> int:
-        """The larger of the logits and a layer's pass, because they do not exist at the same
-        time."""
+        """Bytes of the logits or of a layer's pass: the larger of both, because they do not exist
+        at the same time."""
         return max(self.logits, self.layer if levels[0] == self.layers else self.layer_recomputing)
 
     def total(self, levels: tuple[int, int]) -> int:
         return self.states + self.activations(levels) + self.working(levels) + self.context
 
     def levels(self, gpu: float) -> tuple[int, int] | None:
-        """The levels that `recompute=auto` chooses on a GPU with `gpu` bytes; None if not even the
-        layers' inputs fit."""
+        """The levels (as in `activations`) that `recompute=auto` chooses on a GPU with `gpu` bytes.
+        None if not even the layers' inputs fit."""
         budget = (
             (1 - HEADROOM) * (gpu - self.context)
             - self.states
@@ -178,13 +181,13 @@ def _stage_memory(workload: Workload, sizes: Sizes, stage: int) -> Memory:
             int(shares * (2 * _FP32 + _INT16)),
         )
     else:
-        # As in `training/optimizer.py`: fp32 adapters are their own master weights, and nothing is
-        # divided over ranks.
+        # As in `training/optimizer.py`: fp32 adapters are themselves the master weights. Gradients
+        # and Adam's state are not divided over ranks.
         adapter = _adapter(rules, workload.lora, sizes) * _FP32
         gradients, optimizer = adapter, 2 * adapter
         adapter += _cast(rules, workload.lora, sizes) * _BF16
     saved, working, recomputing = _layers(workload, sizes, layers)
-    # One row is in the forward pass and one in the backward pass.
+    # The rows whose activations this stage keeps: one for itself, and one for each later stage.
     in_flight = min(sizes.pipeline - stage, max(1, workload.rows // sizes.data))
     slots = -(-workload.sequence_length // sizes.context)
     chunk = min(slots * arch.vocab_size // sizes.tensor, CHUNK_ELEMENTS)
@@ -211,9 +214,10 @@ def _stage_memory(workload: Workload, sizes: Sizes, stage: int) -> Memory:
 
 
 def _channels(workload: Workload, sizes: Sizes) -> int:
-    """How many times NCCL allocates memory: once for each process group of several ranks in which a
-    rank computes (`parallel.Topology`), and once more for each group that exchanges parts besides
-    sums. A pipeline counts as three, which was measured."""
+    """The number of times that NCCL allocates memory on a rank: once for each process group of
+    several ranks in which the rank computes (`parallel.Topology`), and once more for each group
+    that exchanges not only sums, but also parts. A pipeline counts as three; this number was
+    measured."""
     data = sizes.data * sizes.context
     channels = [sizes.tensor, sizes.context, sizes.context, data, *3 * [sizes.pipeline]]
     if sizes.sequence:
@@ -228,7 +232,7 @@ def _channels(workload: Workload, sizes: Sizes) -> int:
 
 
 def _adapter(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
-    """The number of elements in this rank's adapters. Either A or B is cut over tensor-parallel
+    """The number of elements of this rank's adapters. Of A and B, one is cut over tensor-parallel
     ranks (`model/lora.py`)."""
     total = 0
     for rule in rules:
@@ -257,8 +261,9 @@ def _cast(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
 
 
 def _layers(workload: Workload, sizes: Sizes, layers: Iterable[int]) -> tuple[SavedBytes, int, int]:
-    """Like `_layer`, for a model with layers of both kinds: the average of the memory that layers
-    keep, and the maximum of the memory of a pass."""
+    """The result of `_layer` for a model that may have both layers with attention and layers with a
+    delta net: the average of the memory that layers keep, and the maximum of the memory of a
+    pass."""
     saved, working, recomputing = _layer(workload, sizes)
     gdn, kinds = workload.arch.gdn, list(layers)
     share = sum(gdn.layers[index] for index in kinds) / len(kinds) if gdn else 0.0
@@ -272,10 +277,11 @@ def _layers(workload: Workload, sizes: Sizes, layers: Iterable[int]) -> tuple[Sa
 def _delta_net(
     workload: Workload, gdn: GatedDeltaNet, sizes: Sizes, others: SavedBytes
 ) -> tuple[SavedBytes, int, int]:
-    """Memory of a delta net's layer in bytes (`DeltaNetSublayer`, with flash-linear-attention): the
-    tensors that it keeps, those of them in the graph between its two products, and the extra memory
-    of that graph's backward pass. The values are computed, not measured. `others`: the memory that
-    an attention layer keeps, whose MLP is the same."""
+    """Memory in bytes of a layer with a delta net (`DeltaNetSublayer`, with
+    flash-linear-attention). The first result is the tensors that the layer keeps. The second is the
+    part of these tensors that belongs to the autograd graph between the two products, and the third
+    the extra memory of this graph's backward pass. The values are computed, not measured. `others`:
+    the memory that a layer with attention keeps; its MLP is the same."""
     slots, parts, hidden = workload.sequence_length, sizes.tensor, workload.arch.hidden_size
     own = -(-slots // parts) if sizes.sequence else slots  # number of slots in the residual stream
     features, value, heads = sum(gdn.sections) // parts, gdn.value_size // parts, gdn.value_heads
@@ -287,11 +293,12 @@ def _delta_net(
     down = rank * ("down_proj" in targets) * _mlp_rows(workload, sizes, slots, own)
     least = own * hidden + slots * (value + rank * ("out_proj" in targets)) + down
     attention = least + own * hidden + slots * (features + value + 2 * heads + ranks_in)
-    # The terms: the input of the convolution's activation; queries, keys and values; the chunks'
-    # triangular systems; the heads' outputs, their norm, the gate and its input.
+    # The terms are: the input of the convolution's activation; queries, keys and values; the
+    # triangular systems of chunks; the heads' outputs, the norm of these, the gate, and the gate's
+    # input.
     graph = slots * ((wide + 1) * features + DELTA_CHUNK * heads + 4 * wide * value)
-    # The terms: the states of all chunks and their gradients; gradients of the convolution's terms
-    # and of queries, keys and values.
+    # The terms are: the states of all chunks and the gradients of these; the gradients of the
+    # convolution's tensors, and of queries, keys and values.
     states = gdn.key_head_dim * gdn.value_head_dim * heads // DELTA_CHUNK
     passes = slots * (2 * states + (3 * wide + 2) * features + 2 * wide * value)
     everything = attention + graph + (others.all - others.attention) // _BF16
@@ -300,21 +307,22 @@ def _delta_net(
 
 
 def _mlp_rows(workload: Workload, sizes: Sizes, slots: int, residual_slots: int) -> int:
-    """The number of rows in the MLP's products; for experts, the number if all experts get equally
-    many. The ranks of expert and expert tensor parallelism gather their slots, and each rank has 1
-    / `expert` of the rows."""
+    """The number of rows in the MLP's products. For experts, it is the number if all experts get
+    equally many rows. The ranks over which experts are cut gather their slots. Of the rows of all
+    these slots, each rank has 1 / `expert`."""
     moe = workload.arch.moe
     return slots if moe is None else residual_slots * sizes.expert_tensor * moe.experts_per_token
 
 
 def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
-    """Memory of a layer for one row in bytes: the tensors that it keeps (`AttentionSublayer`,
-    `MlpSublayer` and `MoeSublayer` in `model/layer/`), and the extra memory of its backward pass,
-    first if it keeps everything, then if it keeps only its input."""
+    """Memory in bytes of a layer for one row. The first result is the tensors that the layer keeps
+    (`AttentionSublayer`, `MlpSublayer` and `MoeSublayer` in `model/layer/`). The second is the
+    extra memory of the backward pass if the layer keeps everything, and the third the extra memory
+    if it keeps only its input."""
     arch, moe, hidden = workload.arch, workload.arch.moe, workload.arch.hidden_size
 
     def adapted(*targets: str) -> int:
-        """Total width of A x over `targets`."""
+        """The total number of features of A x of the adapters on `targets`."""
         return (
             0
             if workload.lora is None
@@ -344,22 +352,22 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
         + slots * (query + gates + adapted("o_proj"))
         + rows * adapted("down_proj")
     )
-    # the sum of the experts' outputs, and its sum with the MLP's output
+    # The sum of the experts' outputs, and the sum of the experts' and the MLP's outputs.
     if moe is not None and moe.beside_mlp:
         least += 2 * residual_slots * hidden
-    # FlexAttention's own output, which is kept besides the output that includes the sinks
+    # FlexAttention's own output is kept besides the output that includes the sinks.
     if arch.sinks:
         least += slots * query
-    # Level ATTENTION: the MLP's input, qkv, A x of q, k and v, and q, k and v themselves, which
-    # context-parallel ranks compute and gather again.
+    # Level ATTENTION: the MLP's input, the fused qkv, A x of q, k and v, and the heads q, k and v.
+    # Context-parallel ranks don't keep the heads, but compute and gather them again.
     made = 1 if sizes.context > 1 else 2
     attention = least + residual_slots * hidden
     if arch.mla is None:
         attention += slots * (made * qkv + adapted("q_proj", "k_proj", "v_proj"))
-    else:  # the latents and their A x, and q, k and v
+    else:  # the latents, A x of the latents' adapters, and the heads q, k and v
         latents = sum(arch.mla.down.values()) + adapted(*arch.mla.down)
         attention += residual_slots * latents + slots * qkv
-    # Level ALL: gate and up, and their A x.
+    # Level ALL: gate and up, and A x of their adapters.
     everything = attention + rows * (2 * features + adapted("gate_proj", "up_proj"))
     log_sums = slots * arch.num_heads // sizes.tensor * _FP32
     saved = SavedBytes(*(level * _BF16 + log_sums for level in (least, attention, everything)))
@@ -380,7 +388,7 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
             # The result of `Adapters.cast` for gate and up of all experts.
             adapters = adapted("gate_proj", "up_proj") * (hidden + 2 * features)
             working += moe.num_experts // sizes.expert * adapters
-    # Further: gate and up, and the MLP's input.
+    # A layer that keeps only its input also has gate and up, and the MLP's input.
     recomputing = working + 2 * rows * features + 2 * slots * hidden
     if arch.mla is not None:
         # The gradients of the heads and of their inputs, and besides them the heads and their

@@ -1,9 +1,10 @@
-"""Plans topologies: the topologies that fit a model on a number of GPUs, the speed of each, and the
-one to use. Imports no torch.
+"""Plans topologies: finds the topologies that fit a model on a number of GPUs, estimates the speed
+of each, and chooses one. The module imports no torch.
 
-Speed is an estimate: the time of the model's operations, at rates measured on one H200
-(bench/results/train.json), plus the time to exchange bytes at an assumed bandwidth. The result is
-multiplied by the share of this speed that two ranks reached (bench/results/topologies.json).
+The time of a step is the time of the model's operations, at rates measured on one H200
+(bench/results/train.json), plus the time to exchange bytes at an assumed bandwidth. The resulting
+speed is multiplied by the fraction of the estimated speed that two ranks reached in a measurement
+(bench/results/topologies.json).
 """
 
 import math
@@ -21,18 +22,20 @@ from tandem.spool.schema import LoraShape
 from tandem.topology.sizes import Sizes, all_sizes
 
 DENSE_RATE = 567e12
-"""Operations per second of linear layers, including norms and RoPE: measured with Qwen3-8B's shape,
-one row of 8192, everything kept; attention takes 34 % of 0.663 s (docs/performance.md)."""
+"""Operations per second of linear layers, including norms and RoPE. Measured with Qwen3-8B's shape,
+one row of 8192 slots, and layers that keep everything. Attention takes 34 % of 0.663 s
+(docs/performance.md)."""
 ATTENTION_RATE = 307e12
-"""Operations per second of the attention, measured with the same row."""
+"""Operations per second of the attention, measured in the same step as DENSE_RATE."""
 EXPERTS_RATE = 361e12
-"""Operations per second of a mixture's linear layers with LoRA on attention: measured with
-30B-A3B's shape, where attention takes 51 % of the time."""
+"""Operations per second of a mixture's linear layers with LoRA on attention. Measured with
+30B-A3B's shape; attention takes 51 % of the time."""
 ADAPTED_EXPERTS_RATE = 260e12
-"""The same rate if LoRA is on all experts."""
+"""Operations per second of a mixture's linear layers with LoRA on all experts."""
 EXCHANGE_RATE = 300e9
-"""Bytes per second that a GPU exchanges with others in a collective: an assumption, two thirds of
-NVLink 4's 450 GB/s per direction. Computation is assumed not to overlap with the collectives."""
+"""Bytes per second that a GPU exchanges with other GPUs in a collective operation. The number is an
+assumption: two thirds of NVLink 4's 450 GB/s per direction. Computation is assumed not to overlap
+with collective operations."""
 SHARES = {
     "tensor": 0.95,
     "sequence": 0.82,
@@ -41,23 +44,24 @@ SHARES = {
     "expert_tensor": 0.80,
     "context": 1.0,
 }
-"""For each dimension: the speed measured with two ranks, divided by the speed that operations and
-bytes give. `context` was measured together with DP=2 (bench/results/topologies-4.json).
-`expert_tensor` was not measured. ETP's ranks exchange as much as EP's, and ETP's products are
-smaller."""
+"""For each dimension: the speed measured with two ranks, divided by the speed estimated from
+operations and bytes. `context` was measured together with DP=2 (bench/results/topologies-4.json).
+`expert_tensor` was not measured. Ranks of ETP exchange as many bytes as ranks of EP, and their
+products are smaller."""
 MIXTURES_SEQUENCE_SHARE = 0.60
-"""With sequence parallelism, the products of a mixture's experts get half the rows."""
+"""The quotient of measured and estimated speed for a mixture of experts with sequence parallelism:
+the products of the mixture's experts get half the rows."""
 ADAM_RATE = 200e9
 """Bytes of its Adam state (`Memory.optimizer`) that a rank updates per second if all weights are
-trained; includes the gradient's norm. The update takes 0.43 s of 8B's step on one GPU and 0.18 s on
-two (bench/results/train-full.json, topologies.json)."""
+trained. The time includes the norm of the gradient. In a step of 8B, the update takes 0.43 s on one
+GPU and 0.18 s on two GPUs (bench/results/train-full.json, topologies.json)."""
 LAUNCH_SECONDS = 3.5e-3
-"""Seconds of a layer's forward and backward pass for even the shortest row: the time of Python and
-of launching its kernels. Measured with Qwen3-0.6B's shape and rows of 2048 on an H100's host
-(bench/results/small-jobs.json)."""
+"""The shortest time in seconds of a layer's forward and backward pass, even for the shortest row:
+the time of Python and of launching the layer's kernels. Measured with Qwen3-0.6B's shape and rows
+of 2048 slots on an H100's host (bench/results/small-jobs.json)."""
 UNMEASURED = 0.9
-"""The factor on the estimate of a topology that was not measured, when it is compared with a
-measured one."""
+"""The factor by which the estimated speed of a topology that was not measured is multiplied, when
+the topology is compared with a measured topology."""
 ROW = 8192
 """Slots of the rows for which `TANDEM_TOPOLOGY=auto` plans."""
 _BF16 = 2
@@ -68,16 +72,18 @@ class Candidate:
     """A topology that the trainer builds, on GPUs of a given size."""
 
     sizes: Sizes
-    # of the fullest pipeline stage, as is `levels`; the speed is the slowest stage's
+    # `memory` and `levels` are those of the fullest pipeline stage.
     memory: Memory
-    levels: tuple[int, int] | None  # see `Memory.levels`; None if it does not fit
-    tokens_per_second: float  # of all GPUs; 0 if it does not fit
-    measured: bool  # no rate or bandwidth was assumed
+    levels: tuple[int, int] | None  # see `Memory.levels`; None if the topology does not fit
+    # Speed of all GPUs together, limited by the slowest pipeline stage; 0 if the topology does not
+    # fit.
+    tokens_per_second: float
+    measured: bool  # whether the estimate is without an assumed rate or bandwidth
 
     @property
     def total(self) -> int:
-        """Bytes on a rank's GPU; if the topology does not fit, the least number of bytes that it
-        needs."""
+        """Bytes that the topology takes on a rank's GPU. If the topology does not fit, the least
+        number of bytes that it needs."""
         return self.memory.total(self.levels or (0, 0))
 
 
@@ -92,10 +98,11 @@ class Plan:
 
 
 def plan(workload: Workload, gpus: int, gpu_memory: float) -> Plan:
-    """All topologies that the trainer can build on these GPUs. Raises InvalidInput if none fits.
+    """All topologies that the trainer can build on these GPUs. Raises InvalidInput if no topology
+    fits.
 
     Args:
-        gpus: the number of GPUs, all of which each topology uses.
+        gpus: the number of GPUs. Each topology uses all of them.
         gpu_memory: bytes of each GPU.
     """
     found = [
@@ -133,10 +140,10 @@ def servers_to_keep_busy(trained: float, generated: float, share: float) -> int:
 
 
 def automatic(settings: Settings, gpu_memory: int) -> Plan:
-    """The choice of `TANDEM_TOPOLOGY=auto` for the trainer's ranks: the first topology of the plan
-    for rows of `ROW` slots (or the model's number of positions, if that is less) and the largest
-    LoRA that a run may have by default. `gpu_memory`: memory in bytes of the smallest of the ranks'
-    GPUs. Raises InvalidInput if `gpu_memory` is 0 or no topology fits."""
+    """The choice of `TANDEM_TOPOLOGY=auto` for the trainer's ranks: the first topology of the plan.
+    The plan is for rows of `ROW` slots (or the model's number of positions, if it is smaller) and
+    for the largest LoRA that a run may have by default. `gpu_memory`: memory in bytes of the
+    smallest of the ranks' GPUs. Raises InvalidInput if `gpu_memory` is 0 or no topology fits."""
     if gpu_memory == 0:
         problem = (
             "auto plans the memory of GPUs, and the trainer has none whose memory is known; leave"
@@ -155,7 +162,7 @@ def automatic(settings: Settings, gpu_memory: int) -> Plan:
 
 
 def describe(sizes: Sizes) -> str:
-    """The dimensions with several ranks, in the form `TP=2+SP EP=4`."""
+    """The parallel dimensions that have several ranks, as a text such as `TP=2+SP EP=4`."""
     names = {
         "TP": sizes.tensor,
         "CP": sizes.context,
@@ -209,7 +216,7 @@ def _step_seconds(
         workload.arch.hidden_size,
         workload.arch.moe,
     )
-    # Number of a layer's weights that each token uses.
+    # The number of weights of a layer that each token uses.
     mlp = (
         arch.ffn_hidden_size
         if moe is None
@@ -222,9 +229,11 @@ def _step_seconds(
     # Operations of a row's forward pass (`bench/train.py`).
     linear = 2.0 * (layer + router) * arch.num_layers * slots
     head = 2.0 * hidden * arch.vocab_size * slots
-    # The attention is causal: half of the products with keys, and half of the products with values.
+    # The attention is causal: it computes half of all products of queries with keys, and half of
+    # all products with values.
     attention = slots**2 * _features_that_see_all(arch, slots)
-    # forward, gradients of activations and, with all weights trained, gradients of weights
+    # Passes over the weights: the forward pass, the gradients of activations and, if all weights
+    # are trained, the gradients of weights.
     passes = 3 if workload.lora is None else 2
     rate = DENSE_RATE
     if moe is not None:
@@ -235,7 +244,7 @@ def _step_seconds(
         )
     everything, some = levels
     least = needs.layers - everything - some
-    # The recomputation as a share of a forward pass: layers that keep only their input recompute
+    # The recomputation as a fraction of a forward pass. Layers that keep only their input recompute
     # everything except down.
     recomputed = (least * (qkv + proj + gate_up) + some * gate_up) / (layer * needs.layers)
     seconds = (
@@ -252,14 +261,14 @@ def _step_seconds(
     if workload.lora is None:
         step += needs.optimizer / ADAM_RATE
         if sizes.data * sizes.context > 1:
-            # gradients are summed, weights are gathered again
+            # The bytes of summing the gradients, and of gathering the updated weights.
             step += (needs.gradients + needs.weights) / EXCHANGE_RATE
     return step
 
 
 def _attention_weights(arch: Arch) -> tuple[float, float]:
-    """The weights of the products before and after the attention (or delta net), averaged over
-    layers. The delta rule itself is not counted."""
+    """The numbers of weights in the products before and after the attention (or the delta net),
+    averaged over layers. The delta rule itself is not counted."""
     kinds = arch.kinds
     features = sum(sum(attention_features(kind).values()) for kind in kinds) / len(kinds)
     before = arch.hidden_size * features
@@ -279,8 +288,9 @@ def _attention_weights(arch: Arch) -> tuple[float, float]:
 
 
 def _features_that_see_all(arch: Arch, slots: int) -> float:
-    """The total features of queries and of outputs over all layers. A layer with a window counts
-    less, in proportion to the tokens that it sees in a row of one sequence."""
+    """The total features of queries and of outputs over all layers. The features of a layer with a
+    window are multiplied by a fraction: of the pairs of a query and a key in a row of one sequence,
+    the pairs that the window leaves."""
     if arch.gdn is not None:
         return (arch.query_size + arch.output_size) * arch.gdn.layers.count(False)
     seen = 1.0
@@ -295,16 +305,18 @@ def _features_that_see_all(arch: Arch, slots: int) -> float:
 
 
 def _exchange_bytes(workload: Workload, sizes: Sizes) -> float:
-    """Bytes that a rank exchanges for a row, forward and backward."""
+    """The bytes that a rank exchanges for a row, in the forward and the backward pass together."""
     arch, slots = workload.arch, workload.sequence_length / sizes.context
     layers = arch.num_layers / sizes.pipeline
 
     def gathered(group: int, elements: float) -> float:
         return elements * (group - 1) / group * _BF16
 
-    # Two sums of the residual stream forward and two backward; a sum is a scatter and a gather.
+    # The residual stream is summed twice in the forward and twice in the backward pass. A sum is a
+    # scatter and a gather.
     layer = 8 * gathered(sizes.tensor, slots * arch.hidden_size)
-    # Keys and values in the forward pass and again in the backward pass, and their gradients.
+    # Keys and values are gathered in the forward pass and again in the backward pass, and their
+    # gradients are exchanged.
     layer += 3 * gathered(sizes.context, workload.sequence_length * 2 * arch.kv_size / sizes.tensor)
     if arch.moe is not None:
         # The ranks of experts gather their tokens and scatter the sums, in the forward and the
@@ -317,9 +329,10 @@ def _exchange_bytes(workload: Workload, sizes: Sizes) -> float:
 
 
 def _order(one: Candidate) -> tuple[float, int, int]:
-    """The sort key of candidates: descending speed, where the speed of an unmeasured topology is
-    reduced by a tenth. Among equally fast candidates, those that don't cut experts come first,
-    because their products are larger; then those that need less memory."""
+    """The sort key of candidates. The fastest candidate comes first; the speed of a topology that
+    was not measured counts a tenth less. Of equally fast candidates, the candidate that cuts each
+    expert into fewer parts comes first, because its products are larger. Then the candidate that
+    needs less memory comes first."""
     worth = one.tokens_per_second * (1 if one.measured else UNMEASURED)
     return -round(worth), one.sizes.expert_tensor, one.total
 

@@ -1,4 +1,5 @@
-"""The sizes of the parallel dimensions, and each rank's place in them. Imports no torch."""
+"""The sizes of the parallel dimensions, and each rank's place in them. The module imports no
+torch."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -7,7 +8,8 @@ from itertools import product
 from tandem.config import Settings
 
 _CHOSEN = ("tensor", "sequence", "context", "pipeline", "expert", "expert_tensor")
-"""The fields of `Sizes` that settings choose; `data` follows from the number of ranks."""
+"""The fields of `Sizes` that settings choose. The field `data` follows from these fields and the
+number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,9 @@ class Place:
 class Sizes:
     """The number of ranks in each parallel dimension.
 
-    Consecutive ranks first differ in the tensor dimension, then in context, data and pipeline. For
-    a mixture's experts, consecutive ranks of one pipeline stage first differ in expert_tensor, then
-    in expert and expert_data. Both orders are Megatron-core's
+    Rank numbers run through the tensor dimension first, then through context, data and pipeline.
+    For a mixture's experts, the rank numbers of one pipeline stage run through expert_tensor first,
+    then through expert and expert_data. Both orders are Megatron-core's
     (`parallel_state.initialize_model_parallel`).
     """
 
@@ -40,8 +42,8 @@ class Sizes:
     expert_tensor: int = 1
     expert: int = 1
     sequence: bool = False
-    """Sequence parallelism: layers that are not split along their features have their tokens split
-    among the tensor-parallel ranks."""
+    """Sequence parallelism: for layers that are not split along their features, the tokens are
+    split among the tensor-parallel ranks."""
 
     @classmethod
     def of(cls, settings: Settings) -> "Sizes":
@@ -60,8 +62,8 @@ class Sizes:
 
     @property
     def expert_ranks(self) -> int:
-        """The number of ranks that a mixture's experts are cut over. These ranks are consecutive,
-        and they gather their tokens."""
+        """The number of ranks over which a mixture's experts are cut. The ranks are consecutive,
+        and each rank gathers the tokens of all these ranks."""
         return self.expert_tensor * self.expert
 
     @property
@@ -77,8 +79,8 @@ class Sizes:
 
     @property
     def layers_shared(self) -> bool:
-        """Whether a rank shares its layers' computation with other ranks, which wait for it in
-        collectives."""
+        """Whether a rank shares the computation of its layers with other ranks. Ranks that share
+        layers wait for one another in collective operations."""
         return self.world > self.data or self.expert_ranks > 1
 
     def place(self, rank: int) -> Place:
@@ -97,7 +99,7 @@ class Sizes:
 
     def layers(self, count: int, stage: int) -> range:
         """The layers of pipeline stage `stage`, out of `count` layers. If the layers don't divide
-        evenly, the last stage has the fewest, because it also has the output layer."""
+        evenly, the last stage has the fewest layers, because it also has the output layer."""
         return range(-(-count * stage // self.pipeline), -(-count * (stage + 1) // self.pipeline))
 
     def manifest(self) -> dict[str, int]:
@@ -118,7 +120,7 @@ class Sizes:
 
 
 def all_sizes(world: int) -> Iterator[Sizes]:
-    """All sizes for this number of ranks."""
+    """All `Sizes` of `world` ranks."""
     divisors = [number for number in range(1, world + 1) if world % number == 0]
     for tensor, context, pipeline, expert_tensor, expert in product(divisors, repeat=5):
         data, rest = divmod(world, tensor * context * pipeline)

@@ -1,4 +1,4 @@
-"""The step loop: no files, no processes.
+"""The step loop. The package deals with no files and no processes.
 
 `steps.py` is the loop of a job. `rows.py` computes rows and sums their gradients, for jobs and
 sessions. `losses.py` has each loss, with its source. `schedule.py` assigns rows to ranks and

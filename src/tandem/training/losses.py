@@ -5,11 +5,11 @@ A loss is the weighted mean over the items of one optimizer step, on *all* data-
 
     L = sum_i w_i l_i / D,    l_i = c_i * policy_i + kl_coef * kl_i - entropy_coef * H_i
 
-`w` and `D` come from `item_weights`. The functions here return one row's part of the sum; the items
-of a sequence are never split over rows. Notation: `lp` is the trainer's log-prob of the item's
-token, `old` is the log-prob in the ratio's denominator, `A` is the advantage, `r = exp(lp - old)`,
-`x = lp - ref` where `ref` is the reference's log-prob, and `sg` stops the gradient. An item that a
-mask leaves out still counts in D.
+`w` and `D` come from `item_weights`. The functions below return one row's part of the sum; the
+items of a sequence are never split over rows. Notation: `lp` is the trainer's log-prob of the
+item's token, `old` is the log-prob in the ratio's denominator, `ref` is the reference's log-prob,
+`A` is the advantage, `r = exp(lp - old)`, `x = lp - ref`, and `sg` stops the gradient. An item
+that a mask leaves out of the sum still counts in D.
 
 Sources:
 - CISPO: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
@@ -19,8 +19,8 @@ Sources:
   (tinker/losses/gspo), where the ratio covers only some tokens of a sequence.
 - SAPO: Gao et al., 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347, section 3.
 - Dual clip: Ye et al., 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement
-  Learning", arXiv:1912.09729; the same as the two-sided clipping of INTELLECT-2, arXiv:2505.07291.
-- Mask by ratio: token level, IcePop, in Ring-1T, arXiv:2510.18855; sequence level, Liu, Li et al.,
+  Learning", arXiv:1912.09729; it equals the two-sided clipping of INTELLECT-2, arXiv:2505.07291.
+- Mask by ratio: of tokens, IcePop, in Ring-1T, arXiv:2510.18855; of sequences, Liu, Li et al.,
   2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch";
   for negative advantages far off the policy, DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
 - Normalisation: GRPO (arXiv:2402.03300, eq. 3) averages per trajectory, DAPO over a group's tokens,
@@ -57,23 +57,23 @@ Floats = NDArray[np.float64]
 
 @dataclass
 class Items:
-    """The items of one row. Tensors are [items], of one floating dtype (`sequence`: int64);
-    log-probs are in nats."""
+    """The items of one row. Tensors are [items], of the same floating dtype unless noted.
+    Log-probs are in nats."""
 
     logprobs: Tensor  # log-probs of the policy being trained; carry gradients
     # Entropy of the distribution from which each token was drawn, in nats; carries gradients.
     entropy: Tensor
     weights: Tensor  # `w`; 0 in a row that is computed only so that collectives match
-    sequence: Tensor  # index of the item's sequence within the row: 0 .. num_sequences - 1
+    sequence: Tensor  # int64: index of the item's sequence in the row, 0 .. num_sequences - 1
     num_sequences: int
     advantages: Tensor | None = None  # needed by RL
-    old_logprobs: Tensor | None = None  # denominator of the ratio; needed by RL
+    old_logprobs: Tensor | None = None  # log-probs in the ratio's denominator; needed by RL
     sampler_logprobs: Tensor | None = None  # log-probs reported by the sampler (vLLM); needed by RL
     reference_logprobs: Tensor | None = None
     # Mean of old - reference over the job's items, in nats; needed by `kl_in="advantage"`.
     mean_kl: float = 0.0
-    pair: Tensor | None = None  # int64, 0 .. pairs - 1 in the row; needed by preferences
-    # bool: whether the item belongs to its pair's rejected answer; needed by preferences
+    pair: Tensor | None = None  # int64: index of the item's pair in the row; needed for pairs
+    # bool: whether the item belongs to its pair's rejected answer; needed for pairs
     rejected: Tensor | None = None
     # int64: number of steps between the checkpoint that sampled the token and the job's base step;
     # negative if unknown.
@@ -92,10 +92,10 @@ class LossOutput:
 def item_weights(
     normalisation: str, trajectory_items: Ints, group_items: Ints, constant: float | None = None
 ) -> tuple[Floats, Floats]:
-    """`(w, d)`, both float64 [items]: each item's weight, and its part of the denominator `D = sum
-    d`.
+    """`(w, d)`, both float64 [items]: each item's weight, and each item's part of the denominator
+    `D = sum d`.
 
-    - token (DAPO's mean over tokens, here of the whole batch): w = d = 1
+    - token (DAPO's mean over tokens, but over the tokens of the whole batch): w = d = 1
     - trajectory (GRPO: mean within a trajectory, then over trajectories): w = d = 1 /
       trajectory_items
     - group (DAPO: mean over the tokens of a group, then over groups): w = d = 1 / group_items
@@ -104,8 +104,8 @@ def item_weights(
       d = constant / trajectory_items, so that a trajectory's parts of D sum to the constant
 
     Args:
-        trajectory_items, group_items: [items], the number of items of the item's trajectory and of
-            its group.
+        trajectory_items: [items], the number of items of each item's trajectory.
+        group_items: [items], the number of items of each item's group.
     """
     ones = np.ones(len(trajectory_items))
     if normalisation in ("token", "sum"):
@@ -119,8 +119,8 @@ def item_weights(
 
 def bounded_exp(x: Tensor) -> Tensor:
     """`exp(x)`, with x clamped to +-MAX_NATS. The derivative equals the value everywhere, even
-    beyond the bounds. The derivative never vanishes, as a plain clamp's would, so a token that is
-    far off is still pulled back. x is in nats and has any shape."""
+    beyond the bounds. Unlike the derivative of a plain clamp, it never vanishes, so a token with a
+    far too large or small ratio is still pulled back. x is in nats and has any shape."""
     return (x + (x.clamp(-MAX_NATS, MAX_NATS) - x).detach()).exp()
 
 
@@ -132,22 +132,22 @@ def sequence_sum(values: Tensor, items: Items) -> Tensor:
 
 
 def sequence_mean(values: Tensor, items: Items) -> Tensor:
-    """Mean of `values` [items] over each item's sequence, [items]. Applied to log-ratios, it is the
+    """Mean of `values` [items] over each item's sequence, [items]. The mean of log-ratios is the
     log of GSPO's `s = (pi(y|x) / pi_old(y|x))^(1/|y|)`."""
     return sequence_sum(values, items) / sequence_sum(torch.ones_like(values), items)
 
 
 def known_mean(values: Tensor, items: Items) -> Tensor:
-    """The mean of those `values` [items] that are not NaN, over each item's sequence, [items]; NaN
-    if all of them are NaN."""
+    """Mean of `values` [items] over each item's sequence, without values that are NaN, [items]. NaN
+    if all values of the sequence are NaN."""
     known = ~values.isnan()
     count = sequence_sum(known.to(values.dtype), items)
     return sequence_sum(values.where(known, 0.0), items) / count
 
 
 def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
-    """`(policy_i, ratio_i, clipped_i)`, each [items]; `clipped` is True for items whose gradient
-    was changed by the bounds.
+    """`(policy_i, ratio_i, clipped_i)`, each [items]. `clipped` is True for items whose gradient
+    the bounds changed; for dro and sapo, for items with r outside [lo, hi].
 
     [lo, hi] = `loss.clip_bounds`. r is the ratio of the token or, with `loss.level` "sequence", of
     its sequence:
@@ -156,8 +156,8 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
     - ppo:   -min(r A, clip(r, lo, hi) A); with dual clip and A < 0: -max(min(r A, clip(r, lo, hi)
              A), dual_clip A)
     - gspo:  like ppo, with the sequence's ratio. Each token of a sequence gets the gradient
-             r A / |y|. With one sequence per trajectory and GSPO's default normalisation this is
-             the paper's objective.
+             r A / |y|. With one sequence per trajectory and GSPO's default normalisation, the
+             objective is the paper's.
 
     - gspo_token: like ppo, with r_i = sg(s) exp(lp_i - sg(lp_i)); s is the exp of the mean of lp -
              old over those items of the sequence whose `old` is not NaN. Each token has its own
@@ -209,10 +209,10 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
 def importance_weights(items: Items, loss: RLLoss) -> Tensor | None:
     """`c`, the factor of each item's policy term, [items], without gradient; None: all 1.
 
-    c = exp(old - sampler) corrects for tokens that another engine drew. The factor is that of the
-    token or, with `tis_level="sequence"`, the product over the token's sequence. c is 0 outside
-    [tis_mask_low, tis_mask_high], and at most tis_cap. With `off_policy_threshold`, c is 0 where A
-    < 0 and the sequence's mean of sampler - lp is larger than the threshold.
+    c = exp(old - sampler) corrects the weight of tokens that another engine drew. With
+    `tis_level="sequence"`, c is the product of this factor over the token's sequence. c is set to 0
+    outside [tis_mask_low, tis_mask_high], and is at most tis_cap. With `off_policy_threshold`, c is
+    0 where A < 0 and the sequence's mean of sampler - lp is larger than the threshold.
     """
     assert items.sampler_logprobs is not None
     assert items.old_logprobs is not None
@@ -243,10 +243,10 @@ def kl_estimate(
     """Estimate of KL(policy || reference) per item, [items], in nats, from tokens that were drawn
     from the policy.
 
-    With x = log policy - log reference: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x. k2's gradient,
-    x grad lp, is an unbiased estimate of the KL's gradient; k3's gradient is the one that GRPO
-    uses. The gradient of k1 would be grad lp, which has mean zero for any reference. So k1 uses the
-    KL's score-function gradient instead, x grad lp.
+    With x = log policy - log reference: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x. The gradient of
+    k2, x grad lp, is an unbiased estimate of the KL's gradient. GRPO uses the gradient of k3. The
+    gradient of k1 would be grad lp, whose mean is zero for any reference. So with k1, the gradient
+    is the KL's score-function gradient x grad lp instead.
 
     Args:
         logprobs: log-probs under the policy, [items], in nats; carry gradients.
@@ -261,9 +261,9 @@ def kl_estimate(
 
 
 def kl_penalty(items: Items, loss: RLLoss, estimate: Tensor) -> Tensor:
-    """`kl_i`, [items]: the estimate or, with `kl_correction`, r k3, or sg(r) k1, or sg(r) k2. In
-    each of these cases the gradient is r x grad lp. The mean of this gradient over tokens drawn
-    from the policy of `old` is the gradient of the KL itself.
+    """`kl_i`, [items]: the estimate. With `kl_correction`, it is multiplied: r k3, sg(r) k1 or
+    sg(r) k2. Each of these products has the gradient r x grad lp. The mean of this gradient over
+    tokens drawn from the policy of `old` is the gradient of the KL itself.
 
     Args:
         estimate: the items' `kl_estimate`, [items], in nats.
@@ -276,9 +276,9 @@ def kl_penalty(items: Items, loss: RLLoss, estimate: Tensor) -> Tensor:
 
 
 def with_kl_in_advantages(items: Items, loss: RLLoss) -> Items:
-    """`items` with the advantages A_i + kl_coef * (mean_kl - (old - ref)). The sampled log-ratio
-    acts as a reward. The mean of the log-ratio over the job's items is subtracted, so that it
-    shifts no average."""
+    """`items` with the advantages A_i + kl_coef * (mean_kl - (old - ref)). The log-ratio old - ref
+    acts as a negative reward. Its mean over the job's items, `mean_kl`, is subtracted, so that the
+    mean of the advantages stays the same."""
     assert items.old_logprobs is not None
     assert items.reference_logprobs is not None
     assert items.advantages is not None
@@ -287,13 +287,13 @@ def with_kl_in_advantages(items: Items, loss: RLLoss) -> Items:
 
 
 def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
-    """Returns the policy loss, KL penalty and entropy bonus of one row, and statistics.
+    """Returns the loss of one row (policy terms, KL penalty and entropy bonus), and statistics.
 
     Among the sums, `kl_sampler` is k3 of KL(sampler || trainer) and `logprob_difference` is
     |trainer - sampler|, both in nats; `masked` counts importance weights of 0. `kl_sampler` and
-    `logprob_difference` also exist with the suffix `_fresh`, over items that the job's base step
-    sampled, and `_stale`, over items of older steps. Among the maxima, `above_sampler` is the
-    maximum of trainer - sampler, in nats.
+    `logprob_difference` also exist as sums over some items: with the suffix `_fresh` over items
+    that the job's base step sampled, with `_stale` over items that older steps sampled. Among the
+    maxima, `above_sampler` is the maximum of trainer - sampler, in nats.
     """
     if loss.kl_in == "advantage":
         items = with_kl_in_advantages(items, loss)
@@ -331,23 +331,22 @@ def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
 
 
 def sft_loss(items: Items) -> LossOutput:
-    """Cross-entropy, l_i = -lp_i."""
+    """The cross-entropy of one row: l_i = -lp_i."""
     return _output(items, -items.logprobs, {}, {})
 
 
 def preference_loss(items: Items, loss: PreferenceLoss) -> LossOutput:
-    """The loss of one row's pairs; `items.rejected` says to which answer of its pair an item
-    belongs.
+    """The loss of one row's pairs.
 
-    With h = lp - ref (SimPO: lp), S = sum h over an answer's items, M = mean h, b =
-    `loss.strength`, e the label smoothing, and s = b (S_chosen - S_rejected) for DPO, b (M_chosen -
-    M_rejected) - margin for SimPO:
+    Notation: h = lp - ref (SimPO: h = lp). S is the sum of h over an answer's items, and M the
+    mean. b = `loss.strength`, and e is the label smoothing. s = b (S_chosen - S_rejected) for DPO,
+    and s = b (M_chosen - M_rejected) - margin for SimPO. The losses of a pair:
 
     - dpo, simpo: -(1 - e) log sigmoid(s) - e log sigmoid(-s)
     - ipo: (M_chosen - M_rejected - 1 / (2 b))^2
 
-    An answer's reward is b S (SimPO: b M). The statistic `accuracy` is, per pair, whether the
-    chosen answer has the larger reward.
+    An answer's reward is b S (SimPO: b M). The sum `accuracy` counts the pairs in which the chosen
+    answer has the larger reward.
     """
     assert items.pair is not None
     assert items.rejected is not None

@@ -1,6 +1,7 @@
 """Adam on the LoRA parameters: torch's AdamW, with Tandem's own gradient buffers and clipping.
 
-The LoRA parameters are fp32 and are cast for use, so they are their own master weights.
+The LoRA parameters are fp32 and are cast where a layer uses them. So the parameters themselves are
+the master weights.
 """
 
 from collections.abc import Iterable
@@ -18,9 +19,10 @@ from tandem.model.policy import Policy
 from tandem.spool.schema import OptimizerSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's fp32 state per parameter; torch and the checkpoints use these names."""
+"""The names of Adam's two moments, fp32 tensors for each parameter. torch and the checkpoints use
+these names too."""
 type Moments = dict[str, dict[str, Tensor]]
-"""For each of `MOMENTS`: parameter name -> this rank's shard; empty before the first step."""
+"""Name in `MOMENTS` -> parameter name -> this rank's shard; empty before the first step."""
 
 
 class NonFinite(TandemError):
@@ -32,8 +34,8 @@ class NonFinite(TandemError):
 class AdapterOptimizer:
     """The gradients and Adam's state of this rank's shards of the LoRA parameters.
 
-    Gradients are accumulated over micro steps and *summed* over data-parallel ranks, because losses
-    are already divided by a global denominator.
+    Gradients are accumulated over micro steps and *summed* over data-parallel ranks, not averaged:
+    each loss is already divided by the denominator of all ranks' rows.
     """
 
     def __init__(self, policy: Policy, settings: OptimizerSettings) -> None:
@@ -65,10 +67,9 @@ class AdapterOptimizer:
         self._adam.state.clear()
 
     def offload(self) -> int:
-        """Free the device memory of gradients and Adam's state; returns the number of bytes freed.
+        """Free the device memory of gradients and Adam's state. Returns the number of bytes freed.
 
-        Gradients are offloaded with the optimizer, because publishing weights needs only the
-        parameters.
+        Gradients are freed too, because publishing weights needs only the parameters.
         """
         moments = (tensor for tensors in self.moments().values() for tensor in tensors.values())
         return self._gradient_memory.park(
@@ -76,7 +77,7 @@ class AdapterOptimizer:
         ) + self._adam_memory.park(moments)
 
     def restore(self) -> None:
-        """The inverse of `offload`: Adam's state is restored, and gradients are zero."""
+        """The inverse of `offload`: Adam's state is restored, and all gradients are zero."""
         self._gradient_memory.restore()
         self._adam_memory.restore()
         self.zero_grad()
@@ -94,7 +95,7 @@ class AdapterOptimizer:
         """L2 norm of the whole gradient. A parameter that several ranks hold counts once.
 
         A collective operation; all ranks get the same value. The result is NaN or infinite if any
-        gradient is.
+        gradient is NaN or infinite.
         """
         topology = self._topology
         if self._experts_apart:
@@ -110,8 +111,8 @@ class AdapterOptimizer:
         return float(square.sqrt())
 
     def _norm_with_experts(self, topology: parallel.Topology) -> float:
-        """`gradient_norm` for a model whose experts are cut over other ranks than its dense layers:
-        the first rank that holds a tensor counts it."""
+        """`gradient_norm` for a model whose experts are cut over other ranks than its dense layers.
+        Of the ranks that hold a tensor, the first rank counts the tensor."""
         place, counted = topology.place, []
         for tensor in self._tensors.values():
             copy = place.data + place.context, place.tensor
@@ -131,8 +132,8 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def step(self, norm: float, learning_rate: float) -> None:
-        """Scale the gradient down to `max_grad_norm` if `norm` is larger, and take an Adam step
-        with it."""
+        """Scale the gradient down to the norm `max_grad_norm` if its `norm` is larger, and take an
+        Adam step with the scaled gradient."""
         settings, [group] = self.settings, self._adam.param_groups
         group |= {"lr": learning_rate, "weight_decay": settings.weight_decay, "eps": settings.eps}
         group["betas"] = settings.beta1, settings.beta2
@@ -143,11 +144,11 @@ class AdapterOptimizer:
 
     @property
     def steps(self) -> int:
-        """Steps taken."""
+        """The number of optimizer steps that were taken."""
         return max((int(state["step"]) for state in self._adam.state.values()), default=0)
 
     def moments(self) -> Moments:
-        """Adam's own tensors; they are not copied."""
+        """Adam's moments of all parameters. The tensors are Adam's own, not copies."""
         states = {
             name: self._adam.state[p]
             for name, p in self.parameters.items()
@@ -158,8 +159,8 @@ class AdapterOptimizer:
         }
 
     def new_state(self, steps: int) -> Moments:
-        """Creates the state for an optimizer that has done `steps` steps. Returns the state's
-        tensors uninitialised, for the caller to fill."""
+        """Creates Adam's state after `steps` optimizer steps. Returns the state's tensors
+        uninitialised, for the caller to fill."""
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         where = next(iter(self.parameters.values())).device
         moments = {moment: allocate(shapes, torch.float32, where)[1] for moment in MOMENTS}
@@ -178,13 +179,13 @@ def norm_over_ranks(squares: list[Tensor]) -> float:
 
 
 def _gradient_memory(parameters: list[Parameter]) -> Tensor:
-    """Zeroed memory for the gradients of all `parameters`, as one flat tensor; autograd adds to it
-    from now on."""
+    """Zeroed memory for the gradients of all `parameters`, as one flat tensor. From now on autograd
+    adds the parameters' gradients to this memory."""
     memory = torch.zeros(
         sum(map(Tensor.numel, parameters)), dtype=torch.float32, device=parameters[0].device
     )
-    # The order is that of Megatron's buffers, because the result of a sum over ranks depends on the
-    # place in memory.
+    # Megatron's buffers have the same order. The order matters, because the result of a sum over
+    # ranks depends on a gradient's place in memory.
     last_first = parameters[::-1]
     for parameter, part in zip(
         last_first, memory.split([p.numel() for p in last_first]), strict=True

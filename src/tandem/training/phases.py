@@ -1,5 +1,5 @@
-"""Measures one rank: the seconds and device bytes of its phases, and the metrics of an optimizer
-step."""
+"""Measures the seconds and the device bytes of one rank's phases, and computes the metrics of an
+optimizer step."""
 
 import math
 import time
@@ -43,9 +43,9 @@ _PAIR_MEANS = {
 
 class MemoryWatch:
     """One rank's memory: the values at the end of each phase, and the peaks within each phase and
-    the attempt. No other code may reset the allocator's peaks. The watch reports nothing before the
-    device has started. The allocator's counts start at 0 in each attempt, even in a rank that stays
-    over several jobs."""
+    within the attempt. No other code may reset the allocator's peaks. Before the device has
+    started, the watch reports nothing. The allocator's counts start at 0 in each attempt, even in a
+    rank that runs several jobs."""
 
     def __init__(self) -> None:
         stats = memory.stats() if device.started() else {}
@@ -57,14 +57,14 @@ class MemoryWatch:
         self._used_peak = 0
 
     def begin_phase(self) -> None:
-        """Starts a phase: from now on, earlier peaks count only for the attempt."""
+        """Starts a phase. Peaks before this moment count for the attempt, not for the phase."""
         if device.started():
             self._allocator_stats()
             memory.reset_peaks()
 
     def end_phase(self, name: str) -> dict[str, int]:
-        """Record the phase's bytes, with the keys of `tandem.spool.schema.RankMemory`, and return
-        them."""
+        """Record and return the phase's bytes. The keys are those of the phases in
+        `tandem.spool.schema.RankMemory`."""
         if not device.started():
             return {}
         stats = self._allocator_stats()
@@ -82,8 +82,8 @@ class MemoryWatch:
         return now
 
     def begin_step(self) -> None:
-        """Starts an optimizer step, after its gradients were zeroed: the memory that is allocated
-        now is the step's floor."""
+        """Starts an optimizer step whose gradients were just zeroed. The memory that is now
+        allocated is the step's floor."""
         self._step_floor = memory.stats()["allocated"]
 
     def report(self) -> RankMemory:
@@ -114,8 +114,8 @@ class MemoryWatch:
 
 
 class Phases:
-    """The clock with which a rank measures phases. Phases don't nest. `announce(name)` writes the
-    heartbeat when a phase begins, and during long phases."""
+    """The clock with which a rank measures phases. A phase does not contain another phase.
+    `announce(name)` writes the heartbeat when a phase begins, and during long phases."""
 
     def __init__(self, announce: Callable[[str], None], watch: MemoryWatch) -> None:
         self.announce, self.watch = announce, watch
@@ -124,10 +124,10 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the block, until the work that it queued on the device is complete.
+        """Measure the `with` block, until the work that it queued on the device is complete.
 
-        The seconds of blocks with the same name are added up; the memory is measured at the end of
-        each block, and the last value is kept.
+        The seconds of blocks with the same name are added up. The memory is measured at the end of
+        each block; of several blocks with the same name, the last block's value is kept.
         """
         self.announce(name)
         self.watch.begin_phase()
@@ -137,12 +137,12 @@ class Phases:
         finally:
             device.synchronize()
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-            # The memory is measured even if the phase failed, because after running out of memory
-            # it shows the allocated bytes.
+            # The memory is measured even if the phase failed: after an out-of-memory error, the
+            # value shows how much was allocated.
             self._memory[name] = self.watch.end_phase(name)
 
     def take(self) -> tuple[dict[str, float], dict[str, int]]:
-        """`(seconds by phase, bytes by "<phase>_<kind>")` since the last call."""
+        """A tuple: phase -> seconds, and "<phase>_<kind>" -> bytes, both since the last call."""
         sizes = {
             f"{phase}_{kind}": size
             for phase, kinds in self._memory.items()
@@ -152,7 +152,7 @@ class Phases:
         return seconds, sizes
 
     def gather_memory(self) -> dict[str, dict[str, Any]]:
-        """Each rank's `RankMemory` so far, as JSON objects by rank. A collective operation of all
+        """Rank -> the rank's `RankMemory` so far, as a JSON object. A collective operation of all
         ranks."""
         reports = parallel.gather_objects(self.watch.report().model_dump())
         return {str(rank): report for rank, report in enumerate(reports)}
@@ -164,7 +164,7 @@ def reduce_values(
     group: dist.ProcessGroup | None,
     where: torch.device,
 ) -> dict[str, float]:
-    """Each value, reduced over the group in float64, by name. One collective reduces all of them.
+    """Name -> value, reduced over the group in float64. One collective reduces all values.
 
     Args:
         values: scalars, with the same names on every rank of the group.
@@ -182,7 +182,7 @@ def reduce_values(
 
 def item_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
     """Metrics from the sums and maxima of `losses.LossOutput` over all rows. Means are unweighted
-    means over items; without items, the means are left out."""
+    means over items. If there are no items, the means are left out."""
     items = sums["items"]
     metrics = {"loss": sums["loss"], "trainable_tokens": items}
     metrics |= {metric: sums[name] / items for name, metric in _MEANS.items() if name in sums}
@@ -203,8 +203,8 @@ def item_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict
 
 
 def reward_metrics(batch: PackedBatch, rows: tuple[int, ...]) -> dict[str, float]:
-    """The number of trajectories that the rows train and, for RL, statistics of their rewards; each
-    trajectory counts once."""
+    """The number of trajectories that the rows train and, for RL, statistics of the trajectories'
+    rewards. Each trajectory counts once, even if it is in several rows."""
     trajectories = np.unique(np.concatenate([batch.row(row).item_trajectory for row in rows]))
     rewards = batch.trajectory_reward[trajectories].astype(np.float64)
     count = {"trajectories": float(len(trajectories))}
@@ -220,8 +220,8 @@ def reward_metrics(batch: PackedBatch, rows: tuple[int, ...]) -> dict[str, float
 
 
 def staleness(job: BatchJob) -> dict[str, float]:
-    """By how many checkpoints the job's turns are older than the checkpoint that the job starts
-    from."""
+    """The age of the job's turns: the number of steps from the checkpoint that sampled a turn to
+    the checkpoint that the job starts from."""
     data, base = job.data, job.base_step
     if data.policy_step_min is None or data.policy_step_mean is None:
         return {}

@@ -1,6 +1,7 @@
 """Computes the losses of a batch's rows, and adds up their gradients.
 
-The module does not deal with optimizer steps: both a job's steps and a session's requests use it.
+The module does not deal with optimizer steps, because not only the steps of a job use the module,
+but also the requests of a session.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ MicroSteps = Sequence[tuple[int, bool]]
 
 
 def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
-    """Copies of a packed row's arrays on `device`; the copies do not keep the memory map alive."""
+    """A packed row's arrays, copied to `device`. The copies do not keep the file mapped."""
     names = {field.name for field in fields(RowTensors)} - {"slot_experts", "deal"}
     arrays: dict[str, Any] = {
         name: torch.tensor(getattr(row, name), dtype=torch.int64) for name in names
@@ -41,11 +42,11 @@ def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
 
 
 class Fit:
-    """Chooses how much layers keep for the backward pass, according to the device's memory
-    (`tandem.model.recompute`)."""
+    """Chooses how many tensors the layers keep for the backward pass, according to the device's
+    memory (`tandem.model.recompute`)."""
 
     def __init__(self, policy: Policy, device: torch.device, *, on: bool) -> None:
-        """A fit for the layers of this policy.
+        """Sets up the choice for the layers of this policy.
 
         Args:
             device: the device of the rows' tensors.
@@ -55,15 +56,15 @@ class Fit:
         self._slots = 0
 
     def to(self, row: PackedRow) -> None:
-        """Choose for rows of this length, unless that has already been done. A collective operation
-        of all ranks."""
+        """Choose for rows as long as `row`, unless the choice for this length or a longer length
+        has been made. A collective operation of all ranks."""
         if self._on and len(row.tokens) > self._slots:
             self._slots = len(row.tokens)
             recompute.fit(self._policy, row_tensors(row, self._device))
 
     def lower(self) -> bool:
-        """To be called after memory ran out: makes layers keep less for the backward pass. Returns
-        False if that can't help."""
+        """Makes layers keep less for the backward pass. Call it after memory ran out. Returns False
+        if the layers can't keep less."""
         return self._slots > 0 and recompute.lower(self._policy)
 
 
@@ -105,20 +106,21 @@ class RowLosses:
     # Mean over the job's items of the log-probs before training minus the reference's, in nats.
     mean_kl: float = 0.0
     keep: Callable[[int, Tensor], None] = _ignore
-    """`keep(row, logprobs)` is called with the items' log-probs of each row that counts, on the
-    ranks that report rows."""
+    """`keep(row, logprobs)` is called for each row that counts, with the log-probs of the row's
+    items, on the ranks with `reports`."""
     passes: int = 0
     """Number of passes with gradients that this rank still has to compute. All of them are over
     rows of the same length, as in a job. `graphs.repeat` is called after the first pass."""
 
     def __post_init__(self) -> None:
         self._advantage_divisor = advantage_divisor(self.batch, self.loss)
-        # Context-parallel ranks share a row. The first of them counts the row, on the last pipeline
-        # stage.
+        # Context-parallel ranks share a row, and each pipeline stage computes it. Only the first
+        # context-parallel rank of the last stage counts the row.
         self.reports = self.topology.place.context == 0 and self.policy.stage.last
 
     def add_gradients(self, steps: MicroSteps, denominator: float) -> Totals:
-        """Adds the gradients of this rank's rows; each loss is divided by `denominator`."""
+        """Adds the gradients of this rank's rows to the buffers. Each loss is divided by
+        `denominator`."""
         totals = Totals()
         with self.policy.adapter_fixed():
             self.policy.stage.backward(self._losses(steps, denominator, totals))
@@ -145,7 +147,7 @@ class RowLosses:
             if counts and self.reports:
                 self.keep(index, outputs.logprobs.detach())
             yield output.loss
-            # the first pass has loaded all of the kernels
+            # Graphs can be captured now, because the first pass has loaded all kernels.
             if self.passes and torch.is_grad_enabled():
                 others, self.passes = self.passes - 1, 0
                 graphs.repeat(self.policy, row_tensors(row, self.device), others)
@@ -159,7 +161,7 @@ class RowLosses:
 
         Args:
             outputs: the policy's outputs for the row, [items].
-            denominator: the loss is divided by it; None: all of the row's weights are zero.
+            denominator: the divisor of the loss; None: all of the row's weights are zero.
         """
         loss, tensor = self.loss, self._tensor
         weights = np.zeros(len(row.item_target))
@@ -186,7 +188,7 @@ class RowLosses:
         items.old_logprobs = items.sampler_logprobs = tensor(row.item_logprob)
         if loss.old_logprobs == "trainer":
             # A job with a single optimizer step needs no pass before training, because the old
-            # policy is the current one.
+            # policy is the current policy.
             items.old_logprobs = self.old_logprobs.get(row.index, outputs.logprobs.detach())
         behind = self.base_step - row.item_policy_step
         items.steps_behind = tensor(np.where(row.item_policy_step < 0, -1, behind), torch.int64)
@@ -213,6 +215,6 @@ class RowLosses:
         return totals["nats"] / totals["items"]
 
     def over_rows(self, values: dict[str, Tensor], op: dist.ReduceOp.RedOpType) -> dict[str, float]:
-        """Values of this rank's rows, reduced over all rows."""
+        """Name -> value of this rank's rows, reduced by `op` over the rows of all ranks."""
         totals = reduce_values(values, op, self.topology.data, self.device)
         return reduce_values(totals, op, self.topology.pipeline, torch.device("cpu"))

@@ -1,7 +1,7 @@
 """Assigns rows to optimizer steps and ranks, and computes the weight of each item. Uses only NumPy,
 not torch.
 
-Every rank computes the whole schedule from the job and the packed tables, without communication. A
+Every rank computes the whole schedule from the job and the packed arrays, without communication. A
 denominator is a sum over all rows of an optimizer step, not only over one rank's rows.
 """
 
@@ -18,15 +18,16 @@ from tandem.training.losses import Floats, item_weights
 
 @dataclass(frozen=True)
 class RowSchedule:
-    # For each optimizer step its rows, in order; a row appears once per epoch.
+    # The rows of each optimizer step, in order. A row appears once per epoch.
     steps: tuple[tuple[int, ...], ...]
     data_parallel: int
     held_out: tuple[int, ...] = ()  # rows that are only evaluated
 
     def micro_steps(self, step: int, dp_rank: int) -> list[tuple[int, bool]]:
         """`(row, counts)` for each micro step of data-parallel rank `dp_rank`. All ranks have the
-        same number of micro steps, so that their collectives match. A rank with fewer rows computes
-        the step's first row again, with weight 0 (`counts` False).
+        same number of micro steps, so that their collective operations match. A rank with fewer
+        rows computes the step's first row in the missing micro steps, with weight 0 (`counts`
+        False).
         """
         rows = self.steps[step]
         counted = [(row, True) for row in rows[dp_rank :: self.data_parallel]]
@@ -34,7 +35,7 @@ class RowSchedule:
         return counted + [(rows[0], False)] * missing
 
     def visited_rows(self, dp_rank: int) -> list[int]:
-        """The rows that the rank computes in any micro step or evaluates, without duplicates."""
+        """The rows that the rank computes in micro steps or evaluates, each row once."""
         trained = (
             row for step in range(len(self.steps)) for row, _ in self.micro_steps(step, dp_rank)
         )
@@ -45,8 +46,8 @@ class RowSchedule:
         return list(self.held_out[dp_rank :: self.data_parallel])
 
     def rank_rows(self, epochs: int, dp_rank: int) -> list[int]:
-        """The rows that this rank counts in the first of `epochs` passes. Over all ranks together,
-        each row counts once."""
+        """The rows that rank `dp_rank` counts in the first of `epochs` epochs. Over all ranks
+        together, each row counts once."""
         first = range(len(self.steps) // epochs)
         return [row for step in first for row, counts in self.micro_steps(step, dp_rank) if counts]
 
@@ -57,10 +58,10 @@ def make_schedule(
     """Divide the epochs (passes over the batch's rows) into optimizer steps.
 
     Each epoch visits all rows except held-out rows, in a permutation drawn from (seed, base_step,
-    epoch). A step has `settings.grad_accumulation_sequences` rows over all ranks (None:
-    `data_parallel` rows). The last step of an epoch may have fewer. With `settings.batch_size`, the
-    packer chose the rows of each step, and an epoch visits these steps in a permutation drawn in
-    the same way.
+    epoch). A step has `settings.grad_accumulation_sequences` rows over all ranks together (None:
+    `data_parallel` rows). The last step of an epoch may have fewer rows. With
+    `settings.batch_size`, the packer has chosen the rows of each step, and an epoch visits the
+    steps in a permutation drawn from the same numbers.
 
     Raises InvalidInput if the rows of a step are not a multiple of `data_parallel`.
 
@@ -98,8 +99,8 @@ def make_schedule(
 
 
 def row_weights(batch: PackedBatch, row: PackedRow, loss: Loss) -> tuple[Floats, Floats]:
-    """`losses.item_weights` for the row's items, both float64 [items]. For SFT, both arrays are
-    multiplied by the item's own weight.
+    """The result `(w, d)` of `losses.item_weights` for the row's items, both float64 [items]. For
+    SFT, both arrays are multiplied by each item's own weight.
 
     Args:
         batch: the packed rows, which give the numbers of items of trajectories and groups.
@@ -115,8 +116,8 @@ def row_weights(batch: PackedBatch, row: PackedRow, loss: Loss) -> tuple[Floats,
 
 
 def denominators(batch: PackedBatch, steps: Sequence[Sequence[int]], loss: Loss) -> list[float]:
-    """For each optimizer step its `D` (see `losses`): the sum over the items of all its rows, on
-    all ranks; 1 if the loss is a sum.
+    """The denominator `D` (see `losses`) of each optimizer step: the sum of `d` over the items of
+    the step's rows on all ranks. If the loss is a sum, `D` is 1.
 
     Args:
         batch: the job's packed rows.
@@ -131,9 +132,9 @@ def denominators(batch: PackedBatch, steps: Sequence[Sequence[int]], loss: Loss)
 
 
 def advantage_divisor(batch: PackedBatch, loss: Loss) -> float:
-    """The divisor of the advantages: sum_i w_i |A_i| / sum_i w_i over all items of the job with
-    `advantage_scale="mean_abs"`, else 1. Dividing makes the size of the gradient independent of the
-    scale of the rewards (OpenPipe's ART).
+    """The divisor of the advantages. With `advantage_scale="mean_abs"`, it is
+    sum_i w_i |A_i| / sum_i w_i over all items of the job; else it is 1. The division makes the size
+    of the gradient independent of the scale of the rewards (OpenPipe's ART).
     """
     if not isinstance(loss, RLLoss) or loss.advantage_scale == "none":
         return 1.0

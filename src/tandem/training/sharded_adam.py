@@ -1,11 +1,12 @@
 """AdamW on all weights (Loshchilov and Hutter, 2019, arXiv:1711.05101), divided over the ranks that
 hold the same weights.
 
-Each rank that holds a weight owns an equal range of the weights' memory. The rank gets the summed
-gradient of its range, holds Adam's state for it, updates it, and sends it to the other ranks (ZeRO,
-Rajbhandari et al., 2020, arXiv:1910.02054, stage 1). A bfloat16 weight is the rounded upper half of
-an fp32 master value. The int16 `remainder` contains the difference that the rounding made. So
-weights and master values take 4 bytes, not 6.
+Of the ranks that hold the same weights, each owns an equal range of the weights' memory. A rank
+gets the summed gradient of its range, holds Adam's state for the range, updates the range's
+weights, and sends them to the other ranks (ZeRO, Rajbhandari et al., 2020, arXiv:1910.02054,
+stage 1). A bfloat16 weight is the rounded upper half of an fp32 master value. The int16 `remainder`
+contains the difference that the rounding made. So a weight and its master value take 4 bytes
+together, not 6.
 """
 
 import math
@@ -32,17 +33,18 @@ _OF_HEADS = (
     "linear_attention.dt_bias",
 )
 CHUNK = 2**24
-"""Number of elements per update. An update temporarily takes five times their fp32 size."""
+"""Number of elements that are updated at a time. An update temporarily takes five times the fp32
+size of these elements."""
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """The part of a section of the weights' memory that this rank owns."""
+    """This rank's part of one section of the weights' memory."""
 
     group: dist.ProcessGroup  # the ranks that hold the section; each of them owns an equal part
-    section: slice  # slice of the weights' memory
+    section: slice  # the section, as a slice of the weights' memory
     memory: slice
-    state: slice  # position in each of `ShardedAdam.tensors`
+    state: slice  # the part's place in each of `ShardedAdam.tensors`
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,16 @@ class ShardedAdam:
     """The fp32 gradients of all weights, and Adam's state for the weights that this rank owns.
 
     Gradients are accumulated over micro steps and summed over data-parallel ranks. Weight decay is
-    not applied to vectors (norms and biases), as in transformers' Trainer. A tied table exists on
-    the pipeline's first and last stage. The first stage owns the table: it updates the table and
-    sends it to the last stage, whose own gradient and state for the table are meaningless. If both
-    stages updated the table, the two copies would diverge, because the order in which ranks sum a
-    gradient depends on the owner.
+    not applied to vectors (norms and biases), as in transformers' Trainer. A tied table is the
+    weight of both the embedding and the output layer. The pipeline's first and last stage have it.
+    The first stage owns the table: it updates the table and sends it to the last stage. The
+    last stage's own gradient and state for the table are meaningless. If both stages updated the
+    table, the two copies would diverge, because the order in which ranks sum a gradient depends on
+    the owner.
 
     Args:
-        policy: from now on its backward passes add the base weights' gradients to the buffers here.
+        policy: the policy. From now on its backward passes add the gradients of the base weights to
+            this object's buffers.
         base: this rank's weights, all bfloat16 or all fp32. The updates write into their memory.
     """
 
@@ -98,15 +102,15 @@ class ShardedAdam:
         self._gradient_memory, self._state_memory = Offload(contents=False), Offload(contents=True)
 
     def reset(self) -> None:
-        """Forget Adam's state, as if no step had been taken; the master values become the
+        """Forget Adam's state, as if no step had been taken. The master values become equal to the
         weights."""
         self.steps = 0
         for tensor in self.tensors.values():
             tensor.zero_()
 
     def offload(self) -> int:
-        """Free the device memory of gradients and Adam's state; returns the bytes freed. Gradients
-        are freed too, because publishing weights needs only the weights."""
+        """Free the device memory of gradients and Adam's state. Returns the number of bytes freed.
+        Gradients are freed too, because publishing weights needs only the weights."""
         return self._gradient_memory.park([self._gradients]) + self._state_memory.park(
             self.tensors.values()
         )
@@ -123,7 +127,7 @@ class ShardedAdam:
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Sum the gradients over the ranks. Afterwards each rank has the sums for the weights that
-        it owns; other values are undefined."""
+        it owns. The values for other weights are undefined."""
         self._sum_over_tensor_ranks()
         self._sum_over_stages()
         for shard in self._shards:
@@ -137,7 +141,7 @@ class ShardedAdam:
 
     def gradient_norm(self) -> float:
         """L2 norm of the whole gradient. A collective operation; all ranks get the same value. The
-        result is NaN or infinite if any gradient is."""
+        result is NaN or infinite if any gradient is NaN or infinite."""
         squares = [
             torch.linalg.vector_norm(self._gradient(part), dtype=torch.float64).square()
             for part in self._ranges
@@ -151,8 +155,8 @@ class ShardedAdam:
 
     @torch.no_grad()
     def step(self, norm: float, learning_rate: float) -> None:
-        """Scale the gradient down to `max_grad_norm` if `norm` is larger, apply it, and exchange
-        the updated weights."""
+        """Scale the gradient down to the norm `max_grad_norm` if its `norm` is larger, take an Adam
+        step with the scaled gradient, and exchange the updated weights."""
         self.steps += 1
         scale = min(1.0, self.settings.max_grad_norm / norm) if norm > 0 else 1.0
         for part in self._ranges:
@@ -164,8 +168,9 @@ class ShardedAdam:
 
     @torch.no_grad()
     def whole(self, name: str) -> dict[str, Tensor]:
-        """All values of one of `tensors`, gathered into the gradients' memory, with the shapes of
-        this rank's weights. A collective operation of all ranks."""
+        """The values of the state `name` for all of this rank's weights, in the weights' shapes.
+        The values are gathered from their owners into the gradients' memory. A collective operation
+        of all ranks."""
         memory = self._like_weights(self.tensors[name].dtype)
         for shard in self._shards:
             memory[shard.memory] = self.tensors[name][shard.state]
@@ -174,8 +179,8 @@ class ShardedAdam:
 
     @torch.no_grad()
     def load(self, name: str, fill: Callable[[dict[str, Tensor]], None]) -> None:
-        """The inverse of `whole`: `fill` fills tensors of the weights' shapes, and this rank keeps
-        the part that it owns."""
+        """The inverse of `whole`. `fill` gets tensors of the weights' shapes and fills them. This
+        rank keeps the part that it owns."""
         memory = self._like_weights(self.tensors[name].dtype)
         fill(self._views(memory))
         for shard in self._shards:
@@ -199,8 +204,8 @@ class ShardedAdam:
 
     def _sum_over_tensor_ranks(self) -> None:
         """Sums the gradients of weights that every tensor-parallel rank holds whole. Each rank has
-        only a part of such a gradient: the part of its heads and, with sequence parallelism, of its
-        tokens."""
+        only a summand of such a gradient: the summand from its heads or, with sequence parallelism,
+        from its tokens."""
         topology = self._topology
         if topology.sizes.tensor == 1:
             return
@@ -219,15 +224,15 @@ class ShardedAdam:
                 gradient.copy_(total.view_as(gradient))
 
     def _sum_over_stages(self) -> None:
-        """Sums the gradients of a tied table: the first stage has the embedding's part, the last
-        stage the output layer's."""
+        """Sums the gradients of a tied table. The first stage has the gradient of the embedding,
+        and the last stage has the gradient of the output layer."""
         if self._two_tables:
             parallel.all_reduce(self._views(self._gradients)[TABLE], group=self._topology.ends)
 
     def _gather(self, memory: Tensor) -> None:
         """Gathers the weights that other ranks own into `memory`."""
         if memory.dtype is torch.int16:
-            # viewed as bfloat16, because NCCL has no 16-bit integers
+            # The memory is viewed as bfloat16, because NCCL has no 16-bit integers.
             memory = memory.view(torch.bfloat16)
         for shard in self._shards:
             if shard.group.size() > 1:
@@ -266,8 +271,8 @@ class ShardedAdam:
         return self._gradients[part.begin : part.begin + part.length]
 
     def _like_weights(self, dtype: torch.dtype) -> Tensor:
-        """The gradients' memory, viewed in another dtype, with an element for each weight at the
-        same index."""
+        """The beginning of the gradients' memory, viewed in another dtype, with one element for
+        each weight. A weight has the same index as in the weights' memory."""
         return self._gradients.view(dtype)[: len(self._gradients)]
 
     def _views(self, memory: Tensor) -> dict[str, Tensor]:
@@ -282,8 +287,8 @@ class ShardedAdam:
 
 
 def join_master(weights: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master values of bfloat16 weights and their remainders. `weights`: bfloat16;
-    `remainder`: int16 of the same shape; the result has this shape too."""
+    """The fp32 master values, computed from bfloat16 weights and their int16 remainders. Both
+    arguments and the result have the same shape."""
     bits = weights.view(torch.int16).int().bitwise_left_shift_(16).add_(remainder)
     return bits.view(torch.float32)
 

@@ -1,9 +1,10 @@
-"""The step loop, which is the same for RL and SFT except for the loss. The loop deals with no
-files, processes or offloading.
+"""The step loop. RL, SFT and preference training have the same loop, except for the loss. The loop
+deals with no files, processes or offloading.
 
-In an optimizer step each rank runs its micro steps, one row each. Gradients are then summed over
-data-parallel ranks, checked, clipped and applied. Losses are divided by the denominator of all
-ranks' rows before the backward pass, so that the sum is the gradient of the whole step's loss.
+In an optimizer step each rank runs its micro steps; a micro step computes one row. Gradients are
+then summed over data-parallel ranks, checked, clipped and applied. Before the backward pass, each
+loss is divided by the denominator of all ranks' rows. So the sum of the gradients is the gradient
+of the whole step's loss.
 """
 
 from collections.abc import Callable
@@ -33,8 +34,8 @@ from tandem.training.sharded_adam import ShardedAdam
 
 @dataclass
 class Training:
-    """One job's optimizer steps, on a model that is loaded. Raises InvalidInput as `make_schedule`
-    does."""
+    """The optimizer steps of one job, on a model that is loaded. Raises InvalidInput as
+    `make_schedule` does."""
 
     run: RunSpec
     job: BatchJob
@@ -45,10 +46,10 @@ class Training:
     device: torch.device
     phases: Phases
     reference: Callable[[int | Literal["base"]], AbstractContextManager[None]]
-    """Returns a context manager within which the policy computes the reference policy. Afterwards
-    the policy is exactly as before."""
+    """Returns a context manager. Inside it, the policy computes the reference policy: the base
+    model or the policy of a step. Afterwards the policy is exactly as before."""
     fit: bool = False
-    """Whether to choose by the device's memory how much layers keep for the backward pass
+    """Whether the device's memory decides how many tensors the layers keep for the backward pass
     (`tandem.model.recompute`)."""
 
     def __post_init__(self) -> None:
@@ -77,8 +78,9 @@ class Training:
         """Run all optimizer steps, numbered from 1, and call `report(step, metrics)` after each.
         Returns the metrics of the last step, which are the same on every rank.
 
-        Raises NonFinite, or InvalidInput for log-probs that no sampler can return, before the step
-        is applied. Raises NothingToLearn if no step moved the policy.
+        Before a step is applied, raises NonFinite, or InvalidInput for log-probs that no sampler
+        can return. After the last step, raises NothingToLearn if no step of an RL job moved the
+        policy.
         """
         totals, loss = denominators(self.batch, self.schedule.steps, self.job.loss), self.job.loss
         if isinstance(loss, RLLoss):
@@ -108,8 +110,8 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """The loss of the held-out rows, `held_out_<metric>`; the same on every rank. Empty if
-        there are no held-out rows."""
+        """The metrics `held_out_<metric>` of the held-out rows, such as their loss; the same on
+        every rank. Empty if there are no held-out rows."""
         if not self.schedule.held_out:
             return {}
         [denominator] = denominators(self.batch, [self.schedule.held_out], self.job.loss)
@@ -118,8 +120,8 @@ class Training:
         with self.phases.phase("evaluate"), self.policy.adapter_fixed():
             for index, counts in self._passes(self.schedule.rank_held_out):
                 self.phases.announce("evaluate")
-                # The row is computed only so that collectives match: this rank may have no
-                # reference log-probs for it.
+                # A row that does not count is computed only so that the collective operations of
+                # all ranks match. This rank may have no reference log-probs for the row.
                 if not counts:
                     self._rows.forward(self.batch.row(index))
                     continue
@@ -147,8 +149,8 @@ class Training:
 
     def _passes(self, rank_rows: Callable[[int], list[int]]) -> list[tuple[int, bool]]:
         """This data-parallel rank's rows, as pairs `(row, True)`. If ranks compute experts for one
-        another, all ranks get the same number of entries; the missing entries are `(rank 0's first
-        row, False)`."""
+        another, all ranks get the same number of entries. A rank with fewer rows gets the entry
+        `(first row of rank 0, False)` for each missing row."""
         sizes = self.topology.sizes
         counted = [(row, True) for row in rank_rows(self.topology.place.data)]
         if sizes.expert_ranks == 1:
@@ -193,8 +195,8 @@ class Training:
         }
 
     def _gradients(self, step: int, denominator: float) -> Totals:
-        """The step's gradients. If memory runs out, the gradients are computed again without
-        graphs, or with layers that keep less, to the same bits."""
+        """Computes the step's gradients. If memory runs out, the gradients are computed again
+        without CUDA graphs, or with layers that keep fewer tensors, to the same bits."""
         micro_steps = self.schedule.micro_steps(step, self.topology.place.data)
         while True:
             try:
@@ -224,8 +226,9 @@ class Training:
             )
 
     def _check_sampler(self, step: int, means: dict[str, float]) -> None:
-        """Checks only the first epoch, because later the policy may have learned tokens that its
-        sampler found impossible."""
+        """Raises InvalidInput if the policy gives a token a log-prob far above the sampler's.
+        Checks only the first epoch: later, the policy may have learned tokens that its sampler
+        found impossible."""
         nats = means.get("above_sampler_max", 0.0)
         if nats > MAX_NATS and step * self.job.optimizer.epochs < len(self.schedule.steps):
             raise InvalidInput(
@@ -238,8 +241,9 @@ class Training:
             )
 
     def _check_learned(self, norm: float, metrics: dict[str, float]) -> None:
-        """Raises NothingToLearn if Adam can't have changed the policy: it changes no parameter by
-        more than about `learning_rate * gradient / eps`."""
+        """Raises NothingToLearn if the largest gradient norm is so small that Adam can't have
+        changed the policy. Adam changes a parameter by at most about
+        `learning_rate * gradient / eps`."""
         if norm < 1e-3 * (eps := self.job.optimizer.eps):
             shown = (
                 "clip_fraction",

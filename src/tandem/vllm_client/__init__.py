@@ -1,2 +1,2 @@
-"""vLLM's HTTP interface as Tandem uses it. Every difference between vLLM's versions is handled
-here."""
+"""vLLM's HTTP interface as Tandem uses it. The package handles every difference between vLLM's
+versions."""

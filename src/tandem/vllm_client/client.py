@@ -22,7 +22,7 @@ SCORING_PRIORITY = -1
 have priority 0."""
 
 _READY_SECONDS = 3.0
-"""Seconds to wait for an immediate answer, which is requested again two seconds later."""
+"""Seconds to wait for an answer that vLLM gives at once. The caller asks again after 2 seconds."""
 
 _IN_FLIGHT = re.compile(
     r"^vllm:num_requests_(?:running|waiting)\{[^}]*\}\s+(?P<value>\S+)", re.MULTILINE
@@ -45,7 +45,7 @@ class InferenceRefused(TandemError, code="inference_refused", http_status=502):
 
 
 class InferenceConflict(InferenceRefused):
-    """vLLM answered 409: it is not the process, or not in the state, that the caller expects."""
+    """vLLM answered 409: it is another process than the caller expects, or in another state."""
 
 
 class InferenceFailed(InferenceRefused):
@@ -67,7 +67,7 @@ class VllmClient:
         """Raises InvalidInput if a file with a secret can't be read.
 
         Args:
-            timeout: seconds for answers that come from the API server itself.
+            timeout: seconds for answers that the API server gives without the engine.
             work_timeout: seconds for answers that need the engine.
         """
         headers = {}
@@ -83,22 +83,22 @@ class VllmClient:
         )
 
     def healthy(self) -> bool:
-        """Whether the server answers and the server's engine is alive. Raises nothing."""
+        """Whether the server answers and the server's engine is alive. Never raises an error."""
         try:
             return self._http.get("/health").status_code == 200
         except httpx.TransportError:
             return False
 
     def prefix_cache_keyed_by_path(self) -> bool:
-        """Whether an adapter that is loaded under a known name from a new path can't hit the old
-        adapter's cached blocks: true from vLLM 0.32 on. Older versions, and versions without a
-        number, key cached blocks by the name alone.
+        """Whether vLLM keys an adapter's cached blocks also by the adapter's path, so that a new
+        adapter under a known name can't hit the old adapter's blocks: true from vLLM 0.32 on. Older
+        versions, and versions without a number, key cached blocks by the name alone.
         """
         version = re.match(r"(\d+)\.(\d+)", str(self._ask("GET", "/version")["version"]))
         return version is not None and (int(version[1]), int(version[2])) >= (0, 32)
 
     def models(self) -> dict[str, str]:
-        """Name of each served model, also of the base model -> the path it was loaded from."""
+        """Name of each served model, also of the base model -> the path of the model's files."""
         return {
             str(card["id"]): str(card.get("root") or "")
             for card in self._ask("GET", "/v1/models")["data"]
@@ -110,8 +110,8 @@ class VllmClient:
         return next(int(card["max_model_len"]) for card in cards if card.get("max_model_len")) - 1
 
     def adapters_in_use(self) -> set[str]:
-        """Names of the adapters that running or waiting requests use, as of the engine's last step
-        (`/metrics`)."""
+        """Names of the adapters that running or waiting requests used at the time of the engine's
+        last step (`/metrics`)."""
         text = self._request("GET", "/metrics").text
         # vLLM keeps one sample for each set of names that it ever had at the same time. The
         # sample's value is the Unix time of the last step with that set.
@@ -123,23 +123,23 @@ class VllmClient:
         )
 
     def adapters_last_used(self) -> dict[str, float]:
-        """The time at which a request last used each adapter, in Unix seconds, since the server's
-        start (`/metrics`)."""
+        """Adapter -> the last time at which a request used it, in Unix seconds. Has the adapters
+        that were used since the server's start (`/metrics`)."""
         used: dict[str, float] = {}
         for at, names in _adapter_samples(self._request("GET", "/metrics").text):
             used |= {name: max(at, used.get(name, 0.0)) for name in names}
         return used
 
     def prompt_logprobs(self, model: str, *prompts: Sequence[int]) -> list[list[float]]:
-        """For each prompt, log p(tokens[j + 1] | tokens[: j + 1]) for each j, in nats at
-        temperature 1: a list of len(tokens) - 1 values. A value that is not finite is NaN. Raises
+        """For each prompt, the list of log p(tokens[j + 1] | tokens[: j + 1]), in nats, at
+        temperature 1: len(tokens) - 1 values. A value that is not finite is NaN. Raises
         InferenceRefused for an unknown model or a prompt that is too long.
 
-        vLLM computes the values anew in every call, without its prefix cache; `logprobs_mode` does
-        not affect them.
+        vLLM computes the values anew in every call, without its prefix cache. `logprobs_mode` does
+        not affect the values.
         """
-        # One request contains all prompts, because separate requests would each wait for a place in
-        # the batch. The request overtakes all waiting requests.
+        # One request has all prompts, because separate requests would each wait for a place in the
+        # batch. By its priority, the request overtakes all waiting requests.
         body = {
             "model": model,
             "prompt": list(map(list, prompts)),
@@ -166,8 +166,8 @@ class VllmClient:
         self._request("POST", "/v1/load_lora_adapter", body, timeout=self._work_timeout)
 
     def unload_lora(self, name: str) -> None:
-        """Remove the name, if vLLM has it. Requests that already run with the adapter finish with
-        this adapter."""
+        """Unload the adapter `name`, if vLLM has it. Requests that already run with the adapter
+        finish with this adapter."""
         try:
             self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         except InferenceRefused:
@@ -175,7 +175,7 @@ class VllmClient:
                 raise
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all cached blocks; running requests are computed again. Returns False if vLLM could
+        """Drop all cached blocks. vLLM computes running requests again. Returns False if vLLM could
         not drop all blocks."""
         response = self._request("POST", "/reset_prefix_cache?reset_running_requests=true")
         if response.content:
@@ -184,7 +184,7 @@ class VllmClient:
         return not self.has_requests()
 
     def merged(self) -> dict[str, Any]:
-        """The state of merged weights: `phase`, `name`, `path` (see
+        """The state of vLLM's merged weights: `phase`, `name` and `path` (see
         `inference.server.merged_server`)."""
         return dict(self._ask("GET", MERGED_ROUTE))
 
@@ -198,16 +198,16 @@ class VllmClient:
         source: Mapping[str, Any] | None = None,
         again: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Merge the adapter of `path` into vLLM's weights, or replace them by the weights of
-        `source`. New requests wait until `announce_merged`.
+        """Merge the adapter in `path` into the base model's weights, or replace vLLM's weights by
+        the weights of `source`. New requests wait until `announce_merged`.
 
-        Raises InferenceUnavailable if the same order can succeed later: because running requests
-        did not end in time (`requests="wait"`), or the engine did not answer. Raises
-        InferenceRefused if the weights can't be used.
+        Raises InferenceUnavailable if running requests did not end in time (`requests="wait"`), or
+        if the engine did not answer. The same call can then succeed later. Raises InferenceRefused
+        if the weights can't be used.
 
         Args:
             name: the model's new name, `<run>@<step>`.
-            path: the adapter's directory; only a name if `source` has whole weights.
+            path: the adapter's directory; with `source`, only a name of the weights.
             scale: the adapter's alpha / rank.
             seconds: time limit of the whole swap, including the wait for running requests.
             source: the source from which the workers get whole weights (`worker/landing.py`). None:
@@ -227,12 +227,12 @@ class VllmClient:
         )
 
     def announce_merged(self, path: str) -> None:
-        """Let requests use vLLM's current weights, which must be those of `path`."""
+        """Let requests use vLLM's current weights, which must be the weights of `path`."""
         self._request("POST", f"{MERGED_ROUTE}/announce", {"path": path})
 
     def revert_merged(self, path: str, *, to_base: bool = False) -> None:
-        """Return to the weights that were announced last, if vLLM's weights are those of `path`.
-        `to_base`: return to the base model's weights, and serve no run."""
+        """Return to the weights that were announced last, if vLLM's current weights are those of
+        `path`. `to_base`: return to the base model's weights instead, and serve no run."""
         self._request(
             "POST",
             f"{MERGED_ROUTE}/revert",
@@ -241,18 +241,19 @@ class VllmClient:
         )
 
     def merged_rows(self, rows: Mapping[str, int]) -> list[Mapping[str, Any]]:
-        """One row of each named tensor as the workers have it; see `SpotCheck.wrong`."""
+        """One row of each named tensor, from the workers' memory (see `SpotCheck.wrong`). `rows`:
+        name of a tensor -> number of the row."""
         answer = self._ask(
             "POST", f"{MERGED_ROUTE}/rows", {"rows": dict(rows)}, timeout=self._work_timeout
         )
         return list(answer["rows"])
 
     def ready_instance(self) -> str:
-        """The id of the process that runs this vLLM, one of several servers, at the moment."""
+        """The id of the process that now runs this vLLM, one of several servers."""
         return str(self._ask("GET", READY_ROUTE)["instance"])
 
     def is_ready(self) -> bool:
-        """Whether the proxy may send requests to this vLLM, which is one of several."""
+        """Whether the proxy may send requests to this vLLM. This vLLM is one of several servers."""
         return bool(self._ask("GET", READY_ROUTE)["ready"])
 
     def has_requests(self) -> bool:
@@ -260,8 +261,8 @@ class VllmClient:
         return _requests_in_flight(self._request("GET", "/metrics").text)
 
     def set_ready(self, until: float, instance: str | None) -> bool:
-        """Let the process `instance` (None: any process) answer requests until this time of the
-        monotonic clock. Returns False if another process has taken its place."""
+        """Let the process `instance` (None: any process) answer requests until the time `until` of
+        the monotonic clock. Returns False if another process runs this vLLM now."""
         order = {"until": until, "instance": instance}
         try:
             self._request("POST", READY_ROUTE, order, timeout=_READY_SECONDS)
@@ -271,7 +272,7 @@ class VllmClient:
 
     def is_sleeping(self) -> bool:
         """Whether the engine sleeps, at any level, or is paused. If the engine is falling asleep,
-        the answer comes only afterwards. A sleeping engine may still hold its memory (vLLM issue
+        vLLM answers only after it sleeps. A sleeping engine may still hold its memory (vLLM issue
         47654), so measure the memory in use."""
         return bool(self._ask("GET", "/is_sleeping")["is_sleeping"])
 
@@ -282,14 +283,14 @@ class VllmClient:
 
         Level 1 is used, because with LoRA vLLM can't reload the base weights that level 2 discards
         (vLLM issue 39934). Mode `keep` is used, so that running requests return to the queue and
-        continue after the wake; the default mode would end them early.
+        continue after `wake_up`. The default mode would end running requests early.
         """
         self._request("POST", "/sleep?level=1&mode=keep", timeout=self._work_timeout)
 
     def wake_up(self) -> None:
-        """Wake the engine, if it sleeps. Raises InferenceRefused if memory is missing. vLLM 0.26
-        then stays half mapped and can't wake any more, so `tandem up` restarts it. Later versions
-        can be asked again."""
+        """Wake the engine, if it sleeps. Raises InferenceRefused if there is too little memory.
+        After such a refusal, vLLM 0.26 stays half mapped and can't wake any more, so `tandem up`
+        restarts it. Later versions can be asked again."""
         self._request("POST", "/wake_up", timeout=self._work_timeout)
 
     def _ask(
@@ -316,8 +317,8 @@ class VllmClient:
                 )
                 break
             except httpx.TransportError as error:
-                # A call that timed out has used all of its time. Only a failed connection is tried
-                # again.
+                # After a timeout, the call is not tried again, because it has used all of its time.
+                # After a failed connection, it is.
                 if attempt + 1 == tries or isinstance(error, httpx.TimeoutException):
                     message = f"vLLM at {self.url} can't be reached ({method} {path}): {error!r}"
                     if isinstance(error, httpx.ReadTimeout) and path == "/v1/completions":
@@ -370,8 +371,8 @@ def _logprobs(model: str, tokens: Sequence[int], choice: Mapping[str, Any]) -> l
 
 
 def _limits(seconds: float) -> httpx.Timeout:
-    """The limits of a request: connecting must be fast, so that an unreachable host is noticed,
-    even if vLLM may take long to answer."""
+    """The time limits of a request. vLLM may take `seconds` to answer, but connecting must be fast,
+    so that an unreachable host is noticed."""
     return httpx.Timeout(seconds, connect=5.0)
 
 
@@ -384,7 +385,7 @@ def _error_message(response: httpx.Response) -> str:
 
 
 def _adapter_samples(metrics: str) -> list[tuple[float, set[str]]]:
-    """(Unix seconds, names) for each set of adapters that the engine ever used at the same time."""
+    """(Unix seconds, names) for each set of adapters that requests ever used at the same time."""
     samples = []
     for match in _LORA_INFO.finditer(metrics):
         groups = _ADAPTERS.findall(match["labels"])

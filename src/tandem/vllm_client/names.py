@@ -4,12 +4,13 @@ because vLLM's own process imports it."""
 from typing import Literal
 
 ADMIN_HEADER = "x-tandem-admin-token"
-"""The name of the request header with the admin token. `Authorization` carries the API key, which
-vLLM checks itself."""
+"""The name of the request header with the admin token. The API key is in the header
+`Authorization`, and vLLM itself checks it."""
 
 SESSION_HEADER = "x-session-id"
-"""The request header with a rollout's name. All turns of the rollout go to one inference server,
-and the rollout door continues their tokens."""
+"""The request header with a rollout's name. All turns of the rollout go to the same inference
+server. At each turn, the rollout door (vLLM's path /rollout/v1) continues the tokens of the earlier
+turns."""
 GROUP_HEADER = "x-tandem-group"
 """The request header with the name of a group of rollouts that share a prompt. The rollouts of a
 group start on the same inference server, whose cache has the prompt."""
@@ -37,8 +38,9 @@ READY_MARGIN_SECONDS = 2.0
 the proxy stops sending requests in time."""
 
 NOT_HELD = "vLLM does not hold the adapter"
-"""The beginning of a worker's error message if it holds other tensors than the adapter's file. vLLM
-answers such a load with status 500, and the same load would fail in the same way again."""
+"""The beginning of a worker's error message if, after loading an adapter, the worker has other
+tensors than the adapter's file. vLLM answers the load with status 500, and the same load would fail
+in the same way again."""
 
 MergedPhase = Literal["empty", "swapping", "unverified", "served", "torn"]
 """The state of merged weights, as the server reports it."""
@@ -51,8 +53,8 @@ PUBLIC_PATHS = _VLLMS_PROBES | {
     "/v1/completions",
     "/inference/v1/generate",
 }
-"""Paths that the guard does not protect: liveness, metrics, and routes on which vLLM itself checks
-the API key."""
+"""Paths that the guard (the middleware that closes the admin routes) does not protect: liveness,
+metrics, and routes on which vLLM itself checks the API key."""
 
 PROBE_PATHS = _VLLMS_PROBES | {READY_ROUTE}
 """Paths that other hosts may request without a key."""
@@ -68,5 +70,5 @@ ROLLOUT_PATHS = frozenset(
         "/rollout/inference/v1/generate",
     }
 )
-"""Paths of the rollout door (`rollout.py`). The rollout door is inside the guard and reads requests
-before vLLM does."""
+"""Paths of the rollout door (`rollout.py`). A request first passes the guard, then the rollout
+door, then vLLM."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.errors import InvalidInput
 
-# Options that change the distribution, each with its neutral values.
+# Options that change the sampled distribution, each with the values at which it does nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "top_k": (0, -1),
     "top_p": (1,),
@@ -27,7 +27,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "tool_choice": ("auto", "none"),
     "watermarking": (False,),
 }
-# Options that change the answer or the prompt independently of the model.
+# Options that change the answer or the prompt independently of the model's distribution, each with
+# the values at which it does nothing.
 _BENDING: dict[str, tuple[object, ...]] = {
     "best_of": (1,),  # other values return the most probable of several answers
     "ignore_eos": (False,),
@@ -37,8 +38,8 @@ _BENDING: dict[str, tuple[object, ...]] = {
 
 
 def distorting(options: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first option that makes vLLM sample from another distribution, with the reason; None if
-    there is none."""
+    """A tuple: the first option that makes vLLM sample from another distribution than the model's,
+    and the reason. None if there is no such option."""
     for name, neutral in _NEUTRAL.items():
         if options.get(name) not in (None, *neutral):
             problem = (
@@ -57,7 +58,7 @@ def loop_options(options: Mapping[str, Any], own: Mapping[str, Any], field: str)
     `own` sets another temperature, because the loss uses the loop's temperature.
 
     Args:
-        options: the loop's options; without a temperature it is 1.
+        options: the loop's options; the default temperature is 1.
         own: a request's or an environment's own options.
         field: the field of the error.
     """

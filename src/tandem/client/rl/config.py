@@ -30,8 +30,8 @@ class RunSection(Record):
 
 
 class EnvironmentSection(Record):
-    """An environment. `use`: "module:name" of a class or a coroutine, "verifiers:module" or
-    "reasoning_gym:dataset"; `weight`: its share of the groups."""
+    """An environment. `use`: "module:name" of a class or a function, "verifiers:taskset" or
+    "reasoning_gym:dataset". `weight`: the environment's share of the groups."""
 
     use: str = Field(pattern=r"^[\w.]+:\S+$")
     weight: float = Field(default=1.0, gt=0)
@@ -39,9 +39,9 @@ class EnvironmentSection(Record):
 
 
 class DistillSection(Record):
-    """On-policy distillation: the served `model` scores the run's samples, and `coef` times each
-    token's part of the reverse KL is subtracted from its advantage. `rewards`: whether the rewards
-    count in addition."""
+    """On-policy distillation. The served model `model` scores the run's samples. Each token has a
+    part of the reverse KL, and `coef` times this part is subtracted from the token's advantage.
+    `rewards`: whether the rewards also count."""
 
     model: str = Field(min_length=1)
     coef: float = Field(default=1.0, gt=0)
@@ -49,19 +49,20 @@ class DistillSection(Record):
 
 
 class EvalSection(Record):
-    """An evaluation every `every` steps, at step 0 and at the end: `samples` rollouts of each of
-    the first `groups` tasks. With several evaluations, the first decides `best` and
-    `stop_after`."""
+    """An evaluation every `every` steps, at step 0 and at the end. An evaluation has `samples`
+    rollouts of each of the first `groups` tasks. With several, only the first decides which step is
+    the best, and only the first may have `stop_after`."""
 
     name: str = Field(default="", pattern=r"^[\w.-]{0,64}$")
     every: int = Field(default=10, ge=1)
     groups: int = Field(default=8, ge=1)
     samples: int = Field(default=1, ge=1)
     environment: EnvironmentSection | None = None  # None: the first of [[rl.environment]]
-    sampling: dict[str, Any] = Field(default_factory=dict)  # replaces options of [rl.sampling]
+    # Each option here replaces the same option of [rl.sampling].
+    sampling: dict[str, Any] = Field(default_factory=dict)
     pass_at: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
-    passes: float = 1.0  # the least reward of an answer that passes
-    # End after this many evaluations in a row that are no better than an earlier one.
+    passes: float = 1.0  # the lowest reward of an answer that passes
+    # The training ends after this many evaluations in a row that are no better than an earlier one.
     stop_after: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
@@ -91,15 +92,15 @@ class RLSection(Record):
     steps: int = Field(ge=1)
     groups_per_step: int = Field(default=8, ge=1)
     group_size: int = Field(default=8, ge=1)
-    # Number of groups that roll out at the same time. None: the number of groups that the jobs
-    # train which `max_off_policy_steps` allows at once.
+    # Number of groups that roll out at the same time. None: the groups of
+    # `max_off_policy_steps` + 1 jobs.
     groups_in_flight: int | None = Field(default=None, ge=1)
     max_off_policy_steps: int = Field(default=0, ge=0)
     dynamic_sampling: bool = True  # groups whose rewards are all equal are replaced
     on_stale: Literal["drop"] = "drop"
-    # All turns of a rollout sample from the step that its first turn sampled from.
+    # Whether all turns of a rollout sample from the same step: the step of the first turn.
     pin: bool = False
-    retries: int = Field(default=2, ge=0)  # tries after a rollout that raised
+    retries: int = Field(default=2, ge=0)  # further tries of a rollout that raised an error
     rollout_seconds: float = Field(default=600.0, gt=0)
     sampling: dict[str, Any] = Field(default_factory=dict)
     loss: RLLoss = RLLoss()
@@ -116,8 +117,8 @@ class RLSection(Record):
     @model_validator(mode="before")
     @classmethod
     def _long_rollouts_are_cut_by_default(cls, given: Any) -> Any:
-        """Sets `too_long`. A job's own default is "refuse", which would make a rollout fail if it
-        is longer than a row."""
+        """Sets `too_long` to "truncate". A job's own default is "refuse"; with it, a rollout that
+        is longer than a row would fail."""
         if isinstance(given, dict) and isinstance(packing := given.get("packing", {}), dict):
             return {**given, "packing": {"too_long": "truncate", **packing}}
         return given

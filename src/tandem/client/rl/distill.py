@@ -40,13 +40,13 @@ def open_teacher() -> Vllm:
 
 
 class Teacher:
-    """The teacher. `vllm`: the entered client of the vLLM that serves it."""
+    """The teacher. `vllm`: the client of the vLLM that serves the teacher, already entered."""
 
     def __init__(self, settings: DistillSection, vllm: Vllm) -> None:
         self._settings, self._vllm = settings, vllm
 
     async def raise_unless_served(self) -> None:
-        """Raises InvalidInput if the vLLM does not list the teacher."""
+        """Raises InvalidInput if the teacher's vLLM does not list the teacher's model."""
         names = listed_models(await self._vllm.request("GET", "models", seconds=10))
         if self._settings.model not in names:
             problem = f"{self._vllm.url}/models lists {names}, without {self._settings.model!r}"
@@ -55,13 +55,13 @@ class Teacher:
             )
 
     async def scored(self, trajectory: Trajectory) -> Trajectory:
-        """The trajectory with its tokens' advantages, and the metric `reverse_kl`: the mean over
-        the sampled tokens, in nats."""
+        """The trajectory with an advantage for each sampled token, and with the metric
+        `reverse_kl`: the mean of the tokens' parts of the reverse KL, in nats."""
         turns, differences = list[Turn](), list[float]()
         known: tuple[list[int], list[float]] = ([], [])
         for turn in reversed(trajectory.turns):
             tokens = [*turn.prompt_token_ids, *turn.token_ids]
-            if known[0][: len(tokens)] != tokens:  # a later turn continues this turn
+            if known[0][: len(tokens)] != tokens:  # equal if a scored turn continues this turn
                 known = tokens, await self._logprobs(tokens)
             theirs = known[1][len(turn.prompt_token_ids) - 1 : len(tokens) - 1]
             own = reverse_kl(turn.logprobs, theirs)
@@ -79,8 +79,8 @@ class Teacher:
         )
 
     async def _logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """log p(tokens[i + 1] | tokens[: i + 1]) under the teacher, at temperature 1. The request
-        is repeated while the teacher's vLLM is away."""
+        """log p(tokens[i + 1] | tokens[: i + 1]) under the teacher, at temperature 1, for each i.
+        The request is repeated while the teacher's vLLM is away."""
         body = {
             "model": self._settings.model,
             "prompt": list(tokens),
@@ -108,12 +108,12 @@ class Teacher:
 
 
 def reverse_kl(sampled: Sequence[float], teacher: Sequence[float]) -> list[float]:
-    """log p(token) - log q(token) of each sampled token, nats. The mean of these differences over
-    the policy p is KL(p || q), and the mean of their product with the score, grad log p, is the
-    KL's gradient."""
+    """log p(token) - log q(token) of each sampled token, in nats, for the policy p and the teacher
+    q. The mean of these differences over p is KL(p || q). The mean of their product with the score,
+    grad log p, is the gradient of the KL."""
     return [ours - theirs for ours, theirs in zip(sampled, teacher, strict=True)]
 
 
 def _finite(logprob: float | None) -> float:
-    """The log-prob; vLLM sends null for a token of probability 0."""
+    """The log-prob, at least LOWEST_LOGPROB. vLLM sends null for a token of probability 0."""
     return LOWEST_LOGPROB if logprob is None else max(float(logprob), LOWEST_LOGPROB)

@@ -20,8 +20,9 @@ from tandem.errors import InvalidInput, TandemError
 
 @dataclass(eq=False)
 class RolloutGroup:
-    """The trajectories of a task, on their way to a job. `oldest`: the oldest step that sampled a
-    turn."""
+    """The trajectories of a task, on their way to a job. `oldest`: the oldest step from which a
+    turn was sampled. `informative`: whether returns differ, or an advantage that was given is not
+    0."""
 
     task: str
     trajectories: list[Trajectory]
@@ -31,8 +32,8 @@ class RolloutGroup:
     def __post_init__(self) -> None:
         made = self.trajectories
         self.oldest = min(turn.policy_step or 0 for trajectory in made for turn in trajectory.turns)
-        # Turns may have rewards, so each turn has a return. Returns are compared between turns of
-        # the same number, because the return of a later turn sums fewer rewards.
+        # Turns may have rewards, so each turn has a return. Returns are compared only between turns
+        # with the same number, because the return of a later turn sums fewer rewards.
         returns = zip_longest(*(one.returns for one in made))
         different = any(
             max(have) - min(have) > EQUAL_REWARDS
@@ -46,8 +47,8 @@ class RolloutGroup:
 
 
 class Tasks:
-    """Tasks by number, the same after a restart. A sequence is shuffled anew in each epoch. Any
-    other iterable keeps its own order and starts over when it ends."""
+    """Tasks by number. A number names the same task after a restart. A sequence is shuffled anew
+    in each epoch. Any other iterable keeps its own order and starts over when it ends."""
 
     def __init__(self, source: Iterable[Any], seed: int) -> None:
         self._seed = seed if isinstance(source, Sequence) else None
@@ -62,7 +63,7 @@ class Tasks:
         ]
 
     def first(self, count: int) -> list[Any]:
-        """The first tasks in their own order, at most `count`."""
+        """The first tasks, at most `count`, in the order of the source, without a shuffle."""
         self._take(count)
         return list(islice(self._known, count))
 
@@ -77,11 +78,11 @@ def _order(seed: int, epoch: int, length: int) -> list[int]:
 
 
 class Environment:
-    """The class with `tasks` and `rollout` that `use` names, or a function with a function `tasks`
-    beside it.
+    """The environment that `use` names: a class with the methods `tasks` and `rollout`, or a
+    rollout function whose module also has a function `tasks`.
 
     Args:
-        section: the entry of the config file that names the class or function and its arguments.
+        section: the entry of the config file, with the class or function and its arguments.
         seed: decides the order of the tasks if `tasks()` returns a sequence.
         where: the entry's place in the config file, for errors. Raises InvalidInput (field
             `<where>.use`) if the environment can't be loaded or has no task.

@@ -1,4 +1,5 @@
-"""The evaluations of `tandem rl`: when they are due, the best step, and when to stop."""
+"""The evaluations of `tandem rl`. The evaluations' rewards decide which step is the best, and when
+the training stops early."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from tandem.client.rl.rollout import described
 from tandem.errors import TandemError
 
 Show = Callable[[Sequence[Trajectory], str], object]
-"""Called with the trajectories of a task, and the task's name."""
+"""A function that is called with the trajectories of a task and the task's name."""
 
 
 class Evaluations:
@@ -24,10 +25,10 @@ class Evaluations:
 
     Args:
         sections: the entries of [eval]; the first decides which step is the best, and when to stop.
-        first: the environment of the sections that name none.
-        own: the environments of the sections that name one, in the order of the sections.
+        first: the environment of the sections that name no environment.
+        own: the environments that sections name, in the order of the sections.
         rollouts: samples the groups.
-        record: the file of the results, which also says which evaluations are done.
+        record: the file of the results. The file also says which evaluations are done.
         patience: returns the seconds for which every rollout of an evaluation may fail.
         pauses: the shortest and the longest pause between tries, in seconds.
     """
@@ -55,7 +56,7 @@ class Evaluations:
 
         Args:
             made: the number of steps that the loop has made up to `step`.
-            is_last: whether `step` is the last one, at which all evaluations are due.
+            is_last: whether `step` is the training's last step, at which all evaluations are due.
             show: called with the trajectories of each task.
         """
         async with asyncio.TaskGroup() as sections:
@@ -92,20 +93,21 @@ class Evaluations:
         self._record.evaluation(step, groups, failed, more)
 
     def best(self) -> tuple[int, float] | None:
-        """The step with the highest reward in the first evaluation (the earliest, if several), and
-        the reward; None before any evaluation."""
+        """The step with the highest reward in the first section's evaluations, and that reward. Of
+        several such steps, the earliest. None before any evaluation."""
         found = self._found()
         return max(found.items(), key=lambda each: (each[1], -each[0])) if found else None
 
     def stops(self) -> bool:
-        """Whether the last `stop_after` evaluations were no better than an earlier one."""
+        """Whether the last `stop_after` evaluations were no better than an earlier evaluation."""
         best = self.best()
         if best is None or (most := self._sections[0].stop_after) is None:
             return False
         return sum(step > best[0] for step in self._found()) >= most
 
     async def keep_best(self, tandem: AsyncTandem, state: State) -> None:
-        """Pin the best step's checkpoint, and unpin the previous best."""
+        """Pin the best step's checkpoint, and unpin the previous best step's checkpoint if the loop
+        has pinned it."""
         best = self.best()
         if best is None or state.best == best[0]:
             return
@@ -117,11 +119,12 @@ class Evaluations:
             await tandem.pin(state.run, best[0])
 
     def _found(self) -> Mapping[int, float]:
-        """The reward of each evaluated step of the chain."""
+        """The reward of each evaluated step in the run's chain, from the first section's
+        evaluations."""
         found: dict[int, float] = {}
         name = self._sections[0].name if self._sections else ""
         for line in self._record.lines:
-            if "step" in line:  # a rollback removed the evaluations of later steps
+            if "step" in line:  # a step that is trained again discards later evaluations
                 found = {step: reward for step, reward in found.items() if step < line["step"]}
             elif "evaluated" in line and line.get("name", "") == name and line["samples"]:
                 found[line["evaluated"]] = line["reward"]
@@ -129,8 +132,9 @@ class Evaluations:
 
 
 def pass_at(k: int, groups: Sequence[Sequence[Trajectory]], passes: float) -> float | None:
-    """The unbiased estimate of the probability that one of k answers passes, over the tasks with at
-    least k samples (Chen et al., 2021, arXiv:2107.03374, eq. 1); None without such a task.
+    """The unbiased estimate of the probability that at least one of k answers passes (Chen et al.,
+    2021, arXiv:2107.03374, eq. 1), averaged over the tasks with at least k samples. None if no task
+    has k samples.
 
     Args:
         groups: the trajectories of each task.

@@ -1,5 +1,5 @@
 """Rolls a task out several times at once, and reports which rollouts gave a trajectory and which
-were lost."""
+gave none."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -58,22 +58,23 @@ class Rollouts:
         step: int | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[Trajectory]:
-        """The trajectories of the rollouts of a task, without failed and discarded ones. Raises the
-        last error if none is left.
+        """The trajectories of the rollouts of a task, without failed and discarded rollouts. Raises
+        the last error if no trajectory is left.
 
         Args:
             of: the environment.
             size: the number of rollouts.
             step: the step that all rollouts sample from. None: they sample from the newest served
                 step, and are trained.
-            options: vLLM's sampling options; None: those of [rl]. A `seed` grows by 1 per rollout.
+            options: vLLM's sampling options; None: the options of [rl.sampling]. A `seed` grows by
+                1 with each rollout.
         """
         sampling = self._rl.sampling if options is None else options
         name = uuid4().hex  # the group's name, for the proxy of several inference servers
 
         async def play(number: int) -> Trajectory:
             own = dict(sampling)
-            if "seed" in own:  # otherwise all rollouts of a task would be the same
+            if "seed" in own:  # with the same seed, all rollouts of a task would be the same
                 own["seed"] += number
 
             def sampler() -> Sampler:

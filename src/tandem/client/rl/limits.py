@@ -1,5 +1,5 @@
-"""Limits that end the loop early: too many failing groups, groups with equal rewards, or batches
-that the controller refuses, in a row."""
+"""Limits that end the loop early: too many failing groups in a row, too many groups with equal
+rewards in a row, or too many batches in a row that the controller refuses."""
 
 import time
 from collections.abc import Sequence
@@ -11,17 +11,21 @@ from tandem.client.rl.environment import RolloutGroup
 from tandem.client.rl.samples import Alike
 from tandem.errors import NothingToLearn, TandemError
 
-# The loop ends after this many groups with equal rewards in a row, in units of `groups_per_step`:
-# they show that there is nothing left to learn.
+# The loop ends after this many times `groups_per_step` groups with equal rewards in a row: such
+# groups show that there is nothing left to learn.
 _UNINFORMATIVE = 16
-# The loop ends after the controller has refused this many batches with differing rewards. The
-# controller refuses a batch if its trajectories are too long.
+# The loop ends when the controller refuses a batch with differing rewards, as the last of at least
+# this many refused batches in a row. The controller refuses a batch if its trajectories are too
+# long.
 _REFUSED = 3
 
 
 class Limits:
     """The counters of these limits. `teaches`: whether a group with equal rewards also changes the
-    weights. Before the first success no failure is tolerated: most likely the environment is wrong.
+    weights.
+
+    Failures are tolerated for `patience` seconds after a success. Before the first success no
+    failure is tolerated: most likely the environment is wrong.
 
     Args:
         rl: the settings under [rl].
@@ -42,8 +46,8 @@ class Limits:
         self._succeeded, self._paused_until = -inf, 0.0
 
     def failed(self, use: str, last_error: str) -> None:
-        """Count a group of the environment `use`; raises TandemError after too many failed groups
-        for too long."""
+        """Count a failed group of the environment `use`. Raises TandemError if too many groups in a
+        row have failed, and for too long."""
         self._failing += 1
         if self._failing < max(3, self._size):
             return
@@ -55,7 +59,7 @@ class Limits:
         error = TandemError(f"{problem}: {last_error}", field=use)
         if now - self._succeeded >= self._patience:
             raise error
-        if not self.paused:  # each failing group uses up a task
+        if not self.paused:  # a pause, because each failing group uses up a task
             self._paused_until = now + self._backoff.next(error)
 
     @property

@@ -1,9 +1,9 @@
-"""The loop of `tandem rl`. One coroutine rolls groups out, one submits them as jobs, and one
-follows the jobs and moves the served step.
+"""The loop of `tandem rl`. The first coroutine rolls groups out, the second submits the groups as
+jobs, and the third follows the jobs and waits until vLLM serves each new step.
 
-A job of base step b trains a group only if step b - `max_off_policy_steps` or a newer step sampled
-every turn of the group. A group begins only if a job within this bound still needs it. With
-`max_off_policy_steps` 0 the loop is synchronous.
+A job that starts from step b trains a group only if every turn of the group was sampled from step
+b - `max_off_policy_steps` or a newer step. A group begins only if a job within this bound still
+needs a group. With `max_off_policy_steps` 0 the loop is synchronous.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ from tandem.spool.fs import write_json_atomic
 from tandem.spool.locks import LockHeldError, file_lock
 
 _POLL_SECONDS = 0.01
-_SAMPLE_EVERY = 10  # every tenth step's line in the record has a sample
+_SAMPLE_EVERY = 10  # the record's line of every tenth step has a sample
 
 
 class Loop:
-    """`environments`: the entries of [[rl.environment]], then the environments of [eval]."""
+    """The loop. `environments`: the entries of [[rl.environment]], then those of [eval]."""
 
     def __init__(
         self,
@@ -65,15 +65,15 @@ class Loop:
         self.groups_in_flight = config.rl.groups_in_flight or (self.bound + 1) * self._size
         # The next job's base step; the newest served step; the last step to make.
         self.base = self.served = self.last = 0
-        # Task -> the coroutine of its group, and the step served when it began.
+        # Task -> the coroutine of its group, and the step that was served when the group began.
         self.running: dict[str, tuple[asyncio.Task[None], int]] = {}
         self.ready: list[RolloutGroup] = []
-        self.counts: Counter[str | Lost] = Counter()  # counted since the last submission
+        self.counts: Counter[str | Lost] = Counter()  # the counts since the last submission
         self.sample: Trajectory | None = None
         self.error = ""
         # The step that the loop waits for vLLM to serve.
         self.awaited: int | None = None
-        self._rewards: list[float] = []  # sampled since the last submission
+        self._rewards: list[float] = []  # all rewards that were sampled since the last submission
         self._limits, self._watch = Limits(config.rl, patience, pauses), Watch(self._name)
         self._rollouts = Rollouts(
             self._rl,
@@ -119,10 +119,10 @@ class Loop:
             raise first from None
 
     async def _begin(self) -> None:
-        """Create the run or find it, and resume from the state file: jobs submitted earlier are
-        followed."""
+        """Create the run or find it. Resume from the state file, with the jobs that were submitted
+        before."""
         run, uses = self.config.run, [section.use for section in self._rl.environment]
-        # The file is written after the run, because `created` and `first` are known only then.
+        # The file is written after the run exists: `created` and `first` are known only then.
         new = State(run=run.name, environments=uses, created=0, first=0, cursors=[0] * len(uses))
         self.state = load_progress(self._file, new)
         existing: RunStatus | None = None
@@ -161,14 +161,14 @@ class Loop:
         await raise_unless_serving(self._vllm, run.name)
 
     async def _settle_jobs(self) -> None:
-        """Forget the submitted jobs that made no step, and jobs that start from such a job."""
+        """Forget the submitted jobs that made no step, and all jobs after such a job."""
         dead = False
         for job in list(self.state.jobs):
             if dead:  # its base step will never be made
                 with suppress(NotFound):
                     await self._tandem.cancel(job.id)
             elif self.state.pending and job is self.state.jobs[-1] and await self._send():
-                continue  # it is forgotten
+                continue  # the controller refused the job, and `_send` has removed it
             known = await self._state_of(job.id)
             gone = known in ("", "succeeded") and discarded(
                 job.id, job.base, await self._tandem.checkpoints(self._run)
@@ -180,7 +180,7 @@ class Loop:
 
     @property
     def _followed(self) -> int:
-        """The newest step up to which every job and every evaluation has ended."""
+        """The newest step whose job has been followed to its end."""
         return self.state.jobs[0].base if self.state.jobs else self.base
 
     async def _state_of(self, job: str) -> str:
@@ -207,7 +207,7 @@ class Loop:
                 self.running[task] = groups.create_task(self._roll_out(task)), self.served
 
     def _room(self) -> int:
-        """How many groups may begin now and still be used by a coming job."""
+        """The number of groups that may begin now, because a coming job can still train them."""
         jobs = min(self.served + self.bound, self.last - 1) - self.base + 1
         return jobs * self._size - len(self.ready) - len(self.running)
 
@@ -224,7 +224,7 @@ class Loop:
             group = RolloutGroup(task, made, began, time.time())
         except Exception as error:
             if task not in self.running:
-                return  # the group was dropped as stale before its other rollouts ended
+                return  # the group was dropped as stale while its rollouts ran
             self._leave_out(task, "failed")
             self.error = described(error)
             self._limits.failed(self._rl.environment[i].use, self.error)
@@ -245,7 +245,7 @@ class Loop:
         self._limits.sampled(group, self.base)
 
     def _show(self, trajectories: Sequence[Trajectory], task: str, **more: Any) -> None:
-        """Keep a group's samples for people; print the first."""
+        """Keep a group's samples for people; print the loop's first sample."""
         if not self.sample:
             self.record.notice("the first sample", sample(trajectories[0]))
         self.sample, about = trajectories[0], {"run": self._run, "task": task, "time": time.time()}
@@ -285,8 +285,8 @@ class Loop:
         self.ready = [group for group in self.ready if group not in stale]
         for task in (*late, *(group.task for group in stale)):
             self._leave_out(task, "stale")
-        # vLLM serves only the newest steps, so a step is evaluated before there are two newer ones.
-        # On shared GPUs vLLM does not answer while a job trains.
+        # vLLM serves only the newest steps, so a step is evaluated before two newer steps exist. On
+        # shared GPUs vLLM does not answer while a job trains, so the job waits for the evaluation.
         evaluated = (all if self._shared else any)(
             (self.base <= self._followed, self._evaluation.done())
         )
@@ -297,7 +297,7 @@ class Loop:
         tasks = [group.task for group in batch]
         for name in job_names(self._run, self.base):
             if not await self._state_of(name):
-                break  # the other groups belong to jobs that failed, or whose step was rolled back
+                break  # the earlier names belong to jobs that failed, or whose step was rolled back
         numbers = batch_numbers(
             batch, self.base, self._rl.packing.sequence_length, self._rewards, self.counts
         )
@@ -322,8 +322,8 @@ class Loop:
         self._limits.refused(batch, refusal, self.base)
 
     async def _send(self) -> NothingToLearn | None:
-        """Send the request in the state file. Returns the controller's refusal if the groups give
-        no gradient and no job was made. The tasks of these groups are then not handed out again."""
+        """Send the request in the state file. If the groups give no gradient, the controller makes
+        no job: returns its refusal, and the groups' tasks are not handed out again."""
         assert self.state.pending is not None
         refusal: NothingToLearn | None = None
         try:
@@ -346,8 +346,8 @@ class Loop:
     # ---- following
 
     async def _follow(self, tasks: asyncio.TaskGroup) -> None:
-        """Wait for each job and until its step is served. Record the step's numbers, and evaluate
-        it."""
+        """Wait for each job, and until vLLM serves the job's step. Record the step's numbers, and
+        evaluate the step."""
         self._evaluation = tasks.create_task(self._evaluate(self._followed))
         while self._followed < self.last:
             await _until(
@@ -363,7 +363,7 @@ class Loop:
             self._idle_since = self.record.step(
                 job, await self._tandem.job_events(job.id), self._idle_since
             )
-            # The job stays in the state until here, so that a kill does not lose the evaluation.
+            # The job stays in the state until here, so that a kill does not lose this evaluation.
             await self._evaluation
             self.state.jobs.remove(job)
             self._write_down(self.state.pending)
@@ -371,7 +371,7 @@ class Loop:
         await self._evaluation
 
     def _stop_early(self) -> None:
-        """Stop submitting if the evaluations say so."""
+        """Submit no further job if the last evaluations were no better than an earlier one."""
         end = self.base + bool(self.state.pending)
         best = self.evaluations.best()
         if best is not None and end < self.last and self.evaluations.stops():
@@ -380,12 +380,12 @@ class Loop:
 
     async def _until_served(self, step: int) -> None:
         self.awaited = step
-        # Without a time limit: vLLM may take half an hour to start. A refused step raises.
+        # There is no time limit: vLLM may take half an hour to start. A refused step raises.
         self.served = (await self._tandem.wait_served(self._run, step, inf)).step
         self.awaited = None
 
     async def _evaluate(self, step: int) -> None:
-        """Record the step's rewards in the evaluations that are due, and keep the best step."""
+        """Run and record the evaluations that are due at `step`, and keep the best step."""
         show, made = partial(self._show, evaluated=True), step - self.state.first
         await self.evaluations.evaluate(step, made, step == self.last, show)
         self._stop_early()

@@ -1,4 +1,4 @@
-"""The loop's files: its state, one JSON file, and its record, a JSON line for each step and
+"""The loop's files. The state is one JSON file. The record has a JSON line for each step and each
 evaluation."""
 
 import json
@@ -18,22 +18,24 @@ from tandem.client.rl.samples import Alike, sample
 from tandem.errors import InvalidInput
 from tandem.spool.fs import read_record
 
-_NOTHING = 0.0005  # a mean that is printed as 0.000
-_REASONS = 20  # most reasons for lost rollouts that a line names
+_NOTHING = 0.0005  # a mean reward whose size is below this number is printed as 0.000
+_REASONS = 20  # a line names at most this many reasons why rollouts gave no trajectory
 LEFT_OUT = ("uninformative", "stale", "failed")
 
 
 class Submitted(BaseModel):
-    """A job that is submitted, or about to be, and not yet followed to its end."""
+    """A job that was submitted, or is about to be submitted, and has not been followed to its
+    end."""
 
     id: str
     base: int
     tasks: list[str]
-    numbers: dict[str, Any]  # numbers about its groups, for the record
+    numbers: dict[str, Any]  # numbers about the job's groups, for the record
 
 
 class State(BaseModel):
-    """The loop's memory across a kill; replaced before each submission and after each step.
+    """The loop's state, which a kill does not lose. The file is replaced before each submission and
+    after each step.
 
     Tasks are named `<environment>:<number>`; tasks from `cursors` on have not been handed out.
     """
@@ -42,18 +44,19 @@ class State(BaseModel):
     environments: list[str]
     created: float  # when the run was created, Unix seconds
     first: int  # the step that the loop began with
-    recorded: int = 0  # lines of other trainings that the record already had
+    recorded: int = 0  # number of lines that other trainings had written to the record before
     cursors: list[int]
-    open: list[str] = []  # handed out, but not yet in a job
+    open: list[str] = []  # tasks that were handed out, but are not yet in a job
     jobs: list[Submitted] = []
-    # The request of the last of `jobs`, until the controller has it. A request that is sent again
-    # after a kill names the same job.
+    # The request of the last job in `jobs`, until the controller has the request. A request that is
+    # sent again after a kill names the same job.
     pending: dict[str, Any] | None = None
     best: int | None = None  # the best step by evaluation
     best_is_ours: bool = False  # whether the loop has pinned the best step
 
     def next_task(self, weights: Sequence[float]) -> str:
-        """Hand out the next task, from the environment that is furthest behind its share."""
+        """Hand out the next task, from the environment that is furthest behind its weight's share
+        of the tasks."""
         i = min(range(len(weights)), key=lambda i: (self.cursors[i] + 1) / weights[i])
         self.cursors[i] += 1
         self.open.append(task := f"{i}:{self.cursors[i] - 1}")
@@ -93,8 +96,8 @@ def batch_numbers(
 
     Args:
         row: tokens of a row.
-        sampled: the rewards of everything sampled for the batch, including groups that were left
-            out.
+        sampled: the rewards of all trajectories sampled since the last submission, including groups
+            that were left out.
     """
     trajectories = [trajectory for group in batch for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
@@ -118,7 +121,8 @@ def batch_numbers(
 
 
 def _reasons(counts: Mapping[Any, int], what: str) -> dict[str, int]:
-    """The number of lost rollouts by reason; of many reasons only the most frequent ones."""
+    """The number of rollouts without a trajectory for each reason, at most `_REASONS` reasons: the
+    most frequent."""
     found = Counter(
         {
             key[1]: count
@@ -132,7 +136,7 @@ def _reasons(counts: Mapping[Any, int], what: str) -> dict[str, int]:
 
 
 def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The environment's own metrics, each averaged over the trajectories that have it."""
+    """The environment's own metrics. Each metric is averaged over the trajectories that have it."""
     names = sorted({name for trajectory in trajectories for name in trajectory.metrics})
     return {
         name: fmean(one.metrics[name] for one in trajectories if name in one.metrics)
@@ -152,8 +156,8 @@ class RunRecord:
         self.lines: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
 
     def evaluated(self, step: int, name: str) -> bool:
-        """Whether the step was evaluated under this name, with at least one sample, since it was
-        last trained. After a rollback the step is trained and evaluated again."""
+        """Whether the step has an evaluation of this name, with at least one sample, that is newer
+        than the step's last training. After a rollback a step is trained and evaluated again."""
         ours = (
             line
             for line in reversed(self.lines)
@@ -193,8 +197,8 @@ class RunRecord:
         failed: int,
         more: Mapping[str, Any],
     ) -> None:
-        """Record the rewards of the tasks of [eval], with a sample. If all rewards are 0, also
-        record the features that the answers share.
+        """Record the rewards of an evaluation's tasks, with a sample. If the mean reward is printed
+        as 0.000, also record what the answers have in common.
 
         Args:
             failed: rollouts without a trajectory.
@@ -216,7 +220,7 @@ class RunRecord:
         self._write(line)
 
     def begins(self, config: Config, base: int, last: int, task: Any, awaited: int) -> None:
-        """Tell people what begins now, and what the loop waits for.
+        """Tell people what the loop is about to train, and what it waits for.
 
         Args:
             base: the step that the next job starts from.

@@ -1,5 +1,5 @@
-"""Obstacles to resuming a run: other jobs that wait, a job whose base step will not be made, and a
-refused step, which is rolled back."""
+"""Handles the obstacles to resuming a run. Jobs of other programs that wait, and a job whose base
+step will not be made, are errors. A step that the publisher refused is rolled back."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -12,7 +12,8 @@ from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound
 
 def raise_unless_free(status: RunStatus, state: State, bound: int) -> None:
     """Raises Conflict if the run has jobs that this loop did not submit. Raises InvalidInput if the
-    loop wants to sample during jobs on shared GPUs, where vLLM sleeps during a job.
+    loop wants to sample during jobs, but trainer and vLLM share GPUs: there vLLM sleeps during a
+    job.
 
     Args:
         bound: `rl.max_off_policy_steps`; 0: the loop does not sample during jobs.
@@ -29,8 +30,9 @@ def raise_unless_free(status: RunStatus, state: State, bound: int) -> None:
 
 
 async def raise_failure(tandem: AsyncTandem, jobs: Iterable[Submitted]) -> None:
-    """Raises JobFailed if a job failed or was cancelled. A refused submission only reports that its
-    base step will never be made; the failed job is the cause."""
+    """Raises JobFailed if one of the jobs failed or was cancelled. The controller's refusal of a
+    later job only says that the later job's base step will never be made. The failed job is the
+    cause."""
     for job in jobs:
         with suppress(NotFound):
             if (await tandem.get_job(job.id)).state in ("failed", "cancelled"):

@@ -1,4 +1,4 @@
-"""Makes the request of a job from the groups that it trains, and the job's name."""
+"""Makes a job's id, and the job's request from the groups that the job trains."""
 
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
@@ -13,9 +13,9 @@ from tandem.controller.schemas import LABEL_CHARACTERS, MOST_LABELS
 
 
 def job_names(run: str, base: int) -> Iterator[str]:
-    """The names for jobs that start from step `base`, in the order in which they are used."""
-    # A job's id has at most 64 characters. The names of two runs with a common beginning must give
-    # different ids.
+    """The ids for jobs that start from step `base`, in the order in which the ids are tried."""
+    # A job's id has at most 64 characters. Two runs whose names begin alike must give different
+    # ids.
     short = run if len(run) <= 40 else f"{run[:31]}-{sha256(run.encode()).hexdigest()[:8]}"
     yield f"{short}-rl-{base}"
     yield from (f"{short}-rl-{base}-{number}" for number in count(2))
@@ -32,7 +32,7 @@ def job_request(
     """
     settings = rl.model_dump(include=OF_JOBS, exclude_unset=True)
     optimizer = rl.optimizer
-    if optimizer.batch_size:  # one learning-rate schedule over all jobs
+    if optimizer.batch_size:  # all jobs together have one learning-rate schedule
         start = (
             max(0, base - first)
             * optimizer.epochs
@@ -56,8 +56,8 @@ def job_request(
 
 
 def task_labels(tasks: Sequence[str]) -> dict[str, str]:
-    """The labels `tasks`, `tasks-2`, ... that hold the task names, cut to the length of a label;
-    "…" ends the last one if they don't fit into all labels of a job."""
+    """The labels `tasks`, `tasks-2`, ... with the task names, each with as many names as fit into a
+    label. If the names don't fit into all labels of a job, the last label ends with "…"."""
     lines = wrap(
         " ".join(tasks),
         LABEL_CHARACTERS,

@@ -1,5 +1,5 @@
-"""Runs one rollout of the user's code: a coroutine in the event loop or a plain function in a
-thread, with a time limit and retries."""
+"""Runs one rollout of the user's code, with a time limit and retries. A coroutine runs in the event
+loop, a plain function in a thread."""
 
 import asyncio
 import dis
@@ -37,7 +37,7 @@ async def play(
     watch: Watch | None = None,
 ) -> Trajectory:
     """The trajectory of a rollout. An error is passed to `failed`, and the rollout is repeated
-    after a pause, up to `retries` times. DiscardedError is final.
+    after a pause, up to `retries` times. After DiscardedError the rollout is not repeated.
 
     Args:
         rollout: the user's function, a coroutine or a plain function.
@@ -45,7 +45,7 @@ async def play(
         pauses: the shortest and the longest pause in seconds.
         watch: follows the rollout's task.
     """
-    backoff = Backoff(inf, *pauses)  # a service that an environment needs may be away for a moment
+    backoff = Backoff(inf, *pauses)  # a pause, because a service may be away for a moment
     watch = watch or Watch()
     for left in reversed(range(settings.retries + 1)):
         own = sampler()
@@ -74,9 +74,9 @@ async def play(
 async def _limited(
     rollout: Callable[..., Any], task: Any, sampler: Any, seconds: float, watch: Watch
 ) -> Any:
-    """The rollout's return value. Raises TandemError at the limit. A coroutine is then cancelled. A
-    thread, or a coroutine that does not end, keeps running unobserved. Seconds during which another
-    rollout blocked the event loop do not count."""
+    """The rollout's return value. Raises TandemError after `seconds`. Seconds during which another
+    rollout blocked the event loop do not count. At the limit a coroutine is cancelled. A thread, or
+    a coroutine that does not end, keeps running unobserved."""
     clock, stalled, threads = asyncio.get_running_loop().time, watch.stalled, list[int]()
     running = asyncio.create_task(_run(rollout, task, sampler, threads))
     watch.follow(running, seconds)
@@ -147,7 +147,7 @@ def is_async(rollout: Callable[..., Any]) -> bool:
 async def _in_thread(
     rollout: Callable[..., Any], task: Any, sampler: Any, threads: list[int]
 ) -> Any:
-    """The function's value, computed in a thread of its own. An executor is not used, because
+    """The function's return value, computed in a thread of its own. No executor is used, because
     Python waits for an executor's threads before it exits."""
     done: Future[Any] = Future()
 
@@ -164,27 +164,29 @@ async def _in_thread(
 
     threading.Thread(target=work, daemon=True, name="rollout").start()
     made = asyncio.wrap_future(done)
-    made.add_done_callback(lambda made: made.cancelled() or made.exception())  # nobody may wait
+    # The callback reads the error. Python would complain about an error that nobody reads.
+    made.add_done_callback(lambda made: made.cancelled() or made.exception())
     return await asyncio.shield(made)
 
 
 def _cancelled() -> bool:
-    """Whether this task is being cancelled, so that a CancelledError is not the rollout's own."""
+    """Whether the current asyncio task is being cancelled. In a task that is being cancelled, a
+    CancelledError does not come from the rollout itself."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def _failure(error: BaseException) -> Exception:
-    """The error of a rollout; a TandemError instead of errors that would end more than the
-    rollout."""
+    """The error of a rollout. An error that would end more than the rollout becomes a
+    TandemError."""
     if isinstance(error, Exception):
         return error
     return TandemError(f"the rollout raised {error!r}").with_traceback(error.__traceback__)
 
 
 def _trajectory(made: Any, rollout: Callable[..., Any]) -> Trajectory:
-    """The rollout's value as a trajectory. Raises InvalidInput, with the user's line, if it is not
-    a trajectory."""
+    """The rollout's return value as a trajectory. Raises InvalidInput, with the line of the user's
+    code, if the value is not a trajectory."""
     if isinstance(made, Trajectory | dict):
         try:
             return Trajectory.model_validate(made)
@@ -220,14 +222,15 @@ def _returns(rollout: Callable[..., Any]) -> str:
 
 
 def described(error: Exception) -> str:
-    """The error, and the last line of the user's own code in its traceback. If all of the user's
-    code is in an installed package, the first line in that package."""
+    """A text with the error, and with the last line of the user's own code in the error's
+    traceback. If all of the user's code is in an installed package, it is the first line in that
+    package."""
     return f"{type(error).__name__}: {error}{_at(error)}"
 
 
 def kind_of(error: Exception) -> str:
-    """The name under which an error is counted: its type and line. The text of the error is left
-    out because it may differ each time."""
+    """The name under which an error is counted: the error's type and line. The error's text is left
+    out, because it may differ each time."""
     return f"{type(error).__name__}{_at(error) or f': {error}'[:80]}"
 
 
@@ -241,8 +244,8 @@ def _at(error: Exception) -> str:
 
 
 def _check(trajectory: Trajectory, packing: PackingSettings) -> None:
-    """Raises InvalidInput for a trajectory that the controller would refuse, together with all
-    other groups of the batch."""
+    """Raises InvalidInput for a trajectory that the controller would refuse. Because of such a
+    trajectory, the controller would refuse all groups of the batch."""
     if any(turn.policy_step is None for turn in trajectory.turns):
         raise InvalidInput("a turn has no policy_step; sample by sampler.chat and return finish()")
     row = packing.sequence_length

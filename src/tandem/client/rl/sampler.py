@@ -12,8 +12,8 @@ from tandem.errors import InvalidInput, TandemError, Unreachable
 from tandem.vllm_client.sampling import loop_options
 
 PATIENCE = 300.0
-"""Seconds for which requests are repeated while vLLM, the controller or the publisher is away, and
-for which groups may fail."""
+"""Seconds for which requests are repeated while vLLM, the controller or the publisher is away. Also
+the seconds for which groups may keep failing."""
 
 
 class DiscardedError(Exception):
@@ -22,17 +22,19 @@ class DiscardedError(Exception):
 
 class Sampler:
     """Samples one rollout: `chat` samples a message, `finish` makes the trajectory of all sampled
-    messages. A turn continues the tokens of an earlier turn if its messages begin with that turn's
-    messages and answer.
+    messages. A turn whose messages begin with the messages and the answer of an earlier turn
+    continues the tokens of that turn.
 
     `response` is vLLM's last answer. `discarded` is the reason of `discard`.
 
     Args:
         run: the run's name.
         newest: returns the newest served step.
-        pin: the step to sample from; None: the newest served step, asked anew for each request.
+        pin: the step to sample from. None: each request samples from the step that is then the
+            newest served step.
         options: vLLM's options for each message.
-        group: names the rollouts of one task, which share their prompt; None: no name is sent.
+        group: the name of the rollouts of one task, whose prompts are the same. None: no name is
+            sent.
     """
 
     def __init__(
@@ -69,8 +71,8 @@ class Sampler:
         rollout`, the call blocks and returns the message. `options`: options of vLLM's chat
         completions, such as `tools` or `max_tokens`.
 
-        Raises InvalidInput for options that change the distribution, and for requests that vLLM
-        refuses, such as a conversation longer than its context.
+        Raises InvalidInput for options that change the sampled distribution, and for requests that
+        vLLM refuses, such as a conversation that is longer than vLLM's context.
         """
         answer = self._chat(messages, options)
         try:
@@ -115,7 +117,7 @@ class Sampler:
         return self._builder.add_response(self.response)
 
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """vLLM's answer; the request is repeated while vLLM is away or does not have the step
+        """vLLM's answer. The request is repeated while vLLM is away or does not serve the step
         yet."""
         backoff = Backoff(PATIENCE)
         while True:

@@ -1,5 +1,5 @@
-"""Samples for people: the texts of rollouts, a file of the last ones, and the reason why groups
-with equal rewards teach nothing."""
+"""Samples for people: the texts of rollouts, a file of the last rollouts, and what the rollouts of
+groups with equal rewards have in common."""
 
 import json
 from collections import Counter, deque
@@ -13,7 +13,7 @@ from tandem.spool.fs import write_atomic
 KEPT = 1000
 """The number of rollouts that the file keeps. The file grows to twice this number before its older
 half is removed."""
-# The most messages of a rollout, and the most characters of each.
+# A sample has at most this many messages, and at most this many characters of each message.
 _MESSAGES, _CHARACTERS = 12, 2000
 
 
@@ -54,7 +54,7 @@ def said(sampled: Mapping[str, Any]) -> str:
 
 
 def shown(samples: Iterable[Mapping[str, Any]]) -> str:
-    """Samples below one another, each below its reward."""
+    """A text with the samples one below another. Above each sample stands its reward."""
     return "".join(f"\n--- reward {one['reward']:g}\n{said(one)}" for one in samples)
 
 
@@ -64,7 +64,8 @@ def same_text(group: Iterable[Trajectory]) -> bool:
 
 
 class Alike:
-    """Counts what groups have in common: rewards, texts. Keeps the last three samples."""
+    """Counts the rewards of groups' trajectories, and the groups whose answers are all the same
+    text. Keeps the last three samples."""
 
     def __init__(self, groups: Iterable[Sequence[Trajectory]] = ()) -> None:
         self.rewards: Counter[float] = Counter()
@@ -83,8 +84,8 @@ class Alike:
         return {f"{reward:g}": count for reward, count in self.rewards.most_common(10)}
 
     def told(self) -> str:
-        """A text with the rewards' counts, whether the texts are equal too, and the last
-        samples."""
+        """A text with the rewards' counts, the number of groups whose answers are all equal, and
+        the last samples."""
         counts = ", ".join(f"{reward} ({count} times)" for reward, count in self.counts().items())
         return (
             f"The rewards: {counts}. In {self.same_text} of {self.groups} groups all answers are"
@@ -101,7 +102,7 @@ def samples_file(state: Path) -> Path:
 
 
 def find_samples(run: str, directory: Path) -> Path | None:
-    """The newest file of samples in the directory that belongs to this run."""
+    """The newest file in the directory with samples of the run `run`."""
     files = sorted(directory.glob("*.samples.jsonl"), key=lambda file: -file.stat().st_mtime)
     return next((file for file in files if any(s["run"] == run for s in read_samples(file))), None)
 

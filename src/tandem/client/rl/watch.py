@@ -1,5 +1,5 @@
-"""Watches the event loop: names the rollout that blocks it, interrupts that rollout at its limit,
-and ends the process soon after Ctrl-C."""
+"""Watches the event loop: names the rollout that blocks the loop, interrupts this rollout at its
+time limit, and ends the process soon after Ctrl-C."""
 
 import asyncio
 import ctypes
@@ -17,22 +17,24 @@ from typing import Any, Self
 
 import tandem
 
-# A loop that does not turn for this many seconds is blocked, and the place is named.
+# An event loop that runs nothing else for this many seconds is blocked. The line of code that
+# blocks it is named.
 BLOCKED_SECONDS = 3.0
 GRACE_SECONDS = 1.0
-"""Seconds to clean up, for a cancelled rollout and for the process after Ctrl-C."""
+"""Seconds to clean up: for a cancelled rollout, and for the whole process after Ctrl-C."""
 _POLL_SECONDS = 0.25
 _SIGNAL = signal.SIGURG  # a signal that nothing else uses and that is ignored by default
 
 
 class LeftBehindError(BaseException):
-    """Raised inside a coroutine that blocks the event loop beyond its limit. The class is not an
-    Exception, so that no `except Exception` in the user's loop catches it."""
+    """Raised inside a coroutine that blocks the event loop beyond the coroutine's time limit. The
+    class is not an Exception, so that no `except Exception` in the user's code catches it."""
 
 
 class Watch:
-    """Wraps the loop of `tandem rl`, in the thread of the event loop. `tell` is called with a
-    sentence for each place that blocks the event loop."""
+    """A context manager around the loop of `tandem rl`, entered in the thread of the event loop.
+    `tell` is called once for each line of code that blocks the event loop, with a sentence that
+    names the line."""
 
     def __init__(self, tell: Callable[[str], object] = lambda _: None) -> None:
         self.tell = tell
@@ -51,7 +53,8 @@ class Watch:
         task.add_done_callback(self._tasks.pop)
 
     def blocks(self) -> str | None:
-        """The place that blocks the event loop now; None if the loop runs. For other threads."""
+        """The line of code that blocks the event loop now; None if the event loop runs. The method
+        is called from another thread."""
         if time.monotonic() - self._beat < BLOCKED_SECONDS:
             return None
         frame = sys._current_frames().get(self._thread)
@@ -106,7 +109,7 @@ class Watch:
 
     def _interrupt(self, *_: object) -> None:
         """A signal handler. Python calls it in the main thread, inside the code that blocks the
-        loop."""
+        event loop."""
         late, self._late = self._late, None
         with suppress(RuntimeError):
             if late is not None and asyncio.current_task() is late:
@@ -114,7 +117,8 @@ class Watch:
 
 
 def place(frame: FrameType) -> str:
-    """The innermost line of the user's own code at a frame, or else of any code."""
+    """The innermost line of the user's own code on the stack of a frame. If the stack has no such
+    line, the innermost line of any code."""
     found = [
         (f.f_code, number)
         for f, number in traceback.walk_stack(frame)
@@ -130,8 +134,8 @@ def at(file: str, line: int | str | None) -> str:
 
 
 def whose(file: str) -> str:
-    """The owner of the code in the file: "own", "installed", or "" for this package and the
-    standard library."""
+    """The owner of the code in the file: "own" for the user's code, "installed" for an installed
+    package, or "" for this package and the standard library."""
     if file.startswith(("<frozen ", f"{Path(tandem.__file__).parent}{os.sep}")):
         return ""
     if {"site-packages", "dist-packages"} & set(Path(file).parts):
@@ -140,9 +144,9 @@ def whose(file: str) -> str:
 
 
 def run_to_the_end[T](main: Coroutine[Any, Any, T], stopped: Callable[[], object]) -> T:
-    """Like `asyncio.run`, but tasks that do not end when they are cancelled are left behind. After
-    Ctrl-C the process ends within two seconds, after a second Ctrl-C immediately. `stopped` is
-    called before the process ends after Ctrl-C.
+    """Like `asyncio.run`, but does not wait for tasks that do not end when they are cancelled.
+    After Ctrl-C the process ends within two seconds, after a second Ctrl-C immediately. If the
+    process is ended this way, `stopped` is called first.
     """
     loop = asyncio.new_event_loop()
     task = loop.create_task(main)
@@ -175,7 +179,7 @@ def run_to_the_end[T](main: Coroutine[Any, Any, T], stopped: Callable[[], object
             loop.run_until_complete(asyncio.wait(left, timeout=GRACE_SECONDS))
             for each in left:
                 each._log_destroy_pending = False  # type: ignore[attr-defined]
-                # Python would close the coroutine at exit, which may never return
+                # Python would close the coroutine at exit, and the closing may never return.
                 if not each.done():
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
         loop.run_until_complete(loop.shutdown_asyncgens())

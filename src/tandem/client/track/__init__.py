@@ -1,5 +1,5 @@
-"""`tandem track`: a client of the controller that writes a run's metrics to experiment trackers,
-each step once."""
+"""`tandem track`: a client of the controller that writes a run's metrics to experiment trackers. A
+step's metrics are written once."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -12,9 +12,9 @@ from tandem.client.track.tensorboard import TensorBoard
 from tandem.client.track.wandb import Wandb
 from tandem.errors import InvalidInput, TandemError
 
-# A target finds its last row (`position`) in its own output, so no other state is kept. Before a
-# row replaces existing rows, `rewind` removes the existing rows. If the tracker can't replace rows,
-# `rewind` begins a new curve.
+# A target writes to one tracker. A target finds its last row (`position`) in its own output, so no
+# other state is kept. Before a row replaces existing rows, `rewind` removes the existing rows. If
+# the tracker can't replace rows, `rewind` begins a new curve.
 Target = TensorBoard | Wandb | Mlflow
 TARGETS: dict[str, type[Target]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}
 
@@ -30,8 +30,8 @@ def track(
     *,
     follow: bool,
 ) -> dict[str, int]:
-    """Write the run's rows to `places`; with `follow`, the function does not return. Returns the
-    number of rows written to each place. A repeated call continues where the last one stopped.
+    """Write the run's rows to `places`. Returns the number of rows written to each place; with
+    `follow`, the function does not return. A later call continues after the last row written.
 
     Raises InvalidInput, Conflict if another process writes to a place, and TrackerFailed with a
     tracker's own message.
@@ -39,7 +39,7 @@ def track(
     Args:
         run: the run's name.
         places: places in the form of `tandem track --to`, such as "tensorboard:DIR".
-        samples: finds the file in which `tandem rl` keeps its samples.
+        samples: finds the file in which `tandem rl` keeps its samples, or returns None.
         follow: also wait for later jobs.
     """
     spec = tandem.get_run(run).spec
@@ -77,13 +77,13 @@ def _target(run: RunSpec, place: str) -> Target:
 
 
 def _write(target: Target, row: Row) -> bool:
-    """Write a row, unless the target has it."""
+    """Write a row, unless the target has the row already. Returns whether the row was written."""
     last, new = target.position, row.position
     if last and new[:3] <= last[:3]:
         return False
     if last and row.kind == "step" and new.step <= last.step:
-        # After a rollback or a failed job, the rows of other steps replace the rows that were
-        # written. The next attempt of a job repeats the numbers of the attempt before.
+        # After a rollback or a failed job, rows with the same step numbers replace the rows that
+        # were written. The next attempt of a job repeats the step numbers of the attempt before.
         if last.job == new.job and not target.replaces:
             return False
         target.position = last._replace(step=new.step - 1)

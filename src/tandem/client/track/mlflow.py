@@ -1,7 +1,8 @@
 """Writes to MLflow: a run with a tag that holds the last row's position.
 
-MLflow writes a row's metrics in one transaction and then the tag. A row whose tag is missing is
-sent again. MLflow's database drops a metric that it already has with the same step, time and value.
+For each row, MLflow first writes the metrics in one transaction, and then the tag. If the tag was
+not written, the row is sent again. MLflow's database drops a metric that it already has with the
+same step, time and value.
 """
 
 import os
@@ -16,7 +17,8 @@ _RUN, _POSITION = "tandem.run", "tandem.position"
 
 
 class Mlflow:
-    """A run in the experiment MLFLOW_EXPERIMENT_NAME ("tandem"); a new run after a rollback."""
+    """A run of MLflow in the experiment MLFLOW_EXPERIMENT_NAME (default: "tandem"). After a
+    rollback, a new run of MLflow begins."""
 
     replaces = False
 

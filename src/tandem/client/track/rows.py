@@ -1,5 +1,5 @@
-"""Makes the rows for trackers from a run's jobs' events: one for each optimizer step and each
-checkpoint. Also opens a file that only one `tandem track` may use, and imports optional packages.
+"""Makes the rows for trackers from the events of a run's jobs. Each event of a type in KINDS is a
+row. Also opens a file that only one `tandem track` may use, and imports optional packages.
 """
 
 import fcntl
@@ -20,21 +20,21 @@ from tandem.errors import Conflict, InvalidInput, NotFound
 from tandem.spool.schema import TERMINAL, SessionJob
 
 KINDS = ("step", "evaluated", "succeeded", "served")
-"""The types of events that become rows, in the order in which one optimizer step can have them."""
+"""The types of events that become rows, in the order in which they occur for one optimizer step."""
 _ALIASES = {"loss": "train/loss", "reward_mean": "train/reward", "held_out_loss": "eval/loss"}
 _POLL_SECONDS = 1.0
 SAMPLE_COLUMNS = ("step", "task", "reward", "text")
-_SAMPLES = 20  # samples of a checkpoint's row
+_SAMPLES = 20  # most samples of a checkpoint's row
 
 
 class Position(NamedTuple):
-    """The event from which a row is made. Positions ascend with the jobs of a run and with the
-    events of a job."""
+    """The event from which a row is made. Positions sort by the jobs of a run in the order of their
+    submission, then by the events of a job."""
 
     created: float  # when the job was submitted, Unix seconds
     job: str
     seq: int  # sequence number of the event within its job
-    step: int  # optimizer steps of the run so far
+    step: int  # number of optimizer steps of the run so far
 
     def __str__(self) -> str:
         return json.dumps(self)
@@ -51,7 +51,8 @@ class Row:
     time: float  # Unix seconds
     values: dict[str, float]
     parameters: dict[str, str]  # settings of the run and the job
-    # Only for a checkpoint's row: the samples from the step before, if `tandem rl` keeps samples.
+    # Only for a checkpoint's row: the samples from the step that the job started from, if `tandem
+    # rl` keeps samples.
     samples: Sequence[Mapping[str, Any]] = ()
 
     def table(self) -> list[tuple[int, str, float, str]]:
@@ -62,7 +63,7 @@ class Row:
         ]
 
     def markdown(self) -> str:
-        """The table of the samples."""
+        """The samples as a Markdown table."""
         return markdown(
             SAMPLE_COLUMNS,
             [(step, task, f"{reward:g}", text) for step, task, reward, text in self.table()],
@@ -70,14 +71,14 @@ class Row:
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table; a cell's own lines and bars stay inside it."""
+    """A Markdown table. Newlines and vertical bars in a cell's text are escaped."""
     cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in rows]
     lines = [columns, ["---"] * len(columns), *cells]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 class Follower:
-    """Reads the run's events, and makes rows of them.
+    """Reads the run's events, and makes rows of the events.
 
     Args:
         position: the event after which the reading begins; None: before the first event.
@@ -100,10 +101,10 @@ class Follower:
         self._before: JobStatus | None = None
 
     def rows(self) -> Iterator[Row]:
-        """All rows so far; with `follow` also later ones, without end."""
+        """All rows so far; with `follow` also all later rows, without end."""
         while True:
             for job in self._jobs():
-                with suppress(NotFound):  # the job was removed in between
+                with suppress(NotFound):  # the job was removed after it was listed
                     yield from self._rows(job)
                 self._from, self._before = (job.spec.created, job.id), job
             if not self._follow:
@@ -134,8 +135,8 @@ class Follower:
         ):
             if before and before.id != job.id and event.type in ("step", *TERMINAL):
                 last, before, self._before = before, None, None
-                # The last job's `served` comes after its terminal event and belongs before this
-                # job's rows.
+                # The event `served` of the last job comes after that job's terminal event. Its row
+                # belongs before this job's rows.
                 yield from self._rows(last)
             self._seq[job.id] = event.seq
             if event.type in KINDS and (row := self._row(job, event)):
@@ -145,7 +146,7 @@ class Follower:
         events = [event] if event.type == "step" else self._tandem.job_events(job.id)
         steps = [other for other in events if other.type == "step" and other.seq <= event.seq]
         if not steps:
-            return None  # the file of its events was damaged
+            return None  # the file of the job's events was damaged
         values = _numbers(
             event.data.get("metrics") or event.data, "served/" if event.type == "served" else ""
         )
@@ -162,7 +163,7 @@ class Follower:
         return Row(position, event.type, event.time, values, dict(_flat(settings)), samples)
 
     def _samples(self, step: int) -> Sequence[Mapping[str, Any]]:
-        """The last samples of the step in training."""
+        """The last `_SAMPLES` samples that the step gave for training, not for an evaluation."""
         file = self._find()
         kept = read_samples(file) if file else []
         return [
@@ -173,10 +174,10 @@ class Follower:
 
 
 def _checkpoint(job: JobStatus, events: list[Event], end: Event) -> dict[str, Any]:
-    """Statistics of the job's data, its checkpoint's bytes, its seconds since the last claim, and
-    its memory."""
+    """Statistics of the job's data, the bytes of its checkpoint, the seconds from the last claim to
+    the event `end`, and the peak memory of all ranks."""
     found = {event.type: event for event in events}  # the last event of each type
-    # If there is no event `checkpoint`, its rank died right after the commit.
+    # If there is no event `checkpoint`, the rank that writes it died right after the commit.
     written = found["checkpoint"].data if "checkpoint" in found else {}
     ranks = by_attempt(events)[-1].ranks.values()
     peaks = [
@@ -212,8 +213,8 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 
 def open_alone(path: Path) -> BinaryIO:
-    """The file, created if missing, opened for reading and appending, and locked until it is
-    closed. Raises Conflict."""
+    """The file, opened for reading and appending, and created if it is missing. The file is locked
+    until it is closed. Raises Conflict if another process has the lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a+b", buffering=0)
     try:

@@ -1,7 +1,8 @@
-"""Writes TensorBoard's event files: records with masked CRC-32C, each a protocol buffer
-`tensorflow.Event`.
+"""Writes TensorBoard's event files. Each record is a protocol buffer `tensorflow.Event` with masked
+CRC-32C checksums.
 
-Fields are numbered as in tensorboard/compat/proto: event.proto, summary.proto, tensor.proto.
+The field numbers are those of event.proto, summary.proto and tensor.proto in
+tensorboard/compat/proto.
 """
 
 import os
@@ -32,14 +33,14 @@ def _varint(value: int) -> bytes:
 
 
 def _field(number: int, *content: bytes) -> bytes:
-    """A field of bytes, text or a message."""
+    """A protocol buffer's field of bytes, text or a message."""
     joined = b"".join(content)
     return _varint(number << 3 | 2) + _varint(len(joined)) + joined
 
 
 def _record(time: float, step: int, content: bytes, position: Position | None = None) -> bytes:
-    """An event in its frame (length, checksum, data, checksum). The event's
-    `source_metadata.writer` holds `position`."""
+    """An event in its frame (length, checksum, data, checksum). `position` is in the event's field
+    `source_metadata.writer`."""
     writer = _field(10, _field(1, _MARK, str(position).encode())) if position else b""
     data = struct.pack("<Bd", 0x09, time) + b"\x10" + _varint(step) + content + writer
     length = struct.pack("<Q", len(data))
@@ -51,14 +52,14 @@ def _value(name: str, *content: bytes) -> bytes:
 
 
 def _text(name: str, content: str) -> bytes:
-    """A value for the tab Text: a tensor [1] of strings."""
+    """A value for TensorBoard's tab Text: a tensor of strings of shape [1]."""
     tensor = _field(8, b"\x08\x07", _field(2, _field(2, b"\x08\x01")), _field(8, content.encode()))
     return _value(name, tensor, _field(9, _field(1, _field(1, b"text"))))
 
 
 class TensorBoard:
-    """TensorBoard's files, DIR/<run>/events.out.tfevents.tandem. A row is one event, whose writer
-    field holds the row's position."""
+    """TensorBoard's file DIR/<run>/events.out.tfevents.tandem. A row is one event. The event's
+    field `source_metadata.writer` has the row's position."""
 
     replaces = True
 
@@ -67,7 +68,8 @@ class TensorBoard:
         self.position = self._read_back()
 
     def _read_back(self) -> Position | None:
-        """The last whole row's position; cuts off an event that was half written after it."""
+        """The position of the last row that is whole. Cuts off an event after it that was written
+        only in part."""
         descriptor = self._file.fileno()
         size, start, end = os.fstat(descriptor).st_size, 0, 0
         while end + _FRAME < size:
@@ -94,8 +96,8 @@ class TensorBoard:
         )
 
     def rewind(self, step: int) -> None:
-        """Starts a session at `step`: SessionLog.START makes TensorBoard drop all steps from `step`
-        on."""
+        """Starts a new session at `step`. Its SessionLog.START makes TensorBoard drop all steps
+        from `step` on."""
         self._file.write(_record(0.0, step, _field(7, b"\x08\x01"), self.position))
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""Writes to Weights & Biases. W&B's own record of a run, `wandb/*run-*/run-*.wandb`, tells which
-rows exist, even offline.
+"""Writes to Weights & Biases. W&B's own record of a run, the file `wandb/*run-*/run-*.wandb`, says
+which rows exist, even offline.
 
 W&B buffers a few rows in memory. A kill loses these rows, and they are sent again. If W&B's server
-already has a row that is sent again, the server drops it, because the row's W&B step is not above
-the last step.
+already has such a row, the server drops the second copy, because its W&B step is not above the last
+step.
 """
 
 import json
@@ -23,8 +23,8 @@ _BLOCK, _HEADER = 32768, 7  # bytes
 
 
 class Wandb:
-    """A run of W&B in `wandb:PROJECT` ("tandem"), in a group with the name of Tandem's run; a new
-    run after a rollback."""
+    """A run of W&B in the project of `wandb:PROJECT` (default: "tandem"), in a group with the name
+    of Tandem's run. After a rollback, a new run of W&B begins in the group."""
 
     replaces = False
 
@@ -93,8 +93,8 @@ class Wandb:
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """The whole records of a file in LevelDB's log format: blocks of parts, each with checksum,
-    length and kind."""
+    """The whole records of a file in LevelDB's log format. The file has blocks, and a block has
+    parts of records. Each part begins with a checksum, the part's length and its kind."""
     content, record = path.read_bytes(), b""
     for block in range(0, len(content), _BLOCK):
         at, end = block or _HEADER, min(block + _BLOCK, len(content))

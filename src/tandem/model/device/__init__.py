@@ -1,9 +1,9 @@
 """The device of this process, chosen by `activate`: one GPU, or the CPU.
 
 CUDA starts in a thread, while the rank does work that needs no GPU. Creating a CUDA context takes a
-considerable part of a rank's start, and longer if several ranks start at once. torch creates the
-context at the first use of the GPU, and holds the GIL during that time. So Tandem does the
-following:
+considerable part of a rank's start, and it takes longer if several ranks start at once. torch
+creates the context at the first use of the GPU, and holds the GIL while it does so. So Tandem does
+the following:
 
 1. `activate` starts a thread that creates the context through CUDA's runtime library. A call
    through ctypes releases the GIL.
@@ -11,7 +11,7 @@ following:
 3. Code that needs the GPU calls `wait_until_started`, which joins the thread and then has torch use
    the context that exists.
 
-The thread ignores errors, because torch then runs into the same error and reports it with a
+The thread ignores errors, because torch runs into the same error later and reports it with a
 message.
 
 `memory.py` measures memory; `offload.py` releases memory and takes it back. `ipc.py` copies from
@@ -40,10 +40,10 @@ _current = threading.local()  # `.set`: whether the GPU is the current device of
 
 
 def choose(setting: Literal["auto", "cpu", "cuda"]) -> Kind:
-    """The kind of device for a setting: "auto" is CUDA if there is a usable GPU.
+    """The kind of device for a setting. "auto" is CUDA if there is a usable GPU, else the CPU.
 
-    Once a GPU was found, neither this process nor its forks search again, because the search takes
-    time in each rank.
+    After a GPU was found, neither this process nor its forks search for a GPU again, because the
+    search takes time in each rank.
     """
     global _gpu_seen
     if setting == "auto":
@@ -81,8 +81,8 @@ def _create_context(gpu: int) -> None:
 
 
 def runtime() -> ctypes.CDLL:
-    """CUDA's runtime library, the copy that torch has loaded. Calls of the library release the
-    GIL."""
+    """The copy of CUDA's runtime library that torch has loaded. A call of one of its functions
+    releases the GIL."""
     return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
 
 
@@ -97,7 +97,7 @@ def is_cuda() -> bool:
 
 
 def started() -> bool:
-    """Whether the device is ready. Before that, this process has no memory on it."""
+    """Whether the device is ready. Until the device is ready, this process has no memory on it."""
     return not is_cuda() or _started
 
 
@@ -134,7 +134,7 @@ def on_device[**P, T](work: Callable[P, T]) -> Callable[P, T]:
 
 
 def device() -> torch.device:
-    """The device that `activate` chose; waits until it has started."""
+    """The device that `activate` chose. Waits until the device has started."""
     return torch.device("cuda", _gpu) if wait_until_started() == "cuda" else torch.device("cpu")
 
 

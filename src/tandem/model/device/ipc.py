@@ -21,8 +21,8 @@ class _Handle(ctypes.Structure):
 
 
 def exported(tensor: torch.Tensor) -> Export | None:
-    """The handle from which another process copies `tensor` (`imported`). `tensor`'s memory must
-    exist until the copy is done. `tensor` is contiguous.
+    """The handle with which another process copies `tensor` (`imported`). `tensor` is contiguous,
+    and its memory must exist until the copy is done.
 
     None if the memory can't be shared: on the CPU, or with the allocator's `expandable_segments`.
     """
@@ -40,9 +40,9 @@ def exported(tensor: torch.Tensor) -> Export | None:
 
 @contextlib.contextmanager
 def imported(export: Export | None) -> Iterator[Callable[[torch.Tensor, int], None]]:
-    """Yields `copy(tensor, offset)`, which queues a copy into a contiguous tensor, from byte
-    `offset` of another process's export. Wait for the copies before leaving the block, because its
-    end closes the other process's memory.
+    """Yields `copy(tensor, offset)`, a function that queues a copy from byte `offset` of another
+    process's export into a contiguous tensor. Wait for the copies before the end of the `with`
+    block, because the end of the block closes the other process's memory.
 
     The calling thread's current device and stream are used. Raises NotShared if the memory can't be
     shared, or if a CUDA call fails.
@@ -71,6 +71,6 @@ def imported(export: Export | None) -> Iterator[Callable[[torch.Tensor, int], No
 
 def _check(code: int) -> None:
     if code:
-        # Clears the error, because torch's next call would otherwise report it.
+        # Clears the error, because torch's next call would report an error that is not cleared.
         runtime().cudaGetLastError()
         raise NotShared(f"CUDA error {code}")

@@ -1,5 +1,5 @@
-"""Measures memory on this process's device, allocates, and frees memory that allocators keep
-unused. All sizes are in bytes."""
+"""Measures memory on this process's device, allocates memory, and frees unused memory that
+allocators keep. All sizes are in bytes."""
 
 import contextlib
 import math
@@ -11,9 +11,9 @@ import torch
 
 from tandem.model.device import device, wait_until_started
 
-ALIGNMENT = 512  # bytes; each tensor starts at a multiple of it, as separate allocations do
+ALIGNMENT = 512  # bytes; each tensor starts at a multiple of 512, like an allocation of its own
 COUNTS = {"alloc_retries": "num_alloc_retries", "ooms": "num_ooms"}
-"""Count in `stats` -> its name in torch.cuda.memory_stats."""
+"""Name of a count in `stats` -> the count's name in torch.cuda.memory_stats."""
 
 
 def allocate(
@@ -58,10 +58,10 @@ def copy_to(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
 def stats() -> dict[str, int]:
     """Counters of this process's allocator. Doesn't wait for queued work.
 
-    In bytes: `allocated`, `reserved`, `inactive_split`, `requested` (see torch.cuda.memory_stats),
-    each also as `<name>_peak` since `reset_peaks`, and `host_pinned`. Also COUNTS since the process
-    began. On the CPU there are only `allocated` and `reserved`, which are both the resident set
-    size.
+    The counters in bytes are `allocated`, `reserved`, `inactive_split` and `requested` (see
+    torch.cuda.memory_stats), the peak of each of them since `reset_peaks` as `<name>_peak`, and
+    `host_pinned`. The counters in COUNTS count from the process's start. On the CPU there are only
+    `allocated` and `reserved`; both are the resident set size.
     """
     if wait_until_started() == "cpu":
         lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
@@ -82,7 +82,7 @@ def reset_peaks() -> None:
     if wait_until_started() == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        # If resetting is forbidden, the peaks count from the process's start.
+        # If resetting is forbidden, the peaks are those since the process's start.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 

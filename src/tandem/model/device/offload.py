@@ -1,5 +1,5 @@
-"""Releases device memory for a while: the tensors stay, but their storages are emptied and later
-refilled."""
+"""Releases device memory for a while: the tensor objects stay, but their storages are emptied and
+later refilled."""
 
 from collections.abc import Iterable, Iterator
 
@@ -9,18 +9,18 @@ from tandem.model import device
 from tandem.model.device.memory import ALIGNMENT
 
 CHUNK = 2**30
-"""Bytes of one host buffer. torch rounds pinned memory up to a power of two, which could double the
-size of a single large buffer."""
+"""Bytes of one host buffer. Several buffers are used, because torch rounds pinned memory up to a
+power of two: that could double the size of a single large buffer."""
 
 
 class Offload:
     """Tensors that are parked and restored together: a model's parameters, its optimizer's state,
     or its gradients.
 
-    `contents=True` keeps the values in host buffers (pinned if there is a GPU). The buffers are
-    created at the first `park` and reused later, because pinning costs far more than copying.
-    `contents=False` drops the values. `contents=False` is for tensors that are read from files
-    again, or that begin at zero.
+    With `contents=True`, the values are kept in host buffers (pinned if there is a GPU). The
+    buffers are created at the first `park` and reused later, because pinning takes far longer than
+    copying. With `contents=False`, the values are dropped, because the tensors are read from files
+    again, or begin at zero.
     """
 
     def __init__(self, *, contents: bool) -> None:
@@ -65,8 +65,8 @@ class Offload:
         return sum(size for _, size, _ in self._parked)
 
     def restore(self) -> None:
-        """Allocate the tensors' memory again, in the same sizes, with their contents or
-        uninitialised."""
+        """Allocate the tensors' memory again, in the same sizes. With `contents=True`, the values
+        are restored; with `contents=False`, they are uninitialised."""
         for storage, size, _ in self._parked:
             storage.resize_(size)
         if self._contents:
@@ -76,7 +76,8 @@ class Offload:
         self._parked = []
 
     def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of a piece of the parked tensors' bytes and its place in host memory."""
+        """For each piece of the parked tensors' bytes: the piece, and its place in the host
+        buffers."""
         for storage, size, begin in self._parked:
             device_bytes, end = (
                 torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage),

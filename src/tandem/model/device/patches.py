@@ -13,7 +13,7 @@ import torch
 
 @contextmanager
 def uncompiled(package: str) -> Iterator[None]:
-    """Within the block, `torch.compile` returns the functions of this package uncompiled."""
+    """Within the `with` block, `torch.compile` returns functions of `package` uncompiled."""
     compile_ = torch.compile
 
     def compile_others(model: Any = None, **options: Any) -> Any:

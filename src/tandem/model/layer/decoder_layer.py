@@ -37,9 +37,9 @@ class DecoderLayer(MegatronModule):
     Megatron's names.
 
     Args:
-        config: Megatron's configuration, which gives the parameters' dtype.
+        config: Megatron's configuration; it has the parameters' dtype.
         index: the layer's number, counted over all stages.
-        lora: None: the layer has no adapters.
+        lora: the shape of the adapters; None: the layer has no adapters.
         switch: the switch of the policy's adapters.
     """
 
@@ -68,7 +68,7 @@ class DecoderLayer(MegatronModule):
         delta_net = arch.gdn is not None and arch.gdn.layers[index]
         self.scalar = self._vector(1) if arch.layer_scalars else None
         self.kind = (delta_net, arch.head_dim, arch.num_kv_heads)
-        """Equal for layers whose attention has the same shape."""
+        """A key that is equal for layers whose attention has the same shape."""
         self.sublayers: list[Any] = [
             self._delta_net_sublayer() if delta_net else self._attention_sublayer(),
             self._moe_sublayer() if mixture else self._mlp_sublayer(),
@@ -78,7 +78,8 @@ class DecoderLayer(MegatronModule):
         self, hidden_states: torch.Tensor, *, packed_seq_params: TreeParams, **_: Any
     ) -> tuple[torch.Tensor, None]:
         """hidden_states [S, 1, hidden] -> the same shape, and None as Megatron's context."""
-        # This is the only argument of Megatron's decoder that reaches the layers unchanged.
+        # `packed_seq_params` is the only argument of Megatron's decoder that reaches the layers
+        # unchanged.
         tree = packed_seq_params
         x = hidden_states[:, 0]
         if torch.is_grad_enabled():
@@ -92,10 +93,11 @@ class DecoderLayer(MegatronModule):
     def compute(
         self, x: torch.Tensor, tree: TreeParams, level: SaveLevel | None
     ) -> tuple[torch.Tensor, list[Saved]]:
-        """x [S, hidden] -> the same shape, and the tensors that `go_back` needs.
+        """x [S, hidden] -> the layer's output, of the same shape, and the tensors that `go_back`
+        needs.
 
         Args:
-            level: None if there is no backward pass.
+            level: which tensors are saved; None if there is no backward pass.
         """
         kept = []
         for sublayer in self.sublayers:
@@ -104,11 +106,11 @@ class DecoderLayer(MegatronModule):
         return self._scaled(x), kept
 
     def go_back(self, gradient: torch.Tensor, saved: list[Saved], tree: TreeParams) -> torch.Tensor:
-        """The gradient of x, [S, hidden]; adds the parameters' gradients to their buffers.
+        """The gradient of x, [S, hidden]. Also adds the parameters' gradients to their buffers.
 
         Args:
             gradient: the gradient of `compute`'s output, [S, hidden].
-            saved: the second result of `compute`; consumed.
+            saved: the second result of `compute`; it can't be used again.
             tree: the parameters that `compute` got.
         """
         gradient = self._scaled(gradient)
@@ -169,7 +171,7 @@ class DecoderLayer(MegatronModule):
         )
 
     def _head_norms(self, attention: nn.Module) -> tuple[Parameter | None, Parameter | None]:
-        """The weights of the norms of queries and keys."""
+        """The weights of the norms of queries and of keys; None: these heads have no norm."""
         arch, tp = self._arch, current().sizes.tensor
         if not arch.qk_norm:
             return None, None
@@ -182,7 +184,8 @@ class DecoderLayer(MegatronModule):
     def _head_rows(
         self, heads: HeadShape, q_norm: Parameter | None, k_norm: Parameter | None
     ) -> HeadRows | None:
-        """The family's change of queries, keys and values before they are split into heads."""
+        """The change that the family makes to the rows of queries, keys and values before they are
+        split into heads; None: no change."""
         if self._arch.wide_qk_norm:
             assert q_norm is not None
             assert k_norm is not None

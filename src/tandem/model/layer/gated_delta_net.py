@@ -18,7 +18,8 @@ from tandem.model.lora import LoraLinear
 
 @dataclass(frozen=True)
 class DeltaNetWeights:
-    """The weights for this rank's heads; `a_log` and `dt_bias`, fp32, contain all heads."""
+    """The weights for this rank's heads, except `a_log` and `dt_bias`: these are fp32 and contain
+    all heads."""
 
     conv: Parameter  # [features, 1, tokens]
     a_log: Parameter  # [value heads]
@@ -39,15 +40,15 @@ class SavedDeltaNet(Saved):
 class DeltaNetSublayer(Sublayer):
     """`x + W_out norm_gated(delta_rule(conv(W_in norm(x))))`.
 
-    Autograd computes the part between the two products. Below `SaveLevel.ALL` this part is computed
-    again in the backward pass.
+    Autograd computes the gradients of the part between the two matrix products. Below
+    `SaveLevel.ALL` this part is computed again in the backward pass.
 
     Args:
         norm: the norm of the input.
         weights: the other weights; see `DeltaNetWeights`.
         eps: the epsilon of the gated norm.
-        part, parts: this rank has the share `part`, from 0, of `parts` equal shares of the value
-            heads.
+        parts: the number of equal shares into which the value heads are divided.
+        part: the number of this rank's share, from 0.
     """
 
     def __init__(
@@ -97,11 +98,11 @@ class DeltaNetSublayer(Sublayer):
         return self._add_output(self._out, saved.tensors["output"].detach(), saved.x)[0]
 
     def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
-        """The gradient of x, [S, hidden]; adds the parameters' gradients to their buffers.
+        """The gradient of x, [S, hidden]. Also adds the parameters' gradients to their buffers.
 
         Args:
             gradient: the gradient of the output, [S, hidden].
-            saved: the second result of `forward`; consumed.
+            saved: the second result of `forward`; it can't be used again.
             tree: the parameters that `forward` got.
         """
         assert isinstance(saved, SavedDeltaNet)
@@ -131,7 +132,7 @@ class DeltaNetSublayer(Sublayer):
     def _record(
         self, projected: torch.Tensor, saved: SavedDeltaNet, tree: TreeParams
     ) -> torch.Tensor:
-        """`_attend` with an autograd graph whose inputs are `saved.leaves`."""
+        """The result of `_attend`, with an autograd graph whose inputs are `saved.leaves`."""
         leaf = projected.detach().requires_grad_()
         weights = [each.detach() for each in self._weights.all()]
         trained = [
@@ -149,8 +150,9 @@ class DeltaNetSublayer(Sublayer):
         weights: Sequence[torch.Tensor],
         tree: TreeParams,
     ) -> torch.Tensor:
-        """[S, features of in_proj] -> [S, features of out_proj]; everything but matrix products is
-        computed in fp32. `weights`: the fields of `DeltaNetWeights`."""
+        """[S, features of in_proj] -> [S, features of out_proj]: the part between the products with
+        W_in and W_out. Everything except matrix products is computed in fp32. `weights`: the fields
+        of `DeltaNetWeights`."""
         conv, a_log, dt_bias, norm = weights
         row, gdn, dtype = tree.recurrence, self._gdn, projected.dtype
         assert row is not None
@@ -174,7 +176,7 @@ class DeltaNetSublayer(Sublayer):
 def _norm_and_gate(
     read: torch.Tensor, z: torch.Tensor, norm: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """RMSNorm of each head's output `read`, fp32 [S, heads, size], times the gate of z [S, heads *
-    size]: [S, heads * size]."""
+    """RMSNorm of each head's output `read`, fp32 [S, heads, size], times the gate silu(z), with z
+    [S, heads * size]. The result is [S, heads * size]."""
     inverse = (read.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (read * inverse * norm * silu(z.float()).view(read.shape)).flatten(1)

@@ -1,5 +1,5 @@
-"""An MLP whose output is multiplied by a sigmoid that each token computes: Qwen3.5's shared
-expert."""
+"""An MLP whose output is multiplied by a gate: a sigmoid, computed for each token. Qwen3.5's shared
+expert is such an MLP."""
 
 from typing import Any
 
@@ -28,8 +28,8 @@ class GatedMlp(MlpSublayer):
     def add_mlp(
         self, x: torch.Tensor, normalised: torch.Tensor, _level: SaveLevel | None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Like `MlpSublayer.add_mlp`. No tensors are saved, because the backward pass also needs
-        the output."""
+        """Like `MlpSublayer.add_mlp`, but no tensors are saved: the backward pass computes the MLP
+        again, because it also needs the output."""
         output, _tensors = super().add_mlp(torch.zeros_like(x), normalised, None)
         return torch.addcmul(x, output, self._gates(normalised).to(x.dtype)), {}
 
@@ -50,8 +50,8 @@ class GatedMlp(MlpSublayer):
     def _logits_gradient(
         gradient: torch.Tensor, output: torch.Tensor, gates: torch.Tensor
     ) -> torch.Tensor:
-        """The gradient of the gate's logits, fp32 [S, 1], from the gradient of `add_mlp`'s output;
-        `output`: the output before it is multiplied by the gate."""
+        """The gradient of the gate's logits, fp32 [S, 1], from the gradient of `add_mlp`'s output.
+        `output`: the MLP's output before it is multiplied by the gate."""
         return (gradient.float() * output).sum(-1, keepdim=True) * gates * (1 - gates)
 
     def _gates(self, normalised: torch.Tensor) -> torch.Tensor:

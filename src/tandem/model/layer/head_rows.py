@@ -13,8 +13,8 @@ from tandem.model.layer.heads import HeadShape
 
 
 class HeadRows(Protocol):
-    """A change of `rows`, which have the layout of `HeadShape` and the activations' dtype. Both
-    methods return rows of this form."""
+    """A change of rows of queries, keys and values. The rows have the layout of `HeadShape` and the
+    activations' dtype. Both methods return rows of this form."""
 
     def forward(self, rows: torch.Tensor, tree: TreeParams) -> torch.Tensor:
         """The rows that are split into heads. `rows` and the result: [S, groups * (queries + 2) *
@@ -23,7 +23,8 @@ class HeadRows(Protocol):
     def backward(
         self, gradient: torch.Tensor, rows: torch.Tensor, tree: TreeParams
     ) -> torch.Tensor:
-        """The gradient of `rows`, of their shape; adds the weights' gradients to their buffers.
+        """The gradient of `rows`, of the same shape. Also adds the weights' gradients to their
+        buffers.
 
         Args:
             gradient: the gradient of `forward`'s output, [S, groups * (queries + 2) * size].
@@ -51,8 +52,8 @@ class GrowingQueries:
 
 
 class NormalisedValues:
-    """Normalises values, without a weight; in layers without v_proj the keys are the values (Gemma
-    4)."""
+    """Normalises values, without a weight (Gemma 4). In layers without v_proj, the keys are the
+    values."""
 
     def __init__(self, shape: HeadShape, *, keys_are_values: bool) -> None:
         self._shape, self._keys_are_values = shape, keys_are_values
@@ -88,12 +89,13 @@ class NormalisedValues:
 
 
 class WideNorm:
-    """RMSNorm over all queries of a token and over all of its keys (OLMo 3), across ranks.
+    """RMSNorm over all queries of a token, and another RMSNorm over all keys of a token (OLMo 3).
+    The means are over the heads of all ranks.
 
     Args:
         shape: the layout of this rank's rows.
-        q_norm, k_norm: the weights for this rank's features: [groups * queries * size] and [groups
-            * size].
+        q_norm: the weight for this rank's queries, [groups * queries * size].
+        k_norm: the weight for this rank's keys, [groups * size].
         group: the ranks that share the heads.
     """
 

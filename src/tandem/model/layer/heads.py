@@ -10,8 +10,8 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The layout of a row of Megatron's fused q, k and v: for each of `groups` key heads its
-    queries, its key, its value."""
+    """The layout of a row of Megatron's fused queries, keys and values. A row has `groups` groups,
+    one for each key head: first the group's queries, then its key, then its value."""
 
     groups: int
     queries: int  # per group
@@ -19,10 +19,11 @@ class HeadShape:
     eps: float
     q_norm: torch.Tensor | None  # weight [size]; None: heads are not normalised
     k_norm: torch.Tensor | None
-    # whether RoPE rotates only a head's first dimensions; such heads use torch's kernels on every
-    # device
+    # Whether RoPE rotates only a head's first dimensions. Torch's kernels compute such heads on
+    # every device.
     partial_rope: bool = False
-    # whether heads are multiplied by 1 + weight; the kernels get this sum as the weight
+    # Whether the norms multiply heads by 1 + weight. The kernels get this sum as the weight.
     offset_norms: bool = False
-    # whether each query is followed by a gate in rows that are not split yet (`output_gate.py`)
+    # Whether a gate follows each query in rows from which gates were not yet taken
+    # (`output_gate.py`).
     output_gate: bool = False

@@ -1,5 +1,5 @@
-"""The computations between a layer's matrix products, forward and backward: one kernel each on
-CUDA, torch's operations elsewhere.
+"""The computations between a layer's matrix products, forward and backward. On CUDA each function
+is one kernel (`triton_kernels.py`); on the CPU it consists of torch's operations.
 
 Both versions compute in fp32 and round once. Tensors are contiguous unless noted; S is the number
 of slots.
@@ -17,8 +17,8 @@ ALPHA, LIMIT = 1.702, 7.0  # constants of `clamped_swiglu`
 
 
 def _one_kernel_on_cuda[**P, T](function: Callable[P, T]) -> Callable[P, T]:
-    """Decorates `function`: for tensors on a GPU, the function of the same name in
-    `triton_kernels.py` is called instead."""
+    """Decorates `function`. For tensors on a GPU, the decorated function calls the function of the
+    same name in `triton_kernels.py`."""
 
     @functools.cache
     def on_cuda() -> Callable[P, T]:
@@ -80,13 +80,14 @@ def norm_weight_gradient(gradient: torch.Tensor, x: torch.Tensor, eps: float) ->
 def split_heads(
     qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor, length: int
 ) -> Heads:
-    """Queries and keys, normalised and rotated, and values, in the dtype of `qkv`.
+    """The heads of a row: normalised and rotated queries and keys, and values, in the dtype of
+    `qkv`.
 
     Args:
         qkv: [S, groups * (queries + 2) * size], in the layout of `HeadShape`.
-        cos, sin: [S, size / 2], of RoPE (Su et al., 2021, arXiv:2104.09864); dimension i is paired
-            with dimension i + size / 2. With `partial_rope`, they have fewer columns, n, and
-            dimension i is paired with dimension i + n.
+        cos, sin: [S, size / 2], of RoPE (Su et al., 2021, arXiv:2104.09864). Dimension i is paired
+            with dimension i + size / 2. With `partial_rope`, both have n columns, fewer than size /
+            2, and dimension i is paired with dimension i + n.
         length: slots of the result, at least S; slots from S on are zero.
     """
     parts = list(_group_heads(qkv.float(), shape).split([shape.queries, 1, 1], 2))
@@ -107,8 +108,8 @@ def split_heads_backward(
     """The gradient of `qkv`, of its shape and dtype.
 
     Args:
-        gradients: the gradients of `split_heads`' results, [length, heads, size], with any strides
-            between slots and heads.
+        gradients: the gradients of `split_heads`' results, [length, heads, size]. The strides of
+            slots and heads may have any value.
         qkv: the input of `split_heads`, [S, groups * (queries + 2) * size].
         cos, sin: as in `split_heads`.
     """
@@ -128,8 +129,8 @@ def split_heads_backward(
 def head_norm_gradients(
     gradients: Heads, qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The gradients of the weights that normalise queries and keys, fp32 [size]; arguments as in
-    `split_heads_backward`."""
+    """The gradients of the weights that normalise queries and keys, fp32 [size] each. The arguments
+    are those of `split_heads_backward`."""
     inputs, weight_gradients = _group_heads(qkv, shape).split([shape.queries, 1, 1], 2), []
     for gradient, heads in zip(gradients[:2], inputs[:2], strict=True):
         grad_normalised = gradient[: len(qkv)].float().unflatten(1, (shape.groups, -1))
@@ -142,8 +143,8 @@ def head_norm_gradients(
 
 @_one_kernel_on_cuda
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up (Shazeer, 2020, arXiv:2002.05202) of [S, 2 * features], gate first: [S,
-    features]."""
+    """silu(gate) * up (Shazeer, 2020, arXiv:2002.05202): [S, features]. `gate_up`: [S, 2 *
+    features], gate first."""
     gate, up = gate_up.float().chunk(2, -1)
     return (silu(gate) * up).to(gate_up.dtype)
 
@@ -191,8 +192,8 @@ def expert_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
 def expert_swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(The gradient of `gate_up`, which on CUDA overwrites `gate_up`; `expert_swiglu(gate_up,
-    probs)`; the gradient of `probs`).
+    """(The gradient of `gate_up`; `expert_swiglu(gate_up, probs)`; the gradient of `probs`). On
+    CUDA, the gradient of `gate_up` overwrites `gate_up`.
 
     Args:
         gradient: the gradient of the output, [N, features].
@@ -231,9 +232,9 @@ def expert_geglu_backward(
 
 
 def clamped_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """GPT-OSS's (min(up, 7) + 1) * gate * sigmoid(1.702 * gate), times each assignment's
-    probability, fp32 [N]: [N, features]. gate is clamped to at most 7, and up to -7 ... 7
-    (`GptOssExperts` in transformers)."""
+    """GPT-OSS's (up + 1) * gate * sigmoid(1.702 * gate), times each assignment's probability
+    `probs`, fp32 [N]: [N, features]. In this product, gate is clamped to at most 7, and up to the
+    range from -7 to 7 (`GptOssExperts` in transformers)."""
     gate, up = _clamp(gate_up)
     return (gate * torch.sigmoid(ALPHA * gate) * (up + 1) * probs[:, None]).to(gate_up.dtype)
 
@@ -269,7 +270,7 @@ def clamped_swiglu_backward(
 def sum_assignments(
     values: torch.Tensor, assignments: torch.Tensor, plus: torch.Tensor
 ) -> torch.Tensor:
-    """For each token, the sum of its assignments' values, plus `plus` [S, features].
+    """For each token, the sum of the values of its assignments, plus `plus` [S, features].
 
     Args:
         values: [N, features], one row per assignment of a token to an expert.
@@ -296,12 +297,12 @@ def _normalise(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]
 def _norm_gradient(
     gradient: torch.Tensor, normalised: torch.Tensor, inverse: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the input, from the gradient of `normalised`."""
+    """The gradient of the input of `_normalise`, from the gradient of its first result."""
     return inverse * (gradient - normalised * (gradient * normalised).mean(-1, keepdim=True))
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """heads: [S, groups, heads, size]."""
+    """The heads, rotated by RoPE. `heads` and the result: [S, groups, heads, size]."""
     half = cos.shape[-1]
     first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
     cos, sin = cos[:, None, None], sin[:, None, None]

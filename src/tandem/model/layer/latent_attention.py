@@ -1,9 +1,9 @@
 """The sublayer of multi-head latent attention (`Arch.mla`).
 
-Latents are expanded to a key and a value per head, so attention over trees is the same as in other
-families, except that values have their own width. Each tensor-parallel rank has a part of the
-heads, and the latents of its part of the tokens. These families are mixtures of experts, for which
-tensor parallelism requires sequence parallelism.
+Latents are expanded to a key and a value per head. So attention over trees is the same as in other
+families, except that values have another width than keys. Each tensor-parallel rank has a part of
+the heads, and the latents of its part of the tokens. The families with latent attention are
+mixtures of experts, and for these tensor parallelism requires sequence parallelism.
 """
 
 from dataclasses import dataclass
@@ -27,15 +27,16 @@ class LatentLinears:
     compute heads from the latents."""
 
     down: LoraLinear
-    q_up: LoraLinear  # if there is no latent of queries, its input is the hidden state
+    q_up: LoraLinear  # its input is the queries' latent or, without such a latent, the hidden state
     kv_up: LoraLinear
     q_norm: Any
     kv_norm: Any
 
 
 class LatentAttentionSublayer(AttentionSublayer):
-    """`x + W_o attention(heads(W_q_up norm(c_q), W_kv_up norm(c_kv), k))`. `W_down norm(x)` is the
-    concatenation of c_q, c_kv and the key features k that all heads share.
+    """`x + W_o attention(heads(W_q_up norm(c_q), W_kv_up norm(c_kv), k))`. c_q is the latent of
+    queries, c_kv the latent of keys and values, and k the key features that all heads share.
+    `W_down norm(x)` is the concatenation of c_q, c_kv and k.
 
     Args:
         norm: the norm of the input.
@@ -60,7 +61,7 @@ class LatentAttentionSublayer(AttentionSublayer):
     def _heads(
         self, normalised: torch.Tensor, tree: TreeParams
     ) -> tuple[torch.Tensor, torch.Tensor | None, Heads]:
-        """The latents as one tensor, A x of the latents' adapters, and the heads."""
+        """A tuple: the latents as one tensor; A x of the adapters of `down`; and the heads."""
         linears = self._linears
         latents, inner = linears.down(normalised)
         q_in, kv_in, shared = self._inputs(latents, normalised)
@@ -83,8 +84,8 @@ class LatentAttentionSublayer(AttentionSublayer):
         inner: torch.Tensor | None,
         tree: TreeParams,
     ) -> torch.Tensor:
-        """Like `AttentionSublayer._heads_backward`; `qkv`: the latents. A x of the layers after the
-        latents is recomputed."""
+        """Like `AttentionSublayer._heads_backward`, but `qkv` is the latents. A x of `q_up` and
+        `kv_up` is recomputed."""
         linears, mla = self._linears, self._mla
         slots = len(tree.rotation[0])
         grad_queries, grad_keys_values, grad_shared = make_heads_backward(
@@ -95,7 +96,7 @@ class LatentAttentionSublayer(AttentionSublayer):
         q_in, kv_in, _shared = self._inputs(qkv, normalised)
         grad_q_in = _linear_backward(linears.q_up, grad_queries.flatten(1), q_in)
         grad_kv_in = _linear_backward(linears.kv_up, grad_keys_values.flatten(1), kv_in)
-        # Each rank has the gradient from its own heads.
+        # Each rank has the gradient from its own heads only, so the ranks' gradients are summed.
         grad_shared = parallel.scatter_sum(grad_shared, linears.kv_up.group)
         *q_latent, kv_latent, _shared = self._split_latents(qkv)
         grads = [
@@ -135,7 +136,8 @@ def make_heads(
     sin: torch.Tensor,
     length: int,
 ) -> Heads:
-    """Queries and keys [length, heads, nope + rope], rotated, and values [length, heads, value].
+    """The heads: rotated queries and keys [length, heads, nope + rope], and values [length, heads,
+    value].
 
     Args:
         parts: query heads [S, heads, nope + rope], keys' own features with values [S, heads, nope +
@@ -159,8 +161,8 @@ def make_heads(
 def make_heads_backward(
     gradients: Heads, mla: LatentAttention, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of `make_heads`' `parts`, of their shapes; the gradient of the shared features
-    is fp32.
+    """The gradients of `make_heads`' `parts`, in the same shapes. The gradient of the shared
+    features is fp32.
 
     Args:
         gradients: the gradients of `make_heads`' results without the padding: [S, ...].
@@ -178,8 +180,9 @@ def make_heads_backward(
 
 
 def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE on pairs of adjacent features. In the result, of the shape and dtype of `heads`, the
-    first features of all pairs come before the second ones, for queries and keys alike.
+    """RoPE on pairs of adjacent features. The result has the shape and dtype of `heads`. In it, the
+    first features of all pairs come before the second features of all pairs. The order is the same
+    for queries and keys.
 
     Args:
         heads: [S, heads, size].
@@ -208,7 +211,7 @@ def rotate_pairs_backward(
 def _linear_backward(
     linear: LoraLinear, gradient: torch.Tensor, inputs: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of `inputs`; adds the parameters' gradients to their buffers."""
+    """The gradient of `inputs`. Also adds the parameters' gradients to their buffers."""
     grad_inputs, grad_inner = linear.input_gradient(gradient)
     linear.add_gradients(gradient, grad_inner, inputs, linear.inner(inputs))
     return grad_inputs

@@ -1,16 +1,17 @@
-"""The sublayer of a mixture of experts in a decoder layer; see `sublayers.py`.
+"""The sublayer of a mixture of experts in a decoder layer (see `sublayers.py`).
 
 An assignment is a token together with one of its experts. Assignments are ordered by expert.
 
-Megatron's token dispatcher sums each token's experts with atomic operations, so on CUDA the last
-bits would differ between two runs. Here every sum has a fixed order.
+Megatron's token dispatcher is not used. The dispatcher sums the outputs of a token's experts with
+atomic operations, so on CUDA the last bits would differ between two runs. In this module, every sum
+has a fixed order.
 
-The ranks that the experts are cut over (EP, ETP) gather their tokens and their routers' choices.
-Each rank computes its own experts' assignments for all tokens, and sends each token's sum to the
-token's rank. With k experts per token and at most k such ranks, this is less traffic than sending
-each token to the rank of each of its experts. Without expert parallelism the host never waits for
-the device. With expert parallelism, the host waits for one number: how many assignments this rank
-has.
+The experts are cut over ranks (EP, ETP). Each of these ranks gathers the tokens and the routers'
+choices of all. A rank computes the assignments to its own experts for all tokens, and sends each
+token's sum to the token's rank. With k experts per token and at most k such ranks, less data is
+sent than if each token went to the rank of each of its experts. Without expert parallelism the host
+never waits for the device. With expert parallelism, the host waits for one number: how many
+assignments this rank has.
 """
 
 from dataclasses import dataclass
@@ -36,8 +37,8 @@ class Routing:
     experts: torch.Tensor  # int64 [S, k]
     # fp32 [S, experts], unscaled; None: `probs` are a softmax over the chosen experts.
     all_probs: torch.Tensor | None
-    # The next fields describe the N assignments to this rank's experts, for the tokens of all ranks
-    # that the experts are cut over. For a single rank, N is S * k.
+    # The next fields describe the N assignments to this rank's experts. The tokens are those of all
+    # ranks over which the experts are cut. If that is a single rank, N is S * k.
     token: torch.Tensor  # int64 [N]: the token of each assignment
     # int64 [all S, k]: the assignments of each token; N if another rank has the assignment
     assignment: torch.Tensor
@@ -61,7 +62,8 @@ class MoeSublayer(Sublayer):
         shared: MlpSublayer | None = None,
     ) -> None:
         """A softmax router has logits in the activations' dtype and a softmax in fp32. A sigmoid
-        router has fp32 logits and a `correction_bias` [experts]; both as in transformers and vLLM.
+        router has fp32 logits and a `correction_bias` [experts]. Transformers and vLLM compute both
+        routers in the same way.
 
         Args:
             router: a module with the weight [experts, hidden].
@@ -107,8 +109,8 @@ class MoeSublayer(Sublayer):
         routing = self._route(normalised, tree.slot_experts)
         y, tensors = self._add_experts(x, normalised, routing, level)
         saved = Saved(x if level is not None and level >= SaveLevel.ATTENTION else None, tensors)
-        # gate and up of the shared MLP are not saved, because those of the experts are far larger
-        # anyway
+        # Gate and up of the shared MLP are not saved: the experts' gate and up are far larger
+        # anyway.
         if self._shared is not None:
             y, shared_saved = self._shared.add_mlp(y, normalised, SaveLevel.INPUT)
             saved.tensors |= entry("shared_inner", shared_saved.get("down_inner"))
@@ -117,11 +119,11 @@ class MoeSublayer(Sublayer):
     def _add_experts(
         self, x: torch.Tensor, normalised: torch.Tensor, routing: Routing, level: SaveLevel | None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """x plus the sums of the experts' outputs; and the tensors to save."""
+        """x plus each token's sum of its experts' outputs; and the tensors to save."""
         tokens = parallel.gather(normalised, self._group)
         gate_up, inner = self._gate_up_products(tokens[routing.token], routing.ends)
-        # Down is linear, so the probabilities are multiplied before it, where there are fewer
-        # features.
+        # Down is linear, so its input is multiplied by the probabilities instead of its output: the
+        # input has fewer features.
         scaled = self._activate(gate_up, routing.assignment_probs)
         output, down_inner = self._down(scaled, routing.ends)
         if (bias := self._down.assignment_biases(routing.ends, len(output))) is not None:
@@ -132,11 +134,11 @@ class MoeSublayer(Sublayer):
         return self._sum_per_token(output, routing, x), tensors
 
     def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
-        """The gradient of x, [S, hidden]; adds the parameters' gradients to their buffers.
+        """The gradient of x, [S, hidden]. Also adds the parameters' gradients to their buffers.
 
         Args:
             gradient: the gradient of the output, [S, hidden].
-            saved: the second result of `forward`; consumed.
+            saved: the second result of `forward`; it can't be used again.
             tree: the parameters that `forward` got.
         """
         x = saved.x
@@ -198,8 +200,9 @@ class MoeSublayer(Sublayer):
         return output if bias is None else output.add_(bias), inner
 
     def _route(self, normalised: torch.Tensor, slot_experts: torch.Tensor | None) -> Routing:
-        """The routing of tokens. `slot_experts` (`RowTensors.slot_experts`) overrides the router's
-        choice. The probabilities come from the router in either case, so they have gradients."""
+        """The routing of tokens. If `slot_experts` (`RowTensors.slot_experts`) has experts for a
+        slot, they replace the router's choice. The probabilities always come from the router, so
+        they have gradients."""
         k, experts = self._shape.experts_per_token, self._shape.num_experts
         all_probs = None
         if self._shape.router == "sigmoid":
@@ -258,15 +261,16 @@ class MoeSublayer(Sublayer):
         `plus` [S, features]."""
         if self._group.size() == 1:
             return kernels.sum_assignments(values, routing.assignment, plus)
-        # a row of zeros for the assignments that other ranks have
+        # The index N, which stands for the assignments of other ranks, gets a row of zeros.
         values = pad(values, (0, 0, 0, 1))
         shape = len(routing.assignment), values.shape[1]
         partial = kernels.sum_assignments(values, routing.assignment, values.new_zeros(shape))
         return plus + parallel.scatter_sum(partial, self._group)
 
     def _best_of_groups(self, scores: torch.Tensor) -> torch.Tensor:
-        """The experts chosen for each token [S, k]. A group's score is the sum of its two best
-        experts' scores; all scores include the experts' biases."""
+        """The experts chosen for each token, [S, k], from the groups with the best scores. A
+        group's score is the sum of the scores of its two best experts. All scores include the
+        experts' biases."""
         choice = scores + self._module.correction_bias
         groups = choice.unflatten(-1, (self._shape.groups, -1))
         best = groups.topk(2).values.sum(-1).topk(self._shape.groups_per_token).indices

@@ -11,7 +11,7 @@ from tandem.model.layer import kernels
 
 
 class OffsetNorm(nn.RMSNorm):
-    """RMSNorm that multiplies by 1 + weight, in fp32, as Gemma's does."""
+    """RMSNorm that multiplies by 1 + weight, in fp32, as the norms of Gemma do."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.rms_norm(
@@ -44,7 +44,7 @@ def normalise(norm: Any, x: torch.Tensor) -> torch.Tensor:
 def norm_backward(
     norm: Any, gradient: torch.Tensor, x: torch.Tensor, plus: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the norm's input `x`, plus `plus`; the weight's gradient is added to its
+    """The gradient of the norm's input `x`, plus `plus`. Also adds the weight's gradient to its
     buffer.
 
     Args:

@@ -1,8 +1,8 @@
-"""The gate of an attention's output (Qwen3.5): q_proj's rows contain, for each head, its query and
-then its gate.
+"""The gate of an attention's output (Qwen3.5). The output rows of q_proj contain for each head its
+query, followed by its gate.
 
-The other kernels handle only queries, keys and values, so gates are taken out of Megatron's fused
-rows and put back.
+The other kernels handle only queries, keys and values. So gates are taken out of Megatron's fused
+rows, and in the backward pass their gradients are put back.
 """
 
 import torch
@@ -11,9 +11,8 @@ from tandem.model.layer.heads import HeadShape
 
 
 def take_gates(fused: torch.Tensor, shape: HeadShape) -> tuple[torch.Tensor, torch.Tensor]:
-    """The parts of the rows `fused`: q, k and v in the layout of `HeadShape`, and the gates [S,
-    heads
-    * size]."""
+    """The parts of the rows `fused`: queries, keys and values in the layout of `HeadShape`, and the
+    gates [S, heads * size]."""
     pairs, keys_values = _grouped(fused, shape).split([2 * shape.queries, 2], 2)
     queries, gates = pairs.unflatten(2, (-1, 2)).unbind(3)
     return torch.cat([queries, keys_values], 2).flatten(1), gates.flatten(1)

@@ -1,5 +1,5 @@
-"""The sublayers of a decoder layer, each with its residual connection: attention, and a dense MLP
-(mixtures: `moe_sublayer.py`).
+"""The sublayers of a decoder layer, each with its residual connection: attention, and a dense MLP.
+The sublayer of a mixture of experts is in `moe_sublayer.py`.
 
 Each sublayer computes its own backward pass from the tensors that its forward pass saved. So
 `SaveLevel`, and not autograd, decides what is saved. Tensors that were not saved are recomputed, to
@@ -33,7 +33,7 @@ class SaveLevel(IntEnum):
 
     INPUT = 0  # the layer's input and the attention's output
     ATTENTION = 1  # also the MLP's input, and the attention sublayer's intermediate tensors
-    ALL = 2  # gate and up
+    ALL = 2  # also gate and up
 
 
 @dataclass
@@ -51,8 +51,8 @@ class Sublayer:
     input."""
 
     def __init__(self, norm: Any, post_norm: Any = None) -> None:
-        """`norm`: the norm of the input, or None; `post_norm`: the norm of the output before it is
-        added, or None."""
+        """`norm`: the norm of the input, or None. `post_norm`: the norm of the output before the
+        output is added to the input, or None."""
         self._norm, self._post_norm = norm, post_norm
 
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
@@ -61,8 +61,8 @@ class Sublayer:
     def _add_output(
         self, linear: LoraLinear, features: torch.Tensor, x: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
-        """x plus the output of the sublayer's last linear layer for `features`; and A x of that
-        layer's adapter."""
+        """x plus the output of `linear`, the sublayer's last linear layer, for the input
+        `features`. The second result is A x of `linear`'s adapter."""
         if self._post_norm is None:
             return linear(features, x)
         output, inner = linear(features)
@@ -81,8 +81,8 @@ class Sublayer:
     def _input_gradient(
         self, grad_normalised: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor
     ) -> torch.Tensor:
-        """`gradient`: the gradient of the sublayer's output. The gradient is also that of the input
-        on the residual connection."""
+        """The gradient of the sublayer's input. `gradient`: the gradient of the sublayer's output,
+        which the residual connection passes to the input."""
         if self._norm is None:
             return grad_normalised + gradient
         return norm_backward(self._norm, grad_normalised, x, gradient)
@@ -144,7 +144,7 @@ class AttentionSublayer(Sublayer):
         return self._add_output(self._proj, features, saved.x)[0]
 
     def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
-        """The gradient of x, from the gradient of the output; adds the parameters' gradients to
+        """The gradient of x, from the gradient of the output. Adds the parameters' gradients to
         their buffers. Consumes `saved`. Both gradients are [S, hidden]."""
         x, graph, output, tree = (
             saved.x,
@@ -191,8 +191,8 @@ class AttentionSublayer(Sublayer):
         inner: torch.Tensor | None,
         tree: TreeParams,
     ) -> torch.Tensor:
-        """The backward pass of `_heads`, down to the gradient of `normalised`. `qkv`: the fused
-        rows without gates."""
+        """The gradient of `normalised`, from the gradients of the heads that `_heads` made. `qkv`:
+        the fused rows without gates."""
         shape = self._head_shape()
         grad_qkv = self._split_backward(grad_heads, qkv, tree)
         if grad_gates is not None:
@@ -209,7 +209,7 @@ class AttentionSublayer(Sublayer):
         return chosen
 
     def _slots(self, x: torch.Tensor) -> int:
-        """Number of slots in the row. `x` holds only this rank's share."""
+        """Number of slots in the row. With sequence parallelism, `x` has only this rank's share."""
         return len(x) * (self._proj.group.size() if self._proj.sequence else 1)
 
     def _head_shape(self) -> HeadShape:
@@ -221,16 +221,16 @@ class AttentionSublayer(Sublayer):
     def _heads(
         self, normalised: torch.Tensor, tree: TreeParams
     ) -> tuple[torch.Tensor, torch.Tensor | None, Heads]:
-        """q, k and v as one tensor, A x of their adapters, and q, k and v as heads for the
-        attention."""
+        """A tuple: queries, keys and values as one tensor; A x of their adapters; and queries, keys
+        and values as heads for the attention."""
         qkv, inner = self._qkv(normalised)
         return qkv, inner, self._split(qkv, tree)
 
     def _features(
         self, output: torch.Tensor, x: torch.Tensor, saved: Saved, qkv: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The input of `_proj`: the attention's output times its gates, which are either in `qkv`
-        or saved."""
+        """The input of `_proj`: the attention's output times its gates. The gates are in `qkv` if
+        it is given, else in `saved`."""
         features = _flatten(output.detach(), self._slots(x))
         if not self._shape.output_gate:
             return features
@@ -252,7 +252,7 @@ class AttentionSublayer(Sublayer):
         self, grad_heads: Heads, rows: torch.Tensor, tree: TreeParams
     ) -> torch.Tensor:
         """The gradient of `rows` (without gates), from the gradients of the heads that `_split`
-        returned; adds the norms' gradients to their buffers."""
+        returned. Adds the gradients of the norms' weights to their buffers."""
         shape, qkv = self._head_shape(), rows
         if self._rows is not None:
             qkv = self._rows.forward(rows, tree)
@@ -347,8 +347,8 @@ class _HeadsGraph:
 
         def pack(tensor: torch.Tensor) -> Any:
             index = place.get(tensor.data_ptr()) if forget else None
-            # The tensor is detached: an output that its own graph saves would keep that graph alive
-            # until `gradients` frees it.
+            # The tensor is detached: if the graph saves its own output, the output would keep the
+            # graph alive until `gradients` frees it.
             return tensor.detach() if index is None else (index, tensor.size(), tensor.stride())
 
         def unpack(packed: Any) -> torch.Tensor:
@@ -360,7 +360,7 @@ class _HeadsGraph:
 
         with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
             graph_heads = _Enter.apply(torch.empty((), requires_grad=True), *heads)
-            # An edge does not keep its tensor alive.
+            # Edges are stored instead of tensors, because an edge does not keep its tensor alive.
             self._edges = [get_gradient_edge(tensor) for tensor in graph_heads]
             yield graph_heads
 

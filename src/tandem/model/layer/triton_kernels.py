@@ -1,7 +1,7 @@
 """The functions of `kernels.py` on a GPU, as one kernel each.
 
-Each Triton program computes whole rows, so no sum depends on how the work is divided, and results
-always have the same bits.
+One Triton program computes the whole of each sum, over a row or over a head. So no sum depends on
+how the work is divided, and results always have the same bits.
 """
 
 from typing import Any
@@ -347,8 +347,8 @@ def sum_assignments(
 def quantise_rows(
     rows: torch.Tensor, dtype: torch.dtype, largest: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row, divided by its own scale, so that the row's largest magnitude becomes `largest`;
-    and the scales, fp32 [n, 1].
+    """Each row divided by a scale, and the rows' scales, fp32 [n, 1]. A row's scale is chosen so
+    that the row's largest magnitude becomes `largest`.
 
     Args:
         rows: [n, features], contiguous.

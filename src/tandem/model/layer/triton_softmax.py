@@ -1,5 +1,6 @@
-"""The softmax kernels of `logprobs.py` on a GPU: the forward pass reads the logits once, and so
-does the backward pass. Each program computes whole rows."""
+"""The softmax kernels of `logprobs.py` on a GPU. The forward pass and the backward pass each read
+the logits once. A program of the forward pass computes a whole row, and a program of the backward
+pass a block of a row."""
 
 import torch
 import triton
@@ -69,14 +70,14 @@ def _logits_gradient(
 def statistics(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, ...]:
-    """m, Z, sum exp(l - m) (l - m), and l of the target (0 if it is on another rank): fp32 [n]; see
-    `logprobs._Statistics`.
+    """m, Z, sum exp(l - m) (l - m), and l of the target, in the notation of `logprobs._Statistics`:
+    fp32 [n] each. If the target is on another rank, l of the target is 0.
 
     Args:
         logits: [n, vocabulary of this rank].
         targets: int64 [n], indices into this rank's vocabulary; a target of another rank is out of
             range.
-        temperature: l is a logit divided by it.
+        temperature: the divisor of the logits: l = logit / temperature.
     """
     out = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
     _statistics[(len(logits),)](
@@ -94,7 +95,7 @@ def logits_gradient(
     grad_entropy: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """The gradient of `logits`, which it overwrites; see `logprobs._logits_gradient`.
+    """The gradient of `logits` (see `logprobs._logits_gradient`). The gradient overwrites `logits`.
 
     Args:
         logits: [n, vocabulary of this rank].
@@ -102,7 +103,7 @@ def logits_gradient(
         normaliser: fp32 [n], m + log Z.
         entropy: fp32 [n], in nats.
         grad_logprobs, grad_entropy: fp32 [n], the gradients of log p(target) and of the entropy.
-        temperature: the logits were divided by it.
+        temperature: the divisor of the logits.
     """
     grid = (len(logits), triton.cdiv(logits.shape[1], _BLOCK))
     _logits_gradient[grid](

@@ -2,9 +2,9 @@
 group in addition to each process's default group: NCCL between GPUs, Gloo between CPUs.
 
 The senders are the first ranks of the group, and they take turns. There is only one group, because
-NCCL takes 0.8 s to connect one. A file on the volume is the group's meeting point. No function here
-waits longer than STALL_SECONDS for another process, except while NCCL connects: there, the creator
-of a `Channel` watches from another thread.
+NCCL takes 0.8 s to connect a group. A file on the volume is the group's meeting point. No function
+of this module waits longer than STALL_SECONDS for another process, except while NCCL connects. The
+creator of a `Channel` watches the connecting from another thread.
 """
 
 import os
@@ -24,7 +24,7 @@ from tandem.system.plain_files import descriptor
 STALL_SECONDS = 10.0
 """Seconds that a process waits for the next sign of life of another process."""
 BUFFER_BYTES = 256 * 2**20
-BUFFERS = 2  # The number of buffers: while one is transferred, the next is filled or emptied.
+BUFFERS = 2  # While one buffer is transferred, the other buffer is filled or emptied.
 
 
 class Pending(Protocol):
@@ -35,9 +35,10 @@ class Pending(Protocol):
 
 
 def make_meeting(path: Path) -> FileStore:
-    """The store of a new meeting. The meeting is a file on the volume, so no port is opened for it.
-    Only the owner and the group of the file can join, and NCCL's sockets admit only processes with
-    the id from the file. Raises OSError if the file exists or can't be made."""
+    """The store of a new meeting: the place where the members of a group find one another. The
+    meeting is a file on the volume, so it needs no open port. Only the owner and the group of the
+    file can join. NCCL's sockets admit only processes that know the id in the file. Raises OSError
+    if the file exists or can't be made."""
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR, 0o660))
     return join_meeting(path)
 
@@ -45,15 +46,15 @@ def make_meeting(path: Path) -> FileStore:
 def join_meeting(path: Path) -> FileStore:
     """The store of an existing meeting. Raises OSError if the meeting does not exist."""
     os.close(descriptor(path, os.O_RDWR))
-    # -1: with a given number of processes, the last process would remove the file
+    # -1: no number of processes. With a number, the last process would remove the file.
     store = FileStore(str(path), -1)
     store.set_timeout(timedelta(seconds=STALL_SECONDS))
     return store
 
 
 def finish(pending: Pending) -> None:
-    """Wait until a buffer has arrived. Raises an error if that takes longer than STALL_SECONDS, or
-    if the group has failed."""
+    """Wait until a buffer is transferred. Raises an error if the transfer takes longer than
+    STALL_SECONDS, or if the group has failed."""
     deadline = time.monotonic() + STALL_SECONDS
     while not pending.is_completed():
         if time.monotonic() > deadline:
@@ -66,16 +67,21 @@ class Channel:
     def __init__(
         self, store: Store, rank: int, size: int, where: torch.device, address: str
     ) -> None:
-        """Meet the other members of the group, which has `size` ranks.
+        """Meet the other members of the group.
 
         Args:
+            store: the meeting's store.
+            rank: this process's number in the group, from 0.
+            size: the number of ranks of the group.
+            where: the device of the buffers.
             address: this process's address.
         """
         store = PrefixStore("group", store)
         self._group: Any
         if where.type == "cuda":
             options: Any = dist.ProcessGroupNCCL.Options()
-            # `finish` has its own limit. If NCCL's limit passed, NCCL would end the process.
+            # NCCL's limit is long, because NCCL ends the process at its limit. `finish` has its own
+            # limit.
             options._timeout = timedelta(days=1)
             with _environment(
                 TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"
@@ -91,9 +97,9 @@ class Channel:
             self._group = gloo(store, rank, size, options)
 
     def broadcast(self, buffer: torch.Tensor, sender: int) -> Pending:
-        """Send a flat buffer, or receive the buffer of the rank `sender`. All ranks of the group
-        call it, in the same order and with the same size. In a rank that receives, the buffer is
-        overwritten."""
+        """Send a flat buffer if this is the rank `sender`, else receive that rank's buffer into
+        `buffer`. All ranks of the group make these calls in the same order, with buffers of the
+        same size."""
         options = dist.BroadcastOptions()
         options.rootRank = sender
         work: Pending = self._group.broadcast([buffer], options)
@@ -105,8 +111,9 @@ class Channel:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Sets variables that NCCL's process groups read when they are made. The variables are restored
-    afterwards, so other process groups of vLLM and the trainer are not affected."""
+    """Sets environment variables within the `with` block. A process group of NCCL reads them when
+    it is made. Afterwards the variables have their old values, so other process groups of vLLM and
+    the trainer are not affected."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

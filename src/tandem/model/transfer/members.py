@@ -1,9 +1,9 @@
 """Fixes the members of the group for one publication: the trainer's senders, and the workers of the
 inference servers that joined in time.
 
-There are two phases, because a group can't change once it is connected. In the first, workers
-announce themselves in the meeting; in the second, the first sender fixes the list of members. A
-server that is not on the list gets its weights in another way.
+There are two phases, because a group can't change after it is connected. In the first phase,
+workers announce themselves in the meeting's store. In the second phase, the first sender fixes the
+list of members. A server that is not on the list gets its weights in another way.
 """
 
 import json
@@ -15,18 +15,19 @@ from torch._C._distributed_c10d import Store
 from tandem.model.transfer.channel import STALL_SECONDS
 
 JOIN_SECONDS = 5.0
-"""Seconds that the senders wait for further servers after the first server is complete."""
+"""Seconds for which the senders wait for further servers after all workers of the first server have
+joined."""
 _POLL_SECONDS = 0.01
 
 
 def fix_members(store: Store, servers: Sequence[str], beat: Callable[[], None]) -> dict[str, int]:
-    """Wait for the workers of all servers, and fix the group. Returns each server's number of
-    workers, in the order of their ranks. Raises TimeoutError if no server came.
+    """Wait for the workers of all servers, and fix the list of members. Returns server -> number of
+    its workers, in the order of the workers' ranks. Raises TimeoutError if no server came.
 
     Args:
         store: the publication's store.
         servers: the names of the servers that may come.
-        beat: called each time a server is complete.
+        beat: called each time all workers of a server have joined.
     """
     found: dict[str, int] = {}
     deadline = time.monotonic() + STALL_SECONDS
@@ -55,9 +56,9 @@ def _checked(members: dict[str, int]) -> dict[str, int]:
 
 
 def join_members(store: Store, server: str, worker: int, workers: int) -> tuple[int, int]:
-    """Announce this worker, and wait for the list. Returns this worker's index among all workers of
-    the group, and the number of workers. Raises RuntimeError if the list does not include this
-    worker's server, or if this worker was announced before.
+    """Announce this worker, and wait for the list of members. Returns this worker's index among all
+    workers of the group, and the number of all workers. Raises RuntimeError if the list does not
+    include this worker's server, or if this worker was announced before.
 
     Args:
         server: the name of this worker's server.

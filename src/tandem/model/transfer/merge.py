@@ -1,7 +1,7 @@
-"""Merges an adapter into weights: `W = base + s B A`, computed in float64 and rounded once, so that
-the order of summation does not affect the result.
+"""Merges an adapter into weights: `W = base + s B A`. The sum is computed in float64, so that the
+order of summation does not affect the rounded result.
 
-float64 is rounded to float32 and then to the weights' dtype, as `tensor.to` does.
+The float64 result is rounded to float32 and then to the weights' dtype, as `tensor.to` rounds it.
 """
 
 import torch

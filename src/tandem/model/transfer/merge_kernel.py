@@ -4,7 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-COLUMNS, RANKS = 64, 16  # columns of a block; the fastest of those tried on an H200, with 64 rows
+# Columns of a block, and ranks of the adapter per step: with blocks of 64 rows, the fastest values
+# of those that were tried on an H200.
+COLUMNS, RANKS = 64, 16
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -57,9 +59,9 @@ def _merge(
 
 
 def block_rows(capability: int) -> int:
-    """The number of rows of a block, on GPUs whose compute capability begins with this number."""
-    # On these GPUs, for products of 64 rows, Triton (3.7) chooses tensor cores that lack float64,
-    # and fails to compile.
+    """The number of rows of a block on GPUs of the compute capability `capability`.x."""
+    # With 64 rows on GPUs of capability 10 and 11, Triton (3.7) chooses tensor cores that lack
+    # float64, and fails to compile.
     return 32 if capability in (10, 11) else 64
 
 

@@ -1,6 +1,6 @@
-"""Computes parts of weights: the parts that a trainer's rank holds, the parts that it sends to
-vLLM, and the order in which they are sent. Trainer and vLLM compute the same list, so only the
-values are transferred."""
+"""Computes parts of weights: the parts that a rank of the trainer holds, the parts that the rank
+sends to vLLM, and the order in which the parts are sent. Trainer and vLLM compute the same list of
+parts, so only values are transferred."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -16,14 +16,14 @@ from tandem.topology.sizes import Place, Sizes
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a Hugging Face tensor; for experts, of all experts' tensors stacked along a first
-    dimension."""
+    """A part of a Hugging Face tensor: a range in each dimension. For experts, the tensor is all
+    experts' tensors, stacked along a first dimension."""
 
-    name: str  # with `*` for an expert's number
-    in_tensor: tuple[slice, ...]  # within the Hugging Face tensor; begin and end are numbers
+    name: str  # the Hugging Face tensor's name, with `*` for an expert's number
+    in_tensor: tuple[slice, ...]  # the part's ranges in the tensor; begin and end are numbers
     parameter: str  # the Megatron parameter that contains the part
     blocks: int  # the parameter is viewed as [blocks, rows] or [blocks, rows, columns]
-    in_parameter: tuple[slice, slice]  # in that view
+    in_parameter: tuple[slice, slice]  # the part's ranges of blocks and rows in that view
     begin: int  # in each block, the first row that belongs to this tensor
 
     @property
@@ -32,7 +32,7 @@ class Part:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements of the part."""
         return math.prod(self.shape)
 
 
@@ -49,7 +49,7 @@ def buffers(
     elements. Over all ranks, each element is sent exactly once.
 
     Args:
-        targets: linear layers, as in `LoraShape`; None: every tensor.
+        targets: the linear layers whose weights are sent, as in `LoraShape`; None: every tensor.
     """
     full: list[Part] = []
     for part in rank_parts(arch, targets, sizes=sizes, rank=rank, most=most):
@@ -62,8 +62,8 @@ def buffers(
 
 
 def shares(arch: Arch, *, sizes: Sizes, rank: int, most: int) -> Iterator[list[Part]]:
-    """The `buffers` of whole weights that `rank` writes to files; ranks that hold the same parts
-    write them alternately.
+    """The `buffers` of all weights that `rank` writes to files. Ranks that hold the same parts
+    take turns: each writes every n-th buffer, n being the number of these ranks.
 
     Args:
         sizes: the trainer's sizes.
@@ -71,7 +71,7 @@ def shares(arch: Arch, *, sizes: Sizes, rank: int, most: int) -> Iterator[list[P
         most: the most elements of a list.
     """
     in_stage, different = rank % sizes.stage, math.lcm(sizes.tensor, sizes.expert_ranks)
-    # first rank of those that hold the same parts
+    # The first of the ranks that hold the same parts.
     first = rank - in_stage + in_stage % different
     for number, share in enumerate(buffers(arch, None, sizes=sizes, rank=first, most=most)):
         if number % (sizes.stage // different) == in_stage // different:
@@ -87,7 +87,7 @@ class SendBuffer:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements of the buffer."""
         return sum(part.size for part in self.parts)
 
 
@@ -113,7 +113,7 @@ def send_order(
 
 
 def agreement(order: list[SendBuffer], dtype: str) -> list[object]:
-    """A list that both sides compare: the dtype, and the sender and size of each buffer."""
+    """A list that trainer and vLLM compare: the dtype, and the sender and size of each buffer."""
     return [dtype, [[buffer.sender, buffer.size] for buffer in order]]
 
 
@@ -134,8 +134,8 @@ def rank_parts(
         ranks = sizes.tensor if rule.num_experts is None else sizes.expert_ranks
         if rank >= ranks or (rule.cut == "whole" and index % ranks != rank):
             continue
-        # A tied table is also on the last stage, so only the first stage that has a parameter sends
-        # it.
+        # A tied table is on the first and on the last stage. So only the first stage that has a
+        # parameter sends the parameter.
         if place.pipeline != next(
             s for s in range(sizes.pipeline) if on_stage(rule.parameter, arch, sizes, s)
         ):
@@ -162,7 +162,7 @@ def rule_parts(rule: WeightRule, sizes: Sizes, place: Place) -> Iterator[Part]:
         for size in rule.sections.get(name, shape[:1]):
             share = size // cut_rows
             first = section_begin + (number * share if rule.cut == "rows" else 0)
-            # A convolution's weight [features, 1, tokens] is treated as a matrix.
+            # The weight of a convolution, [features, 1, tokens], is treated as a matrix.
             columns = [slice(0, math.prod(shape[1:]))] if shape[1:] else []
             in_tensor = [slice(first, first + share), *columns]
             if rule.cut == "columns":

@@ -1,5 +1,5 @@
-"""Allocates memory for a rank's base weights. Ranks with the same weights each read a part, and
-exchange the parts from GPU to GPU."""
+"""Allocates memory for a rank's base weights. Of the ranks that need the same weights, each reads a
+share from the files; the ranks then exchange the shares from GPU to GPU."""
 
 import contextlib
 import math
@@ -20,30 +20,30 @@ from tandem.planning.checks import check_sizes
 from tandem.topology.sizes import Sizes
 
 _GAP = "gap"
-# Bytes; the allocation's size is a multiple of this, so that the allocator puts no other tensor
-# into it.
+# Bytes. The size of the weights' allocation is a multiple of SEGMENT, so that the allocator puts no
+# other tensor into the same memory segment.
 SEGMENT = 2 * 2**20
 
 
 @dataclass(frozen=True)
 class Section:
-    """A range of the memory that the same ranks hold; its length is a multiple of the number of
-    ranks."""
+    """A range of the weights' memory. The same ranks hold the whole range. Its length is a multiple
+    of the number of these ranks."""
 
     begin: int  # elements
     end: int
-    # True if the ranks of `Topology.expert_data` hold it, False if those of `Topology.data` do.
+    # True: the ranks of `Topology.expert_data` hold the range. False: the ranks of `Topology.data`.
     experts: bool
 
 
 class BaseWeights:
-    """Uninitialised memory on this process's device for a rank's base weights, in one allocation:
-    `memory`, flat, and its `sections`. The few small fp32 parameters (`WeightRule.fp32`) are
+    """Uninitialised memory on this process's device for a rank's base weights. `memory` is one flat
+    allocation, and `sections` are its ranges. The few small fp32 parameters (`WeightRule.fp32`) are
     outside of this allocation.
 
     Ranks that need the same weights may share the reading. Each rank reads its share of the weights
-    from the files, and calls `connect` meanwhile. Then each rank calls `exchange`, which copies the
-    other shares from the other ranks' memory (CUDA IPC).
+    from the files. During the reading, each rank calls `connect`. After the reading, each rank
+    calls `exchange`, which copies the other shares from the other ranks' memory (CUDA IPC).
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class BaseWeights:
             rule.parameter: shapes[rule.parameter] for rule in rules if rule.num_experts is not None
         }
         apart = bool(experts) and sizes.experts_apart
-        if apart:  # the part before the experts is also a multiple of the number of ranks
+        if apart:  # the section before the experts is also a multiple of the number of ranks
             step = ALIGNMENT // dtype.itemsize
             before = {name: shape for name, shape in shapes.items() if name not in experts}
             used = sum(-(-math.prod(shape) // step) for shape in before.values())
             shapes = before | {_GAP: (-used % sizes.world * step,)} | experts
         self._groups = groups
-        # Handles of the other ranks' memory; None if it can't be shared.
+        # The opened memory of the other ranks; None if memory can't be shared.
         self._imports: contextlib.ExitStack | None = None
         self._copies: list[Callable[[], None]] = []  # copies from the other ranks' memory
         self.memory, self.parameters = allocate(
@@ -99,8 +99,8 @@ class BaseWeights:
             self.sections.append(Section(first, len(self.memory), experts=True))
 
     def own_share(self) -> dict[str, torch.Tensor]:
-        """The parameters that this rank reads: consecutive parameters of each section, about the
-        same number of bytes on every rank."""
+        """The parameters that this rank reads: consecutive parameters of each section. The number
+        of bytes is about the same on every rank."""
         if self._groups is None:
             return self.parameters
         share = {name: part for name, part in self.parameters.items() if name not in self._shared}
@@ -110,20 +110,21 @@ class BaseWeights:
 
     def connect(self) -> None:
         """Open the other ranks' memory, if the driver allows it. A collective operation of each of
-        the groups; shares may still be read during it."""
+        the two groups. Shares may still be read during the call."""
         if self._groups is None:
             return
         mine = ipc.exported(self.memory)
         handles: dict[int, ipc.Export | None] = {}
         for section in self.sections:
             group = self._readers(section)
-            # A collective of all ranks is avoided, because at the same time Megatron creates the
-            # optimizer, which gathers from all ranks.
+            # A collective operation of all ranks is avoided, because at the same time Megatron
+            # creates the optimizer, and that gathers from all ranks.
             ranks = dist.get_process_group_ranks(group)
             handles |= dict(zip(ranks, parallel.gather_objects(mine, group), strict=True))
         self._imports, self._copies = None, []
         with contextlib.ExitStack() as imports, contextlib.suppress(ipc.NotShared):
-            # rank -> its opened memory, because a rank may have a share of each section
+            # Rank -> its opened memory. A rank may have a share of each section, but its memory is
+            # opened once.
             opened = {}
             for rank, share in self._other_shares():
                 if rank not in opened:
@@ -135,11 +136,12 @@ class BaseWeights:
             self._imports = imports.pop_all()
 
     def exchange(self) -> dict[str, torch.Tensor]:
-        """Get the other ranks' shares, after this rank has read its own. Returns the parameters
-        that this rank must still read: none or, if GPUs can't share memory, all other shares. A
-        collective operation of all ranks. Call `exchange` once for each `connect`.
+        """Copy the other ranks' shares, after this rank has read its own share. Returns the
+        parameters that this rank must still read: none or, if GPUs can't share memory, all other
+        shares. A collective operation of all ranks. Call `exchange` once for each `connect`.
 
-        Each rank copies by itself, because connecting NCCL takes longer than reading 8 GB.
+        Each rank copies from the other ranks' memory, without NCCL, because connecting NCCL takes
+        longer than reading 8 GB.
         """
         if self._groups is None:
             return {}
@@ -156,8 +158,8 @@ class BaseWeights:
         return {name: parameter for _, share in missing for name, parameter in share.items()}
 
     def _other_shares(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """The other ranks' non-empty shares of each section, each with the rank's number among all
-        ranks."""
+        """For each section, the shares of the other ranks that are not empty. Each share comes with
+        the rank's number among all ranks."""
         for section in self.sections:
             ranks = dist.get_process_group_ranks(self._readers(section))
             for rank, share in zip(ranks, self._shares(section), strict=True):
@@ -171,8 +173,8 @@ class BaseWeights:
         return of_experts if section.experts else of_all
 
     def _shares(self, section: Section) -> list[dict[str, torch.Tensor]]:
-        """Each rank's share of a section: the parameters whose middle is in the rank's equal part
-        of the section."""
+        """Each rank's share of a section. The section is divided into equal parts, one for each
+        rank. A rank's share is the parameters whose middle is in the rank's part."""
         shares: list[dict[str, torch.Tensor]] = [{} for _ in range(self._readers(section).size())]
         begins = {name: each.storage_offset() for name, each in self._shared.items()}
         mine = {

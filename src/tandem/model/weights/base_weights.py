@@ -21,8 +21,8 @@ from tandem.model.weights.safetensors_reader import (
 )
 from tandem.topology.sizes import Place, Sizes
 
-# int16: the remainders of trained weights' master values, which `training/sharded_adam.py` reads by
-# the same rules as weights.
+# The dtypes that can be read. int16 is the dtype of the remainders of trained weights' master
+# values: `training/sharded_adam.py` reads the remainders by the same rules as weights.
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int16)
 
 
@@ -45,7 +45,8 @@ def load_weights(
     Raises:
         InvalidInput: a tensor is missing, is quantised, or has another shape than config.json says;
             or a file can't be read.
-        AssertionError: a parameter is not the model's, or has another shape than its rule.
+        AssertionError: a parameter does not belong to the model, or has another shape than its
+            rule says.
     """
     rules, stored = (
         {rule.parameter: rule for rule in weight_rules(arch)},
@@ -89,7 +90,8 @@ def _pieces(
     sizes: Sizes,
     place: Place,
 ) -> Iterator[Piece]:
-    """For each source: this rank's part of it, and the part of `target` that it fills."""
+    """For each source of the rule, the pieces that read this rank's part of the source into
+    `target`."""
     if rule.interleaved is not None:
         [name] = rule.sources
         for expert, matrix in enumerate(target, rule.first_expert(sizes, place)):
@@ -115,8 +117,8 @@ def part_view(part: Part, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _piece(source: StoredTensor, box: tuple[slice, ...], target: torch.Tensor) -> Piece:
-    """The piece that reads a box of a stored tensor. The rows of the box fill `target`, block by
-    block or row by row."""
+    """The piece that reads a box of a stored tensor: a range in each dimension. The rows of the box
+    fill `target`, block by block or row by row."""
     rows, *columns = box
     width = math.prod(source.shape[1:])
     unit = (rows.stop - rows.start) * width // len(target)
@@ -127,8 +129,9 @@ def _piece(source: StoredTensor, box: tuple[slice, ...], target: torch.Tensor) -
 def _expert_pieces(
     rule: WeightRule, source: StoredTensor, expert: int, target: torch.Tensor, cut: tuple[int, int]
 ) -> Iterator[Piece]:
-    """The pieces for one expert's part of a tensor that stacks all experts
-    (`WeightRule.interleaved`), section by section; `target`: [rows] or [rows, columns]."""
+    """The pieces that read one expert's part of a tensor that stacks all experts
+    (`WeightRule.interleaved`). There is one piece per section. `target`: [rows] or [rows,
+    columns]."""
     assert rule.interleaved is not None
     (_, *columns, width), (parts, part) = source.shape, cut
     [sections] = rule.sections.values() or [(width,)]

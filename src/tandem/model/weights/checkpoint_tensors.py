@@ -1,4 +1,4 @@
-"""Reads a checkpoint's tensors. The tensors in the file must be exactly the expected tensors,
+"""Reads a checkpoint's tensors. The file must have exactly the expected tensors, and they must be
 complete and finite."""
 
 import math
@@ -40,7 +40,8 @@ def check_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
 
 
 def check_adapter(directory: Path, arch: Arch, lora: LoraShape) -> dict[str, StoredTensor]:
-    """The tensors of the adapter in `directory`, by PEFT key: exactly those of `adapter_shapes`.
+    """PEFT key -> tensor of the adapter in `directory`. The keys and shapes are exactly those of
+    `adapter_shapes`.
 
     Raises:
         CheckpointDamaged: as in `check_tensors`.
@@ -59,7 +60,7 @@ def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor], pieces: Iterab
 
     Raises:
         CheckpointDamaged: the file has become shorter, or one of `tensors` contains NaN or infinity
-            afterwards.
+            after the reading.
     """
     try:
         fill_targets(pieces, threads=4)

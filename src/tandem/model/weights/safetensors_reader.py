@@ -1,9 +1,9 @@
 """Reads tensors of safetensors files into tensors on the device, as fast as the page cache delivers
 them.
 
-safetensors' own reader copies in one thread, through memory that isn't pinned. Here, several
-threads read chunks with `preadv` into pinned buffers and copy them on CUDA streams, so that
-reading, copying and rearranging overlap.
+safetensors' own reader copies in one thread, through memory that isn't pinned. In this module,
+several threads read chunks with `preadv` into pinned buffers and copy the chunks on CUDA streams.
+So reading, copying and rearranging overlap.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ THREADS = {"cuda": 8, "cpu": 4}
 _DTYPES = {code: getattr(torch, name) for code, (name, _) in DTYPES.items()}
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 DTYPE_CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in _DTYPES.items()}
-"""Dtype -> its name in a file's header."""
+"""Dtype -> the dtype's name in a file's header."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StoredTensor:
     """A tensor in a file."""
 
     path: Path
-    offset: int  # position of its first byte in the file
+    offset: int  # position of the tensor's first byte in the file
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -50,8 +50,9 @@ class StoredTensor:
 class Piece:
     """A range of a stored tensor, and the tensor that it fills.
 
-    The range begins at element `first` of the flat stored tensor and has `target.shape[0]` units of
-    `unit` elements. Only the elements `columns` of each unit are copied (None: all).
+    The stored tensor is read as a flat tensor. The range begins at its element `first` and has
+    `target.shape[0]` units of `unit` elements. Of each unit, only the elements `columns` are copied
+    (None: all elements).
     """
 
     stored: StoredTensor
@@ -89,8 +90,8 @@ def read_headers(paths: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def expert_by_expert(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """`stored`, in which a tensor that stacks all experts is replaced by one tensor per expert:
-    gate above up [experts, 2 * features, hidden], or down [experts, hidden, features].
+    """`stored`, with each tensor that stacks all experts replaced by one tensor per expert. Stacked
+    tensors are gate above up [experts, 2 * features, hidden], and down [experts, hidden, features].
 
     Qwen3.5's published checkpoints are stacked; transformers writes one tensor per expert. vLLM
     reads both.
@@ -138,7 +139,7 @@ def fill_targets(pieces: Iterable[Piece], *, threads: int | None = None) -> None
 
 
 def _split(piece: Piece) -> Iterator[Piece]:
-    """`piece`, split into pieces of at most CHUNK_BYTES (or one unit)."""
+    """`piece`, split into pieces of at most CHUNK_BYTES. A unit that is larger is one piece."""
     if 0 < piece.nbytes <= CHUNK_BYTES:
         yield piece
         return
@@ -149,9 +150,9 @@ def _split(piece: Piece) -> Iterator[Piece]:
 
 
 def _merge(chunks: list[Piece]) -> Iterator[list[Piece]]:
-    """Sorted chunks, grouped into reads of consecutive bytes with one dtype: at most CHUNK_BYTES,
-    or a single chunk. Grouping matters because a mixture of experts has thousands of small tensors
-    in a row."""
+    """Sorted chunks, grouped into reads. The chunks of a read are consecutive bytes of the same
+    dtype. A read has at most CHUNK_BYTES, or is a single chunk. Grouping matters, because a mixture
+    of experts has thousands of small tensors one after another."""
     read: list[Piece] = []
     for chunk in chunks:
         last = read[-1] if read else chunk
@@ -173,8 +174,8 @@ def _work(
 ) -> None:
     """The work of one thread: take reads until none is left. If one thread fails, all threads stop.
 
-    After each call that releases the GIL, the thread must wait to get it back. So there are as few
-    calls as possible: two for a read that consists of one verbatim chunk.
+    After each call that releases the GIL, the thread must wait until it gets the GIL back. So there
+    are as few such calls as possible: two for a read that consists of one verbatim chunk.
     """
     if where.type == "cuda":
         # A new thread's default device is GPU 0, where its first call would create a context.
@@ -185,7 +186,7 @@ def _work(
         memory = memoryview(buffer.numpy())
         stream = torch.cuda.Stream(where) if where.type == "cuda" else None
         if stream is not None:
-            held.callback(stream.synchronize)  # before the buffer is freed
+            held.callback(stream.synchronize)  # wait for the copies before the buffer is freed
             # Kernels that were queued earlier may still use the targets' memory.
             stream.wait_stream(torch.cuda.default_stream(where))
             held.enter_context(torch.cuda.stream(stream))
@@ -204,19 +205,19 @@ def _work(
                 ):
                     _copy(chunk, values, where, wait=chunk is chunks[-1])
                 if stream is not None and not chunks[-1].verbatim:
-                    stream.synchronize()  # before the buffer is used again
+                    stream.synchronize()  # wait for the copies before the buffer is used again
             except BaseException:
                 reads.clear()
                 raise
 
 
 def _copy(chunk: Piece, values: torch.Tensor, where: torch.device, *, wait: bool) -> None:
-    """Queue the copy of `values`, flat, to the chunk's target. `wait`: a verbatim copy is complete
-    when the function returns."""
+    """Queue the copy of the flat tensor `values` to the chunk's target. `wait`: whether a verbatim
+    copy is complete when the function returns."""
     if chunk.verbatim:
         chunk.target.view(-1).copy_(values, non_blocking=not wait)
         return
-    values = values.to(where, non_blocking=True)  # rearranged and converted on the device
+    values = values.to(where, non_blocking=True)  # the device rearranges and converts the values
     if chunk.columns is not None:
         values = values.view(-1, chunk.unit)[:, chunk.columns]
     chunk.target.copy_(values.view(chunk.target.shape), non_blocking=True)
@@ -238,8 +239,8 @@ def _read(file: int, memory: memoryview, offset: int, path: Path) -> None:
 
 @contextlib.contextmanager
 def _host_buffer(size: int, *, pinned: bool) -> Iterator[torch.Tensor]:
-    """Host memory, uint8 [size], into which files are read; it is freed at the end of the block.
-    `pinned`: whether it is pinned, for copies to a GPU."""
+    """Host memory, uint8 [size], into which files are read. The memory is freed at the end of the
+    `with` block. `pinned`: whether the memory is pinned, for copies to a GPU."""
     if not pinned:
         yield torch.empty(size, dtype=torch.uint8)
         return
