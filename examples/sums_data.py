@@ -1,4 +1,4 @@
-"""Files of sums for SFT and DPO, and the mean reward of a served step.
+"""Training data of addition problems for SFT and DPO, and the mean reward of a served step.
 
     python examples/sums_data.py examples > sums-sft.jsonl        # the right answers to 32 sums
     python examples/sums_data.py pairs RUN@STEP > sums-dpo.jsonl  # the best and worst of 8 answers

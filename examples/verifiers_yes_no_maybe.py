@@ -1,7 +1,7 @@
 """A taskset of verifiers (0.4) trains on Tandem. See docs/verifiers.md.
 
-Answer a question with yes (reward 0.5), no (0.75) or maybe (1.0). The tokenizer is the base model's
-directory or name.
+Answer a question with yes (reward 0.5), no (0.75) or maybe (1.0). The arguments are
+the run's name, and the directory or hub name of the base model, whose tokenizer the program loads.
 
     TANDEM_URL=http://127.0.0.1:8080 TANDEM_INFERENCE_URL=http://127.0.0.1:8000 \
         python examples/verifiers_yes_no_maybe.py my-run Qwen/Qwen3-0.6B

@@ -1,5 +1,6 @@
-"""The wheel and the sdist in clean environments: the command, `data check` and the client work
-there with only the package's declared dependencies."""
+"""Installs the wheel and the sdist in clean environments, with only the declared dependencies.
+With the wheel, `tandem --help`, `data check` and the client work; with the sdist, `tandem version`.
+"""
 
 import json
 import os

@@ -59,7 +59,8 @@ _GROUP = {"trajectories": [{"turns": [_TURN], "reward": 1.0}, {"turns": [_TURN],
 TRAIN = {"kind": "rl", "groups": [_GROUP], "packing": {"sequence_length": 16}}
 Problems = Iterator[str]
 _LOOP = asyncio.new_event_loop()
-# Building the application takes longer than all answers, and it does not depend on the spool.
+# `create_app` would build the OpenAPI document for each case, although the document does not depend
+# on the spool. So `Api` replaces the document by this empty one.
 _OPENAPI = {"paths": dict[str, Any]()}
 
 

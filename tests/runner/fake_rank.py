@@ -126,7 +126,8 @@ def obey(order, work, rank, beat):
             with (work / "checkpoint" / "part").open("wb", buffering=0) as file:
                 while file.write(b"\0" * 4096):
                     pass
-        # The rank leaves a process in a session of its own, which ignores SIGTERM.
+        # The rank starts a process in a new session. The process ignores SIGTERM and outlives the
+        # rank.
         case "leak" | "leak_and_wait":
             program = (
                 "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"

@@ -178,7 +178,7 @@ class Conditions:
         return bool({"full", "read-only"} & self._now.keys())
 
     def end(self, *, all_now: bool = False) -> None:
-        """End the conditions whose time is over."""
+        """End the conditions whose time is over. `all_now`: end all conditions."""
         over = [kind for kind, end in self._now.items() if all_now or time.monotonic() > end]
         for kind in over:
             del self._now[kind]

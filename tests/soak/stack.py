@@ -66,7 +66,7 @@ class Victim:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat after the command."""
+    """The fields of /proc/<pid>/stat that follow the field `comm`."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 

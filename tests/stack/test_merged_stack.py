@@ -29,8 +29,8 @@ ERROR = 0.05 if ON_GPUS else 1e-3
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The way `volume`, which uses files, is tested only with --all-cases, because
-    tests/inference/test_whole_vllm.py tests it, too."""
+    """The fixture `stack` has a case for each way in which weights reach vLLM. `volume` is a case
+    only with --all-cases, because tests/inference/test_whole_vllm.py also tests `volume`."""
     ways = [
         "merge",
         "nccl",

@@ -2,10 +2,11 @@
 tandem.metrics.exporter`), and lists the address of each vLLM of the container.
 
 The exporter does not depend on the programs that it watches: it imports no torch, creates no CUDA
-context, and writes only the write probe. TANDEM_ROLE selects the metrics that it collects: the
-metrics of `trainer` or of `inference`; of both if the variable is unset. The exporter starts before
-the spool and the programs exist; until then `tandem_collector_success` is 0. The exporter exits
-with 0 on SIGTERM, with 2 if the settings are wrong, and with 1 if its address is taken.
+context, and writes only the write probe. TANDEM_ROLE (`trainer` or `inference`) selects
+the metrics that the exporter collects; without TANDEM_ROLE the exporter collects the metrics of
+both roles. The exporter starts before the spool and the programs exist; until then
+`tandem_collector_success` is 0. The exporter exits with 0 on SIGTERM, with 2 if the settings are
+wrong, and with 1 if its address is taken.
 """
 
 import json

@@ -91,8 +91,8 @@ class NvmlCollector(Collector):
         super().__init__()
         self._device = device
         self._selected = tuple(selected)
-        # The driver stays open between collections, because without persistence mode a GPU that no
-        # process has open loses its state.
+        # The driver stays open after a successful collection, because without persistence mode a
+        # GPU that no process has open loses its state.
         self._driver: Driver | None = None
         self._seen = False  # whether a GPU has ever been found
 

@@ -2,9 +2,9 @@
 
 A job is one directory (`tandem.spool.paths`), and the file `job.json` in this directory has the
 job's state. A job with a result is called decided, whichever directory it is in. The job has ended
-once its terminal event is written. A job whose `job.json` is damaged fails, and its directory is
-moved to `jobs/damaged/`. A file with keys of a newer version stays, and its job waits for a program
-of that version.
+once its terminal event is written. A live job whose `job.json` is damaged fails; the directory of
+any damaged job is moved to `jobs/damaged/`. A file with keys of a newer version stays, and its job
+waits for a program of that version.
 """
 
 import heapq

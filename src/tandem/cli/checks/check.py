@@ -1,4 +1,5 @@
-"""Types of checks: the commands that run a check, the check's question, and its answer."""
+"""The classes of checks: `Check`, its `Command`s, the question that was `Asked`, and the
+`Answer`s."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

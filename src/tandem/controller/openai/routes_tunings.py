@@ -238,7 +238,8 @@ def cancel_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
 
 @router.post("/jobs/{job_id}/pause")
 def pause_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
-    """Pause a job: the part that trains continues to its checkpoint, and no further part starts."""
+    """Pause a fine-tuning job. Its Tandem job that trains continues to the checkpoint; its next
+    Tandem job is not submitted until `resume`."""
 
     def pause(now: Tuning) -> Tuning:
         if now.paused or now.cancelled:

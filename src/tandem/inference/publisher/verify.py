@@ -103,8 +103,8 @@ def movement(
     trainer, before or after the step. Tokens with other experts move by any amount. To limit the
     influence of these tokens on the coefficient a, both sides of each token's equation are divided
     by |checkpoint - reference|, or by the third quartile of |checkpoint - reference| if that is
-    larger. Then the left side of each equation is clipped to a distance of at most 1 from the
-    middle of the line.
+    larger. Then the left side of each equation is clipped to at most 1 above or below x / 2, where
+    x is the divided right side without a.
 
     Args:
         served, checkpoint, reference: log-probs of the same tokens, [tokens], in nats.

@@ -61,7 +61,8 @@ class LatentAttentionSublayer(AttentionSublayer):
     def _heads(
         self, normalised: torch.Tensor, tree: TreeParams
     ) -> tuple[torch.Tensor, torch.Tensor | None, Heads]:
-        """A tuple: the latents as one tensor; A x of the adapters of `down`; and the heads."""
+        """A tuple: the latents as one tensor; the product `A x` of the adapters of `down`, None
+        without adapters; and the heads."""
         linears = self._linears
         latents, inner = linears.down(normalised)
         q_in, kv_in, shared = self._inputs(latents, normalised)

@@ -93,8 +93,8 @@ class SaveRequest(Record):
 
 
 class LoadRequest(Record):
-    """Loads the weights of a checkpoint of any run with the same LoRA shape. `optimizer`: whether
-    Adam's state is loaded too; if not, Adam starts with a new state."""
+    """Loads the weights of a checkpoint of any run with the same base model and LoRA shape.
+    `optimizer`: whether Adam's state is loaded too; if not, Adam starts with a new state."""
 
     kind: Literal["load"] = "load"
     run: RunName

@@ -161,7 +161,8 @@ class HostAgent:
 
     def prepare(self) -> None:
         """Start the processes that can be started ahead of an attempt. Before the first attempt,
-        they are started for the settings; later, for the order of the previous attempt."""
+        the settings determine the options of these processes; later, the `AgentOrder` of the
+        previous attempt."""
         if self._launcher is not None:
             self._launcher.prepare()
             return
