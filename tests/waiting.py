@@ -10,7 +10,8 @@ from tandem.system import processes
 
 
 def until[T](what: object, check: Callable[[], T], timeout: float = 120, poll: float = 0.05) -> T:
-    """The first true answer of `check`; AssertionError naming `what` after `timeout` seconds.
+    """The first true answer of `check`; AssertionError naming `what` after `timeout` seconds. A
+    function as `what` is called then, and can name what is still missing.
 
     The default timeout is long enough for a machine on which everything takes ten times as long.
     The function returns as soon as `check` is true. Before that, `check` may raise httpx.HTTPError,
@@ -24,7 +25,9 @@ def until[T](what: object, check: Callable[[], T], timeout: float = 120, poll: f
                 return answer
         except httpx.HTTPError as failure:
             error = failure
-        assert time.monotonic() < deadline, f"not within {timeout:.0f} s: {what}; {error!r}"
+        if time.monotonic() >= deadline:
+            awaited = what() if callable(what) else what
+            raise AssertionError(f"not within {timeout:.0f} s: {awaited}; {error!r}")
         time.sleep(poll)
 
 

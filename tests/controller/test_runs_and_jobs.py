@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -272,9 +272,7 @@ def test_a_run_is_deleted_with_its_jobs(client, server, run):
     def left() -> list[str]:
         return [path for path in tree(server.spool.root) if run in path]
 
-    with suppress(AssertionError):  # the next line names the files
-        until("its files are gone", lambda: not left())
-    assert left() == []
+    until(lambda: f"these files are gone: {left()}", lambda: not left())
     assert client.create_run(run, lora={"rank": 4}).spec.lora.rank == 4
     assert client.train(run, rl_request(id=done.id)).spec.base_step == 0
 

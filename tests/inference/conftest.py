@@ -25,12 +25,12 @@ def model(directory: Path) -> Model:
     return Model(directory)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(write_model("qwen3", tmp_path_factory))
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(write_model("qwen3_moe", tmp_path_factory))
 

@@ -3,7 +3,7 @@
 Version 0.4 (`verifiers.v1`): `VerifiersEnvironment` runs an agent on a taskset, and
 `trace_to_trajectory` converts any trace. The old API (versions 0.1 to 0.2, and `verifiers.legacy`
 in 0.3): sample through the rollout door (vLLM's path /rollout/v1), then call `outputs_to_groups`.
-With both APIs, tokens and log-probs are those that vLLM sampled.
+With both APIs, groups contain the tokens that vLLM sampled and the log-probs that vLLM computed.
 """
 
 import asyncio

@@ -163,8 +163,8 @@ def _remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -
     keep, until `stop` is set.
 
     Also returns the memory of closed streams to the system, because glibc alone would keep freed
-    memory. Python's allocator keeps each MiB of which any byte is in use, and reuses it for later
-    streams.
+    memory. Python's allocator keeps a MiB while any byte of it is in use, and reuses the MiB for
+    later streams.
     """
     while not stop.wait(SWEEP_SECONDS):
         gc.collect()

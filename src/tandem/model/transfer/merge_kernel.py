@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-# Columns of a block, and ranks of the adapter per step: with blocks of 64 rows, the fastest values
-# of those that were tried on an H200.
+# Columns of a block, and ranks of the adapter per step. With blocks of 64 rows, these values were
+# the fastest that were tried on an H200.
 COLUMNS, RANKS = 64, 16
 
 

@@ -1,5 +1,5 @@
-"""The weights of vLLM's model on one worker: the live weights, a second copy of those weights that
-may change, and adapters to be merged."""
+"""The weights of vLLM's model on one worker: the live weights, a second copy of each parameter
+that may change, and adapters to be merged."""
 
 import threading
 from collections import defaultdict, deque
