@@ -86,7 +86,8 @@ def prometheus(tmp_path_factory) -> Iterator[Prometheus]:
         until("the demo serves", lambda: "&& prometheus" in (directory / "demo.log").read_text())
         running.enter_context(_running(run, directory / "prometheus.log", directory))
         started = Prometheus(port)
-        until("it has scraped all targets", lambda: len(started.query("up == 1")) == 4)
+        # The targets are three exporters and two vLLM servers.
+        until("it has scraped all targets", lambda: len(started.query("up == 1")) == 5)
         yield started
 
 
