@@ -10,13 +10,22 @@ from pathlib import Path
 import torch
 
 from policies import gradients, make_policy
+from tandem.families.adapter import default_targets
+from tandem.families.registry import read_arch
 from tandem.model import device, parallel
 from tandem.model.policy import Policy
 from tandem.model.rows import RowTensors
 from tandem.spool.schema import LoraShape
 
-LORA = LoraShape(rank=16, alpha=32.0)
 SLOTS, USED = 1000, 950
+
+
+def lora_of(model: Path) -> LoraShape:
+    """An adapter on every linear layer, in mixtures on the experts too. Gemma 4's `k_proj` has
+    none."""
+    targets = default_targets(read_arch(str(model)))
+    lora = LoraShape(rank=16, alpha=32.0)
+    return lora if "k_proj" in targets else lora.model_copy(update={"targets": targets})
 
 
 def random_row(vocabulary: int) -> RowTensors:
@@ -60,5 +69,7 @@ if __name__ == "__main__":
     directory = Path(sys.argv[1])
     device.activate("cpu")
     parallel.init_parallel()
-    reference = make_policy(directory, LORA, directory / "adapter", dtype=torch.float32)
+    reference = make_policy(
+        directory, lora_of(directory), directory / "adapter", dtype=torch.float32
+    )
     torch.save(evaluate(reference), directory / "cpu.pt")

@@ -110,7 +110,7 @@ def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path, config
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("size", "value_size"), [(192, 128), (256, 256), (96, 160)])
+@pytest.mark.parametrize(("size", "value_size"), [(192, 128), (256, 256), (96, 160), (512, 512)])
 def test_flex_and_sdpa_give_the_same_gradients_where_values_have_another_width(size, value_size):
     dtype, generator = torch.bfloat16, torch.Generator().manual_seed(3)
     end = random_tree(300, 280, generator)

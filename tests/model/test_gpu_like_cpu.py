@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from model import cpu_reference
-from model.cpu_reference import LORA, evaluate
+from model.cpu_reference import evaluate, lora_of
 from policies import make_policy, write_random_adapter
 from ranks import run_program
 from tandem.families.registry import arch_from_config, weight_rules
@@ -35,9 +35,25 @@ EXPERTS = {
     "moe_intermediate_size": 256,
     "norm_topk_prob": True,
 }
+WIDE_HEADS = {
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 200,
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0,
+    "tie_word_embeddings": True,
+}
+SHAPES = {
+    "qwen3": SHAPE,
+    "qwen3_moe": SHAPE | EXPERTS,
+    "gemma4_text": SHAPE | WIDE_HEADS,
+}
 FP32 = (2e-3, 2e-3)
 # In bf16 the router sends some tokens to other experts than in fp32.
-BF16 = {"qwen3": (0.05, 0.15), "qwen3_moe": (0.2, 0.6)}
+BF16 = {"qwen3": (0.05, 0.15), "qwen3_moe": (0.2, 0.6), "gemma4_text": (0.05, 0.15)}
 """The largest mean difference of log-probs, and the largest difference of a gradient relative to
 the gradient's norm, by family."""
 
@@ -63,10 +79,9 @@ def write_model(directory: Path, config: dict[str, Any]) -> None:
 @pytest.fixture(scope="module", params=list(BF16))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a model with an adapter. Its file `cpu.pt` has the CPU's results."""
-    shape = SHAPE if request.param == "qwen3" else SHAPE | EXPERTS
     directory = tmp_path_factory.mktemp(request.param)
-    write_model(directory, shape | {"model_type": request.param})
-    write_random_adapter(directory / "adapter", directory, LORA)
+    write_model(directory, SHAPES[request.param] | {"model_type": request.param})
+    write_random_adapter(directory / "adapter", directory, lora_of(directory))
     run_program(cpu_reference.__file__, str(directory), seconds=200)
     return directory
 
@@ -83,7 +98,7 @@ def on_gpu(model: Path) -> Iterator[None]:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probs_and_gradients_are_those_of_the_cpu(model, on_gpu, dtype, recompute, kernel):
-    policy = make_policy(model, LORA, model / "adapter", dtype=dtype, recompute=recompute)
+    policy = make_policy(model, lora_of(model), model / "adapter", dtype=dtype, recompute=recompute)
     policy.attention_kernel = kernel
     actual, expected = evaluate(policy), torch.load(model / "cpu.pt")
     family = policy.arch.model_type

@@ -9,7 +9,6 @@ from typing import Literal
 
 import torch
 
-from tandem.errors import InvalidInput
 from tandem.families.arch import Arch, LinearScaling, ProportionalRope, RopeScaling, YarnScaling
 from tandem.model import device, mcore, parallel
 from tandem.model.layer.decoder_layer import DecoderLayer
@@ -23,10 +22,6 @@ from tandem.planning.checks import check_sizes
 from tandem.spool.schema import LoraShape
 
 Recompute = Literal["auto", "none", "full"]
-WIDEST_HEAD = 256
-"""The most features of a head on a GPU. With heads of 512 features, FlexAttention's forward kernel
-of torch 2.11 needs 257 KiB of shared memory; an H100 has 227 KiB."""
-
 # At every build GPTModel warns that HybridModel is its successor. The warning doesn't help the
 # reader of a job's log.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
@@ -57,16 +52,10 @@ def build_policy(
             allocates this memory.
 
     Raises:
-        InvalidInput: the model can't be cut over this number of ranks, or its heads are too wide
-            for a GPU.
+        InvalidInput: the model can't be cut over this number of ranks.
     """
     topology = parallel.current()
     check_sizes(arch, topology.sizes)
-    if device.is_cuda() and (width := max(kind.head_dim for kind in arch.kinds)) > WIDEST_HEAD:
-        raise InvalidInput(
-            f"heads of {width} features: torch's attention kernel takes at most {WIDEST_HEAD} on a"
-            " GPU; this model trains on the CPU only"
-        )
     stage, switch, dtype = (
         Pipeline(topology, arch.num_layers),
         AdapterSwitch(),

@@ -15,6 +15,9 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from tandem.model.compiled import Compiled
 
 BLOCK = 128  # FlexAttention's own default, in slots
+WIDE_HEAD = 256
+"""The most features of a head for which FlexAttention's own choice of blocks fits into an H100's
+shared memory (227 KiB). With 512 features its forward kernel needs 257 KiB."""
 
 
 class FlexMask(NamedTuple):
@@ -113,6 +116,20 @@ def padded_ends(subtree_end: torch.Tensor) -> NDArray[np.int64]:
     return ends
 
 
+def _wide_head_options(itemsize: int) -> dict[str, int]:
+    """FlexAttention's blocks for heads of more than `WIDE_HEAD` features.
+
+    The blocks of queries (M) and keys (N), in slots, are those of the forward kernel and of the two
+    halves of the backward kernel. With 512 features they need about 128 KiB of shared memory.
+
+    Args:
+        itemsize: bytes of an element of q, k and v.
+    """
+    half = 64 // itemsize
+    options = dict.fromkeys(("BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), half)
+    return options | {"BLOCK_M": 2 * half, "num_stages": 1, "num_warps": 8}
+
+
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -131,10 +148,20 @@ def _attend(
         return seen if depth is None or out is None else seen & (depth[key] > out[query])
 
     fields: dict[str, Any] = dict(zip(FlexMask._fields[1:], blocks, strict=True))
+    wide = query.is_cuda and query.shape[-1] > WIDE_HEAD
+    options: Any = _wide_head_options(query.itemsize) if wide else None
     lengths = (query.shape[2], key.shape[2])
     mask = BlockMask(seq_lengths=lengths, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=tree_mask, **fields)
     if sinks is None:
-        return flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
+        return flex_attention(
+            query,
+            key,
+            value,
+            block_mask=mask,
+            scale=scale,
+            enable_gqa=True,
+            kernel_options=options,
+        )
     output, aux = flex_attention(
         query,
         key,
@@ -142,6 +169,7 @@ def _attend(
         block_mask=mask,
         scale=scale,
         enable_gqa=True,
+        kernel_options=options,
         return_aux=AuxRequest(lse=True),
     )
     assert aux.lse is not None
