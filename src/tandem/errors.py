@@ -103,8 +103,9 @@ class HubUnreachable(TandemError, code="hub_unreachable", http_status=503, retri
 class JobFailed(TandemError, code="job_failed"):
     """A job ended `failed` or `cancelled`. Clients that wait for a job raise this error.
 
-    `reason` is the type of the job's error (`rank_crashed`, `deadline`, `cancelled`, ...). The
-    message ends with the last lines of the job's log, if there are any.
+    Args:
+        message: ends with the last lines of the job's log, if there are any.
+        reason: the type of the job's error (`rank_crashed`, `deadline`, `cancelled`, ...).
     """
 
     def __init__(
@@ -122,10 +123,10 @@ class NotServed(TandemError, code="not_served"):
 
 class StepRefused(NotServed, code="step_refused"):
     """The publisher refused a checkpoint. Clients that wait for the step raise this error. The
-    checkpoint may be served
-    later: after a restart of vLLM all refused checkpoints are tried again.
+    checkpoint may be served later: after a restart of vLLM all refused checkpoints are tried again.
 
-    `served`: the run's step that vLLM serves, if it serves one.
+    Args:
+        served: the run's step that vLLM serves; None: vLLM serves no step of the run.
     """
 
     def __init__(

@@ -62,8 +62,14 @@ def make_client() -> Tandem:
 
 
 def show[T](data: T, json: bool, render: Callable[[T], object]) -> None:
-    """Print `data` as one JSON document if `json` is true; if not, print the result of
-    `render(data)`, unless it is None."""
+    """Print the result of a command.
+
+    Args:
+        data: the result; pydantic must be able to write it as JSON.
+        json: whether `data` is printed, as one JSON document.
+        render: makes what is printed without `json` from `data`. If it returns None, nothing is
+            printed.
+    """
     if json:
         print(to_json(data, indent=2, inf_nan_mode="constants").decode())
     elif (rendered := render(data)) is not None:
@@ -76,8 +82,12 @@ def show_line(data: object) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """A table; columns whose name ends with `#` are aligned to the right. The first column is never
-    cut, because people copy its values."""
+    """A table. The first column is never cut, because people copy its values.
+
+    Args:
+        columns: the names; columns whose name ends with `#` are aligned to the right, and lose it.
+        rows: the cells of each row, one for each column; None: an empty cell.
+    """
     made = Table(title=title, title_justify="left", header_style="bold")
     for i, column in enumerate(columns):
         made.add_column(

@@ -1,5 +1,4 @@
-"""Every method of the client, written once: `AsyncTandem` inherits the methods, and `Tandem` runs
-the same coroutines over blocking I/O."""
+"""The client's methods: `AsyncTandem` inherits them, and `Tandem` runs them over blocking I/O."""
 
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -50,8 +49,7 @@ _PAGE = 500
 class Api(Requests):
     """The controller's API: the methods of both clients. A refusal of the controller is raised as a
     class of `tandem.errors`, with the offending `field`. Raises Unreachable when the controller
-    has not answered for `patience` seconds.
-    """
+    has not answered for `patience` seconds."""
 
     async def create_run(
         self,
@@ -64,7 +62,13 @@ class Api(Requests):
         seed: int | None = None,
     ) -> RunStatus:
         """Create a run. Step 0 of the run equals the base model. Creating the same run again
-        changes nothing. An argument that is None has the controller's default."""
+        changes nothing. An argument that is None has the controller's default.
+
+        Args:
+            trainable: "full": all weights are trained, and `lora` must be None.
+            weights: vLLM serves the run as adapters, or merged into its own weights.
+            seed: seeds step 0's adapter and the order of each job's rows; from 0 to 2^63 - 1.
+        """
         if isinstance(lora, LoraShape):
             lora = lora.model_dump(exclude_unset=True)  # the controller chooses the default targets
         body = {
@@ -77,8 +81,7 @@ class Api(Requests):
         return await self._call(RunStatus, "POST", "runs", body={**body, "lora": lora})
 
     async def get_run(self, run: str) -> RunStatus:
-        """A run's specification, its newest step, the step that vLLM serves, and its queued and
-        running jobs."""
+        """A run's specification, newest step, step that vLLM serves, queued and running jobs."""
         return await self._call(RunStatus, "GET", "runs", run)
 
     async def list_runs(self) -> list[RunStatus]:
@@ -127,21 +130,18 @@ class Api(Requests):
         await self._request("DELETE", "runs", run, "checkpoints", str(step), "pin")
 
     async def delete_checkpoint(self, run: str, step: int) -> None:
-        """Delete a checkpoint. Raises Conflict for step 0, for the newest step, and for a
-        checkpoint that is pinned, served or needed by a job. The request is not repeated, as in
-        `delete_run`."""
+        """Delete a checkpoint. Raises Conflict for step 0, the newest step, and one that is pinned,
+        served or needed by a job. The request is not repeated, as in `delete_run`."""
         await self._request("DELETE", "runs", run, "checkpoints", str(step), idempotent=False)
 
     async def rollback(self, run: str, step: int) -> RolledBack:
-        """Make `step` the run's newest step again. The request is not repeated: after Unreachable,
-        look at the run first."""
+        """Make `step` the newest step again. Not repeated: after Unreachable, look at the run."""
         return await self._call(
             RolledBack, "POST", "runs", run, "rollback", body={"step": step}, idempotent=False
         )
 
     async def wait_served(self, run: str, step: int, timeout: float = SERVED_SECONDS) -> Served:
-        """Wait until vLLM serves step `step` of `run`, or a later step, and the publisher has
-        verified the served step.
+        """Wait until vLLM serves `step` or a later step, and the publisher has verified it.
 
         Raises StepRefused when the publisher refused the step, NotServed after `timeout` seconds.
         """
@@ -149,12 +149,10 @@ class Api(Requests):
         while True:
             status = await self.get_run(run)
             served = status.served
-            # After a rollback, the record of the served step names a discarded step until the
-            # publisher has loaded another step.
+            # After a rollback, the record names a discarded step until another step is loaded.
             if served is not None and served.step >= step and status.served_in_chain:
                 return served
-            # The record has only the newest refused step. All steps between the served step and the
-            # refused step were refused too.
+            # The record has the newest refused step; all steps since the served one were refused.
             if (no := status.refused_step()) and step <= no.step <= status.newest_step:
                 reason = f"the publisher refused {run}@{no.step}: {no.reason}"
                 raise StepRefused(reason, served=served.step if served else None)
@@ -180,11 +178,14 @@ class Api(Requests):
         on_event: OnEvent | None = None,
         **options: Unpack[RLOptions],
     ) -> JobStatus:
-        """Queue an RL job. `wait`: "job": return when the job has succeeded. "served": return when
-        the job's checkpoint is served. None: return as soon as the job is queued.
+        """Queue an RL job. Raises NothingToLearn if no group has any variance in its rewards. With
+        `wait`, also raises JobFailed, NotServed and TimeoutError.
 
-        Raises NothingToLearn if no group has any variance in its rewards. With `wait`, raises
-        JobFailed, NotServed, and TimeoutError after `timeout` seconds of waiting for the job.
+        Args:
+            wait: "job": return when the job has succeeded. "served": return when the job's
+                checkpoint is served. None: return as soon as the job is queued.
+            timeout: seconds of waiting for the job after which TimeoutError is raised.
+            on_event: called with each event of the job while this method waits for it.
         """
         request = {"kind": "rl", "groups": groups, **options}
         return await self._train(run, request, wait, timeout, on_event)
@@ -295,10 +296,11 @@ class Api(Requests):
     async def events(
         self, job: str, after: int = -1, timeout: float = JOB_SECONDS
     ) -> AsyncGenerator[Event, None]:
-        """A job's events as they happen, up to the terminal event. The first event is the one that
-        follows seq `after`; -1: the job's first event.
+        """A job's events as they happen, to the terminal event. Reconnects if a connection breaks.
 
-        Reconnects when a connection breaks. Raises TimeoutError after `timeout` seconds.
+        Args:
+            after: the seq of the event after which the events begin; -1: the first event.
+            timeout: seconds after which TimeoutError is raised.
         """
         until, backoff, ended = time.monotonic() + timeout, Backoff(self._patience), False
         while not ended:
@@ -336,8 +338,7 @@ class Api(Requests):
         return events_of(response.content)
 
     async def memory(self, job: str) -> list[AttemptMemory]:
-        """For each attempt: the memory of each rank after each phase, and the memory left on the
-        devices."""
+        """Each attempt's memory: of each rank after each phase, and left on the devices."""
         return by_attempt(await self.job_events(job))
 
     async def logs(self, job: str) -> str:

@@ -150,11 +150,14 @@ def discarded(job: str, base: int, checkpoints: Iterable[CheckpointInfo]) -> boo
 
 
 class Backoff:
-    """Pauses between attempts, doubling from `first` to `longest` seconds. Random jitter keeps
-    several clients from retrying at the same moment.
+    """Pauses between attempts, each twice as long as the one before. Random jitter keeps several
+    clients from retrying at the same moment.
 
-    The pauses end `patience` seconds after the first failure since the last success. So a first
-    request that fails only after more than `patience` seconds is still repeated.
+    Args:
+        patience: seconds after the first failure since the last success at which the pauses end. So
+            a first request that fails only after more than `patience` seconds is still repeated.
+        first: the first pause in seconds, without jitter.
+        longest: the longest pause in seconds, without jitter.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""Turns a client's groups or examples into linear sequences, and writes them as a packed
-directory."""
+"""Turns a client's groups or examples into linear sequences in a packed directory."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,16 +41,17 @@ def prepare_rl(
 ) -> PackedData:
     """Writes `groups` as a packed directory `out`, and returns its description for the job.
 
-    `mixture`: the base model's mixture of experts. `batch_size`: groups per optimizer step, for
-    `row_batch`. `base_step`: the step that the job starts from. `max_off_policy_steps`: every turn
-    must name the step that sampled it, and this step is at most so many steps before `base_step`.
-
     Drops and counts groups whose advantages are all 0 (equal rewards give no policy gradient),
     unless `keep_zero_variance` is on. Reward statistics are over all trajectories of `groups`.
     `PackedData.path` stays empty: the spool sets it when the directory gets its final name.
 
-    Raises InvalidInput (field: `groups.<i>.trajectories.<j>...`) or NothingToLearn, and then writes
-    nothing.
+    Raises InvalidInput (field `groups.<i>.trajectories.<j>...`) or NothingToLearn, writing nothing.
+
+    Args:
+        batch_size: groups per optimizer step, for `row_batch`; None: all groups in one step.
+        max_off_policy_steps: every turn must name the step that sampled it, at most so many steps
+            before `base_step`, the step that the job starts from; None: turns need not name it.
+        mixture: the base model's mixture of experts; None: the model is dense.
     """
     if not groups:
         raise InvalidInput("there is no group", field="groups")
@@ -106,11 +106,14 @@ def prepare_sft(
     day: date | None = None,
 ) -> PackedData:
     """Like `prepare_rl`, for `examples`: each example is a weighted trajectory in its own group.
+    `tandem.data.render` turns examples into tokens. Fields of errors are `examples.<i>...` and
+    `held_out.<i>...`.
 
-    `held_out` examples are only evaluated. `signed`: whether weights may be negative. `day`:
-    today's date, for chat templates that print it. `tandem.data.render` turns examples into tokens.
-    The tokenizer (a directory or a hub name) is read only if an example is not `token_ids`. Fields
-    of errors are `examples.<i>...` and `held_out.<i>...`.
+    Args:
+        tokenizer_path: a directory or a hub name; read only if an example is not `token_ids`.
+        held_out: examples that are only evaluated.
+        signed: whether weights may be negative.
+        day: the date that chat templates print as today's; None: the clock's date.
     """
     everything, fields = _listed(examples, held_out, "examples")
     plain = all(example.token_ids is not None for example in everything)
@@ -152,8 +155,7 @@ def prepare_dpo(
     day: date | None = None,
 ) -> PackedData:
     """Like `prepare_sft`, for pairs. A pair is a group of two trajectories, chosen and rejected, in
-    one row; their common beginning is stored once. Fields of errors are `pairs.<i>...`.
-    """
+    one row; their common beginning is stored once. Fields of errors are `pairs.<i>...`."""
     everything, fields = _listed(pairs, held_out, "pairs")
     tokenizer = load_tokenizer(tokenizer_path)
     rendered = render(tokenizer, everything, fields, day)
@@ -209,8 +211,7 @@ def group_advantages(
     if settings.baseline == "none":
         return rewards.copy()
     if np.ptp(rewards) <= EQUAL_REWARDS:
-        # Equal rewards may differ in their last bits. Divided by their spread, they would get
-        # advantages of 1.
+        # Divided by their spread, rewards that differ in last bits would have advantages up to 1.
         return np.zeros_like(rewards)
     divisor = {"none": 1.0, "group": spread(rewards), "batch": batch_spread}[settings.scale]
     others = len(rewards) / (len(rewards) - 1) if settings.baseline == "leave_one_out" else 1.0
@@ -274,8 +275,7 @@ def _linked_turns(
     mixture: Mixture | None,
     field: str,
 ) -> list[LinearSequence]:
-    """Joins turns into sequences by the rule in `Trajectory`. Tokens between two turns of a
-    sequence are context."""
+    """Joins turns into sequences by the rule in `Trajectory`. Tokens between turns are context."""
     sequences: list[LinearSequence] = []
     for k, turn in enumerate(trajectory.turns):
         both = (turn.prompt_token_ids, turn.token_ids)

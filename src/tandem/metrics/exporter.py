@@ -90,10 +90,13 @@ class MetricsServer(ThreadingTCPServer):
     container, in the format of Prometheus' HTTP service discovery. Raises OSError if the address is
     taken.
 
-    `targets`: vLLM's name -> its port; if there is only one vLLM, its name is empty.
-
     The class is not an HTTPServer, because an HTTPServer looks up the host's name when it starts,
     and this lookup may take seconds.
+
+    Args:
+        host: the address to listen on, of IPv4 or IPv6.
+        port: 0: a free port, which `server_port` then has.
+        targets: vLLM's name -> its port; if there is only one vLLM, its name is empty.
     """
 
     daemon_threads = True

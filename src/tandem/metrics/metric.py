@@ -96,19 +96,35 @@ class Samples:
                     self._series[metric.name][values] = _zero(metric)
 
     def set(self, name: str, value: float, /, **labels: str) -> None:
-        """Sets a gauge, or a counter whose total is known from elsewhere."""
+        """Sets a gauge, or a counter whose total is known from elsewhere.
+
+        Args:
+            name: the metric's name in PromQL.
+            labels: all labels of the metric.
+        """
         key = self._key(name, labels)
         with self._lock:
             self._series[name][key] = (float(value),)
 
     def inc(self, name: str, by: float = 1.0, /, **labels: str) -> None:
-        """Adds `by` >= 0 to a counter; 0 creates the series."""
+        """Adds to a counter.
+
+        Args:
+            name, labels: as in `set`.
+            by: at least 0; 0 creates the series.
+        """
         key = self._key(name, labels)
         with self._lock:
             (before,) = self._series[name].get(key, (0.0,))
             self._series[name][key] = (before + by,)
 
     def observe(self, name: str, value: float, /, **labels: str) -> None:
+        """Adds an observed value to a histogram.
+
+        Args:
+            name, labels: as in `set`.
+            value: in the unit that the metric's name ends with.
+        """
         key, metric = self._key(name, labels), self._metrics[name]
         with self._lock:
             *counts, total = self._series[name].get(key, _zero(metric))

@@ -149,7 +149,11 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
 def replacing(path: Path, data: bytes, *, durable: bool = True) -> Iterator[None]:
     """Like `write_atomic`, but as a context manager: the data is written before the `with` block,
     and the rename happens at the end of the block. If the block raises an error, the file `path`
-    stays as it was."""
+    stays as it was.
+
+    Args:
+        durable: as in `write_atomic`.
+    """
     temporary = temporary_beside(path)
     with volume_errors(path):
         try:
@@ -168,7 +172,12 @@ def replacing(path: Path, data: bytes, *, durable: bool = True) -> Iterator[None
 
 
 def write_json_atomic(path: Path, model: BaseModel, *, durable: bool = True) -> None:
-    """Writes a record as indented JSON with `write_atomic`."""
+    """Writes a record as indented JSON with `write_atomic`.
+
+    Args:
+        model: the record.
+        durable: as in `write_atomic`.
+    """
     write_atomic(path, record_bytes(model), durable=durable)
 
 
@@ -322,13 +331,23 @@ def read_bytes(path: Path, *, sure: bool = True, most: int = RECORD_BYTES) -> by
 
 def read_record[R: BaseModel](path: Path, model: type[R], *, sure: bool = True) -> R | None:
     """The record in a file; None if the file does not exist. Raises pydantic's ValidationError if
-    the file is damaged."""
+    the file is damaged.
+
+    Args:
+        model: the record's class.
+        sure: as in `read_bytes`.
+    """
     content = read_bytes(path, sure=sure)
     return None if content is None else model.model_validate_json(content)
 
 
 def read_undamaged[R: BaseModel](path: Path, model: type[R], *, sure: bool = True) -> R | None:
-    """The record in a file; None if the file does not exist or is damaged."""
+    """The record in a file; None if the file does not exist or is damaged.
+
+    Args:
+        model: the record's class.
+        sure: as in `read_bytes`.
+    """
     with suppress(ValidationError):
         return read_record(path, model, sure=sure)
     return None

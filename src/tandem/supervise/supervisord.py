@@ -172,9 +172,15 @@ def log_path(logs: Path, program: str) -> Path:
 
 
 def write_config(directory: Path, logs: Path, programs: Sequence[Program]) -> Path:
-    """Write supervisord.conf. Programs start in the order of `programs` and stop in the opposite
-    order; programs of one kind start and stop together. The file contains no secrets: programs get
-    secrets through supervisord's environment."""
+    """Write supervisord.conf, and return its path. The file contains no secrets: programs get
+    secrets through supervisord's environment.
+
+    Args:
+        directory: the place of supervisord.conf, of supervisord's socket and of its pid file.
+        logs: the directory for the programs' logs and supervisord's own.
+        programs: programs start in this order and stop in the opposite order; programs of one kind
+            start and stop together.
+    """
     text = f"""\
 [supervisord]
 silent = true
@@ -218,8 +224,13 @@ priority = {programs.index(of[0])}
 
 
 class Console:
-    """Prints programs' logs. `logs`: the directory of the logs. The logs are followed from their
-    current ends. `as_json`: every printed line is a JSON object with a key `program`."""
+    """Prints programs' logs. The logs are followed from their current ends.
+
+    Args:
+        logs: the directory of the logs.
+        programs: the programs' names.
+        as_json: every printed line is a JSON object with a key `program`.
+    """
 
     def __init__(self, logs: Path, programs: Iterable[str], *, as_json: bool) -> None:
         self._as_json = as_json

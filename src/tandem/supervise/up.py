@@ -72,6 +72,9 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
     Call it in a separate process: it changes the environment and umask, and ends all of its
     descendants. Raises InvalidInput, Conflict (a port is taken, or this role runs on this spool
     already) or SpoolUnusable before it starts anything.
+
+    Args:
+        programs: None: the programs of `role` under these settings.
     """
     if find_spec("supervisor") is None:
         raise InvalidInput("supervisor is not installed; install tandem-rl[cpu] or tandem-rl[gpu]")
@@ -157,8 +160,14 @@ class _Life:
 
 
 class Stack:
-    """supervisord and the `programs` of `role`, from their start to the end of the last process;
-    `logs` is a directory."""
+    """supervisord and its programs, from their start to the end of the last process.
+
+    Args:
+        role: the container that the programs belong to; "all": the whole deployment.
+        logs: the directory of the programs' logs.
+        programs: the programs that supervisord starts.
+        console: prints the programs' logs and the stack's own lines.
+    """
 
     def __init__(
         self,

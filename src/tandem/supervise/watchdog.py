@@ -114,8 +114,14 @@ class Progress:
 
 
 class Watchdog(threading.Thread):
-    """Polls the vLLM with the name `program` at `port`, and kills this vLLM if it stalls. The
-    watchdog is a thread, because an answer of vLLM may take seconds. `say` prints a line."""
+    """Polls a vLLM, and kills it if it stalls. The watchdog is a thread, because an answer of vLLM
+    may take seconds.
+
+    Args:
+        say: prints a line.
+        program: the name of vLLM's program in supervisord.
+        port: the port at which this vLLM listens; None: TANDEM_INFERENCE_PORT.
+    """
 
     def __init__(
         self,

@@ -86,7 +86,12 @@ class Driver:
 
     def ask(self, function: str, *arguments: Any, **options: Any) -> Any:
         """The answer of an NVML function; None if this driver, GPU or container does not support
-        it. Raises DriverFailed."""
+        it. Raises DriverFailed.
+
+        Args:
+            function: the function's name in `pynvml`.
+            arguments, options: the function's arguments.
+        """
         if self.nvml is None:
             return None
         try:

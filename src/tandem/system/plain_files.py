@@ -12,8 +12,8 @@ from typing import Literal
 
 Links = Literal["none", "above", "any"]
 """The links that a path may contain. `above`: links in place of directories, in places where no
-other user can write.
-`any`: also a link in place of the file itself, as in the hub's cache of models."""
+other user can write. `any`: also a link in place of the file itself, as in the hub's cache of
+models."""
 
 _DIRECTORY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a FIFO does not wait for a writer
@@ -51,14 +51,26 @@ def open_plain(path: Path, *, most: int | None = None, links: Links = "none") ->
 
 
 def read_plain(path: Path, *, most: int, links: Links = "none") -> bytes:
-    """The content of a regular file; see `open_plain`."""
+    """The content of a regular file.
+
+    Args:
+        path, links: as in `open_plain`.
+        most: the maximum size in bytes.
+    """
     with open_plain(path, most=most, links=links) as file:
         return file.read(most)
 
 
 def descriptor(path: Path, flags: int, *, links: Links = "none") -> int:
-    """`os.open` of a regular file, with the checks of `open_plain`. With links="none", `path` must
-    be absolute. Raises NotPlainError if the path is not a regular file."""
+    """`os.open` of a regular file, with the checks of `open_plain`. Raises NotPlainError if the
+    path is not a regular file.
+
+    Args:
+        path: must be absolute with links="none".
+        flags: the flags of `os.open`. A file that O_CREAT makes has the mode 0o666 without the
+            umask's bits.
+        links: the links that the path may contain.
+    """
     assert links != "none" or path.is_absolute(), path
     try:
         follow = os.O_NOFOLLOW if links == "any" else 0
@@ -81,7 +93,13 @@ def descriptor(path: Path, flags: int, *, links: Links = "none") -> int:
 
 
 def copy_plain(source: Path, target: Path, *, most: int | None = None) -> None:
-    """Copies a regular file's content to the new file `target`."""
+    """Copies a regular file's content. Raises as `open_plain`, and FileExistsError.
+
+    Args:
+        source: absolute, without links.
+        target: the new file.
+        most: the maximum size of `source` in bytes; None: any size.
+    """
     with open_plain(source, most=most) as file, target.open("xb") as out:
         left = os.fstat(file.fileno()).st_size
         while left and (data := file.read(min(left, 2**24))):

@@ -66,7 +66,14 @@ def closed(asked: Asked) -> Iterator[Answer]:
 def request(
     method: str, url: str, *, with_key: bool = True, timeout: float = _ANSWER_SECONDS, **more: Any
 ) -> httpx.Response:
-    """One request, with the API key or without. Raises Unreachable if nobody answers."""
+    """The response to one request. Raises Unreachable if nobody answers.
+
+    Args:
+        url: the whole address.
+        with_key: whether the request has the API key of this environment.
+        timeout: seconds without an answer after which Unreachable is raised.
+        more: further arguments of `httpx.request`.
+    """
     headers = connection(None, None)["headers"] if with_key else {}
     try:
         return httpx.request(method, url, headers=headers, timeout=timeout, **more)

@@ -42,8 +42,10 @@ async def raise_failure(tandem: AsyncTandem, jobs: Iterable[Submitted]) -> None:
 async def discard_refused(tandem: AsyncTandem, state: State, status: RunStatus) -> None:
     """Roll the run back to the step that vLLM serves, if the publisher refused a newer one.
 
-    Jobs that were submitted after the served step are cancelled first, and their tasks are handed
-    out again.
+    Args:
+        state: the loop's state. Its jobs, which were submitted after the served step, are cancelled
+            first, and their tasks are handed out again.
+        status: the run's present status.
     """
     served = status.served
     if served is None or not status.served_in_chain or served.refused_step is None:

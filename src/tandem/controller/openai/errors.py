@@ -16,7 +16,11 @@ _CODES = {"unauthorized": "invalid_api_key", "invalid_input": "invalid_value"}
 
 class BadRequest(InvalidInput, http_status=400):
     """The error for a request that OpenAI's API refuses, or that this deployment can't carry out.
-    `code`: OpenAI's code for the error, or a similar code if OpenAI has none."""
+
+    Args:
+        param: the client's name of the wrong parameter; None: the error is in no single parameter.
+        code: OpenAI's code for the error, or a similar code if OpenAI has none.
+    """
 
     def __init__(self, message: str, *, param: str | None, code: str = "invalid_value") -> None:
         super().__init__(message, field=param)
@@ -30,7 +34,12 @@ def is_openai(path: str) -> bool:
 def openai_error(
     status: int, headers: Mapping[str, str] | None, **detail: str | None
 ) -> JSONResponse:
-    """OpenAI's body for an error. `detail`: type, message and field of Tandem's error."""
+    """OpenAI's answer for an error.
+
+    Args:
+        status: the HTTP status of Tandem's error. The answer has 400 in place of 409 and 422.
+        detail: `type`, `message` and, if the error has one, `field` of Tandem's error.
+    """
     kind = detail["type"] or ""
     error = {
         "message": detail["message"],

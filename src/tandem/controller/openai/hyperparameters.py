@@ -25,7 +25,13 @@ SHORTEST_ROW = 256
 
 
 def resolved(given: Hyperparameters, method: TuningMethod, examples: int) -> Hyperparameters:
-    """The hyperparameters with a number in place of each "auto"."""
+    """The hyperparameters with a number in place of each "auto".
+
+    Args:
+        given: the client's hyperparameters.
+        method: only "dpo" needs a `beta`.
+        examples: the number of lines of the training file.
+    """
     epochs, batch, rate, beta = (
         given.n_epochs,
         given.batch_size,

@@ -42,7 +42,12 @@ def run_name(tuning_id: str, suffix: str | None) -> str:
 
 def part_id(tuning: Tuning, part: int, pauses: int) -> str:
     """The id of the job of one part of the chain. A pause cancels the queued job of a part. After
-    the pause, the part gets a new job with another id."""
+    the pause, the part gets a new job with another id.
+
+    Args:
+        part: the part's number, from 0.
+        pauses: the number of pauses before the job.
+    """
     again = f".{pauses}" if pauses else ""
     return f"{tuning.id}.{part:05}{again}"
 
@@ -55,7 +60,11 @@ def slices_of(plan: TuningPlan) -> list[Slice]:
 
 
 def part_jobs(spool: Spool, tuning: Tuning, part: int) -> list[tuple[JobState, Job]]:
-    """The jobs of a part, oldest first. A part has several jobs if the fine-tuning was paused."""
+    """The jobs of a part, oldest first. A part has several jobs if the fine-tuning was paused.
+
+    Args:
+        part: the part's number, from 0.
+    """
     found = []
     for pauses in range(tuning.pauses + 1):
         with suppress(NotFound):

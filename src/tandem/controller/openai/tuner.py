@@ -353,7 +353,11 @@ def spec_of(deployment: Deployment, tuning: Tuning) -> RunSpec:
 
 
 def cancel_jobs(spool: Spool, tuning: Tuning, *, states: Collection[str] = PENDING) -> bool:
-    """Cancels the fine-tuning's jobs in these states. Returns whether there were any."""
+    """Cancels the fine-tuning's jobs. Returns whether there were any.
+
+    Args:
+        states: only jobs in these states are cancelled: "queued", "running" or both.
+    """
     found = False
     with suppress(NotFound):
         for state, job in spool.jobs.pending(tuning.run):

@@ -99,8 +99,11 @@ def model_run(deployment: Deployment, model: Name) -> RunSpec:
 
 
 def saved_step(deployment: Deployment, path: SavedPath, field: str) -> int:
-    """The step that the path names. Raises NotFound (with this field) if the step does not
-    exist."""
+    """The step that the path names. Raises NotFound if the step does not exist.
+
+    Args:
+        field: the error's field.
+    """
     with suppress(NotFound):
         return deployment.spool.names.find(path.model.run, path.group, path.name).step
     raise NotFound(f"there is no checkpoint {str(path)!r}", field=field)

@@ -46,7 +46,13 @@ requests."""
 
 class Member:
     """The records of one of several vLLM servers. A thread renews the records while vLLM loads a
-    step."""
+    step.
+
+    Args:
+        client: the client of this replica's vLLM.
+        settings: `replica` must be set.
+        place: where ranks reach this vLLM to send weights; None: ranks send it no weights.
+    """
 
     def __init__(
         self, spool: Spool, client: VllmClient, settings: Settings, place: VllmPlace | None = None

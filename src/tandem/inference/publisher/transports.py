@@ -44,9 +44,8 @@ log = Log("publisher")
 
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 FLUSH_SECONDS = 30.0
-"""The longest time, in seconds, that a load waits until the requests of a replaced adapter have
-ended. The load waits only if vLLM could reuse the old adapter's cached blocks for the new
-adapter."""
+"""The most seconds that a load waits until the requests of a replaced adapter have ended. The load
+waits only if vLLM could reuse the old adapter's cached blocks for the new adapter."""
 BEAT_SECONDS = 10.0
 """Seconds between two liveness beats during long work. Without these beats, the liveness probe
 would consider a publisher dead whose turn takes too long."""
@@ -71,9 +70,14 @@ class AdapterCopies:
         return Path(path).parent == self._directory
 
     def path(self, name: str, manifest: Manifest, run: RunSpec) -> Path:
-        """The path of this checkpoint's copy, whether it exists or not. For a run that trains all
-        weights no copy is made, and the path only identifies the weights. Raises CheckpointDamaged
-        if the manifest lists no adapter."""
+        """The path of this checkpoint's copy, whether it exists or not. Raises CheckpointDamaged if
+        the manifest lists no adapter.
+
+        Args:
+            name: the checkpoint's name in vLLM, `<run>@<step>`.
+            run: the checkpoint's run. If it trains all weights, no copy is made, and the path only
+                identifies the weights.
+        """
         content = manifest.weights_sha256
         if run.lora is not None:
             for file in ADAPTER_FILES:
@@ -136,8 +140,7 @@ class AdapterCopies:
         unused = []
         for path in self._directory.iterdir():
             if str(path) in listed:
-                # New modification times protect the copies from programs that remove old files in
-                # TMPDIR.
+                # New mtimes protect the copies from programs that remove old files in TMPDIR.
                 for used in (*path.iterdir(), path):
                     with suppress(FileNotFoundError):
                         os.utime(used)
@@ -267,7 +270,7 @@ class MergedTransport:
     def load(self, name: str, path: Path, run: RunSpec, checkpoint: Manifest) -> dict[str, float]:
         """Swap the weights, and compare some rows of every tensor with the expected values. New
         requests wait from the swap until `announce`. Raises InferenceRefused if vLLM has other
-        weights after the swap. Raises InferenceUnavailable if vLLM can't swap now."""
+        weights after the swap, InferenceUnavailable if vLLM can't swap now."""
         until, why = self._waits
         if time.monotonic() < until:
             raise InferenceUnavailable(why)

@@ -35,6 +35,12 @@ def error(
     field: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> JSONResponse:
+    """The answer for an error, in the form of the controller's errors.
+
+    Args:
+        kind: the error's type, such as "conflict".
+        field: the wrong field of the request; None: the error is in no single field.
+    """
     return JSONResponse(
         {"error": {"type": kind, "message": message, "field": field}}, status, headers
     )

@@ -15,7 +15,14 @@ CPU_LATENT = 576
 
 def family_arguments(model: str, dtype: str, *, on_cpu: bool) -> list[str]:
     """The arguments for the model's family. Raises InvalidInput if vLLM can't serve the model on
-    this device in `dtype`."""
+    this device in `dtype`.
+
+    Args:
+        model: a directory or a hub name. If the hub's cache lacks the model's configuration, the
+            result is empty.
+        dtype: the dtype in which vLLM computes, such as "bfloat16".
+        on_cpu: whether vLLM computes on the CPU.
+    """
     try:
         arch = read_arch(str(model_directory(model, ("config.json",), cached=True)))
     # the model is not downloaded yet, or the trainer refuses its family with an error of its own

@@ -77,9 +77,14 @@ class DecoderLayer(MegatronModule):
     def forward(
         self, hidden_states: torch.Tensor, *, packed_seq_params: TreeParams, **_: Any
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states [S, 1, hidden] -> the same shape, and None as Megatron's context."""
-        # `packed_seq_params` is the only argument of Megatron's decoder that reaches the layers
-        # unchanged.
+        """The layer's output, [S, 1, hidden], and None as Megatron's context.
+
+        Args:
+            hidden_states: the layer's input, [S, 1, hidden].
+            packed_seq_params: the row's parameters. This is the only argument of Megatron's decoder
+                that reaches the layers unchanged.
+            _: ignored.
+        """
         tree = packed_seq_params
         x = hidden_states[:, 0]
         if torch.is_grad_enabled():

@@ -2,8 +2,7 @@
 The sublayer of a mixture of experts is in `moe_sublayer.py`.
 
 Each sublayer computes its own backward pass from the tensors that its forward pass saved. So
-`SaveLevel`, and not autograd, decides what is saved. Tensors that were not saved are recomputed, to
-the same bits.
+`SaveLevel`, not autograd, decides what is saved. Other tensors are recomputed, to the same bits.
 """
 
 from collections.abc import Iterator
@@ -38,8 +37,7 @@ class SaveLevel(IntEnum):
 
 @dataclass
 class Saved:
-    """A sublayer's input, and the tensors that its forward pass saves for its backward pass, by
-    name."""
+    """A sublayer's input, and the tensors, by name, that forward saves for the backward pass."""
 
     x: torch.Tensor | None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -47,12 +45,10 @@ class Saved:
 
 
 class Sublayer:
-    """The base class of all sublayers: a sublayer normalises its input, and adds its output to the
-    input."""
+    """The base class of all sublayers, which normalise their input and add their output to it."""
 
     def __init__(self, norm: Any, post_norm: Any = None) -> None:
-        """`norm`: the norm of the input, or None. `post_norm`: the norm of the output before the
-        output is added to the input, or None."""
+        """`norm`: of the input. `post_norm`: of the output, before the sum. Either may be None."""
         self._norm, self._post_norm = norm, post_norm
 
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +112,12 @@ class AttentionSublayer(Sublayer):
     def forward(
         self, x: torch.Tensor, tree: TreeParams, level: SaveLevel | None
     ) -> tuple[torch.Tensor, Saved]:
-        """x [S, hidden] -> output of the same shape. `level`: None if there is no backward pass."""
+        """The output, [S, hidden], and what `backward` needs.
+
+        Args:
+            x: [S, hidden].
+            level: None if there is no backward pass.
+        """
         saved, tree = Saved(x), self._layer_tree(tree)
         qkv, inner, heads = self._heads(self._normalise(x), tree)
         if level is None:
@@ -144,8 +145,12 @@ class AttentionSublayer(Sublayer):
         return self._add_output(self._proj, features, saved.x)[0]
 
     def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
-        """The gradient of x, from the gradient of the output. Adds the parameters' gradients to
-        their buffers. Consumes `saved`. Both gradients are [S, hidden]."""
+        """The gradient of x, [S, hidden]. Adds the parameters' gradients to their buffers.
+
+        Args:
+            gradient: the gradient of the output, [S, hidden].
+            saved: the second result of `forward`; consumed.
+        """
         x, graph, output, tree = (
             saved.x,
             saved.graph,
@@ -202,8 +207,7 @@ class AttentionSublayer(Sublayer):
         return grad_normalised
 
     def _layer_tree(self, tree: TreeParams) -> TreeParams:
-        """The row's parameters for this layer: with or without the window, and with or without
-        RoPE."""
+        """The row's parameters for this layer: with or without window, with or without RoPE."""
         chosen = tree.windowed if self._windowed else tree if self._rope else tree.unrotated
         assert chosen is not None
         return chosen
@@ -221,8 +225,7 @@ class AttentionSublayer(Sublayer):
     def _heads(
         self, normalised: torch.Tensor, tree: TreeParams
     ) -> tuple[torch.Tensor, torch.Tensor | None, Heads]:
-        """A tuple: queries, keys and values as one tensor; A x of their adapters; and queries, keys
-        and values as heads for the attention."""
+        """Queries, keys and values as one tensor; A x of their adapters; and the same as heads."""
         qkv, inner = self._qkv(normalised)
         return qkv, inner, self._split(qkv, tree)
 
@@ -288,7 +291,7 @@ class MlpSublayer(Sublayer):
     def forward(
         self, x: torch.Tensor, _tree: TreeParams, level: SaveLevel | None
     ) -> tuple[torch.Tensor, Saved]:
-        """x [S, hidden] -> output of the same shape. `level`: None if there is no backward pass."""
+        """See `AttentionSublayer.forward`."""
         y, tensors = self.add_mlp(x, self._normalise(x), level)
         return y, Saved(x if level is not None and level >= SaveLevel.ATTENTION else None, tensors)
 
@@ -304,8 +307,7 @@ class MlpSublayer(Sublayer):
         return y, tensors
 
     def backward(self, gradient: torch.Tensor, saved: Saved, _tree: TreeParams) -> torch.Tensor:
-        """The gradient of x, from the gradient of the output; adds the parameters' gradients to
-        their buffers. Consumes `saved`. Both gradients are [S, hidden]."""
+        """See `AttentionSublayer.backward`."""
         assert saved.x is not None
         grad_normalised = self.input_gradient(gradient, self._normalise(saved.x), saved.tensors)
         return self._input_gradient(grad_normalised, saved.x, gradient)
@@ -313,9 +315,13 @@ class MlpSublayer(Sublayer):
     def input_gradient(
         self, gradient: torch.Tensor, normalised: torch.Tensor, saved: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        """The gradient of `normalised`, from the gradient of `add_mlp`'s output; adds the
-        parameters' gradients to their buffers. Consumes `saved`, the tensors that `add_mlp`
-        returned. Both gradients are [S, hidden]."""
+        """The gradient of `normalised`. Adds the parameters' gradients to their buffers.
+
+        Args:
+            gradient: the gradient of `add_mlp`'s output, [S, hidden].
+            normalised: the input of `add_mlp`, [S, hidden].
+            saved: the tensors that `add_mlp` returned; consumed.
+        """
         if "gate_up" in saved:
             gate_up, inner = saved.pop("gate_up"), saved.pop("inner", None)
         else:
@@ -335,8 +341,7 @@ class MlpSublayer(Sublayer):
 
 
 class _HeadsGraph:
-    """Autograd's graph of the attention alone, from queries, keys and values to the attention's
-    output."""
+    """Autograd's graph of the attention alone, from queries, keys and values to its output."""
 
     @contextmanager
     def record(self, heads: Heads, *, forget: bool) -> Iterator[Heads]:
@@ -347,8 +352,7 @@ class _HeadsGraph:
 
         def pack(tensor: torch.Tensor) -> Any:
             index = place.get(tensor.data_ptr()) if forget else None
-            # The tensor is detached: if the graph saves its own output, the output would keep the
-            # graph alive until `gradients` frees it.
+            # Detached: an output that the graph saves would keep the graph alive.
             return tensor.detach() if index is None else (index, tensor.size(), tensor.stride())
 
         def unpack(packed: Any) -> torch.Tensor:
@@ -368,16 +372,14 @@ class _HeadsGraph:
         self._heads = heads
 
     def gradients(self, output: torch.Tensor, gradient: torch.Tensor) -> Heads:
-        """The gradients of queries, keys and values, from the gradient of the attention's output.
-        Consumes the graph."""
+        """The gradients of queries, keys and values, from the output's. Consumes the graph."""
         q, k, v = torch.autograd.grad(output, self._edges, gradient)
         self._heads = None
         return q, k, v
 
 
 class _Enter(torch.autograd.Function):
-    """Puts tensors into a graph without making them leaves, because the graph would keep leaves
-    alive."""
+    """Puts tensors into a graph, not as leaves, because the graph would keep leaves alive."""
 
     @staticmethod
     def forward(_ctx: Any, _leaf: torch.Tensor, *heads: torch.Tensor) -> Any:

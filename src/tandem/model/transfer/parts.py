@@ -146,8 +146,13 @@ def rank_parts(
 
 
 def rule_parts(rule: WeightRule, sizes: Sizes, place: Place) -> Iterator[Part]:
-    """The parts that a rank holds of each source of a rule. The rule's tensors must not be
-    interleaved."""
+    """The parts that a rank holds of each source of a rule.
+
+    Args:
+        rule: its tensors must not be interleaved.
+        sizes: the sizes of the trainer's parallel dimensions.
+        place: the rank's indices in these dimensions.
+    """
     cut, number = rule.num_parts(sizes), rule.part_number(place)
     cut_rows = cut if rule.cut == "rows" else 1
     blocks = (

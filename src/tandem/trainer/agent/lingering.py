@@ -14,7 +14,11 @@ from tandem.trainer.agent.watch import Leave
 
 def serve_and_linger(agent: HostAgent, job: str, number: int, hosts: int | None) -> int:
     """Serves the attempt, then the attempts that the runner gives to `agent.pods`. Returns the
-    agent's exit status. Raises as `HostAgent.serve`."""
+    agent's exit status. Raises as `HostAgent.serve`.
+
+    Args:
+        job, number, hosts: the first attempt, as in `HostAgent.serve`.
+    """
     status = agent.serve(job, number, hosts)
     while status == DONE and agent.lingers:
         log.info("lingers for another attempt", seconds=agent.lingers)

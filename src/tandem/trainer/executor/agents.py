@@ -258,7 +258,12 @@ class AgentsExecution:
 
 
 class AgentsExecutor:
-    """An `Executor` whose subclasses add `start`."""
+    """An `Executor` whose subclasses add `start`.
+
+    Args:
+        entry: the module whose `main` runs a rank.
+        stop: says whether the runner has to stop.
+    """
 
     stays = False
 

@@ -28,8 +28,14 @@ _MOST_SECONDS = 2**31 - 1
 
 class JobTemplate:
     """The template of each attempt's Job. Raises InvalidInput if the chart has not made the
-    template. `start_seconds`: the seconds within which all pods of an attempt must run.
-    `linger_seconds`: the seconds for which the pods may stay after an attempt."""
+    template.
+
+    Args:
+        path: the template's file; None is refused.
+        hosts: the number of pods of an attempt; the template must have this number.
+        start_seconds: the seconds within which all pods of an attempt must run.
+        linger_seconds: the seconds for which the pods may stay after an attempt.
+    """
 
     def __init__(
         self, path: Path | None, hosts: int, start_seconds: float, linger_seconds: float = 0.0

@@ -71,7 +71,13 @@ class SharedGpus:
     def __init__(
         self, settings: Settings, spool: Spool, devices: Devices, runner: str, stop: Stop
     ) -> None:
-        """Raises InvalidInput without a GPU."""
+        """Raises InvalidInput without a GPU.
+
+        Args:
+            devices: the GPUs that vLLM and the trainer share.
+            runner: this runner's name, for its holds.
+            stop: says whether the runner has to stop.
+        """
         if not devices.uuids:
             raise InvalidInput(
                 "there is no GPU to share; give the container one", field="TANDEM_GPU_MODE"

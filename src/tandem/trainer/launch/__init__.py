@@ -146,7 +146,12 @@ class Launch(Record):
 def start_child(
     command: list[str], environment: dict[str, str], **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start a process in its own session. The kernel kills the child when this process dies."""
+    """Start a process in its own session. The kernel kills the child when this process dies.
+
+    Args:
+        environment: all environment variables of the child; it inherits none.
+        options: further arguments of `subprocess.Popen`.
+    """
     parent = os.getpid()
     return subprocess.Popen(
         command,

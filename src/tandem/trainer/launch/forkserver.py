@@ -63,6 +63,11 @@ class ForkServer:
 
     A launch never waits for the server's imports: the request stays in the socket until the imports
     are done.
+
+    Args:
+        entry: the module whose `main` runs a rank.
+        device: the setting of the device: "auto", "cpu" or "cuda".
+        environment: all environment variables of the server and the ranks.
     """
 
     name = "fork server"

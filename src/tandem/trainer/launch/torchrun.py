@@ -22,10 +22,14 @@ from tandem.trainer.launch import EXITS, LAUNCHER_LOG, Launch, start_child
 
 
 class Torchrun:
-    """An agent and its ranks, which run `launch.bootstrap` with `arguments`. LAUNCHER_LOG and EXITS
-    are written to `directory`.
+    """An agent and its ranks, which run `launch.bootstrap`. The agent never restarts ranks, because
+    attempts are counted only in the spool.
 
-    The agent never restarts ranks, because attempts are counted only in the spool.
+    Args:
+        directory: LAUNCHER_LOG and EXITS are written to it.
+        ranks: the number of ranks.
+        arguments: the arguments of `launch.bootstrap`.
+        environment: all environment variables of the agent and the ranks.
     """
 
     def __init__(
@@ -82,6 +86,13 @@ class ResidentRanks(Torchrun):
     After each job the ranks release their device memory, except the memory that a living process
     can't release: the CUDA context and NCCL's buffers. If a job does not succeed, the ranks end
     too, and the next job gets new ranks.
+
+    Args:
+        count: the number of ranks.
+        entry: the module whose `main` runs a rank.
+        device: the setting of the device: "auto", "cpu" or "cuda".
+        environment: all environment variables of the agent and the ranks; TMPDIR must be among
+            them.
     """
 
     name = "resident ranks"
