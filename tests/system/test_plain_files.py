@@ -146,6 +146,19 @@ def test_what_is_no_plain_file_is_refused_at_once(tmp_path: Path, make) -> None:
             descriptor(path, os.O_RDWR | os.O_CREAT)
 
 
+@pytest.mark.parametrize("flag", [os.O_CREAT, os.O_TRUNC])
+def test_a_file_behind_a_directory_link_is_neither_made_nor_emptied(
+    tmp_path: Path, flag: int
+) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / "old").write_text("kept")
+    (tmp_path / "link").symlink_to(elsewhere)
+    for name in ("old", "new"):
+        with pytest.raises((NotPlainError, FileNotFoundError)):
+            descriptor(tmp_path / "link" / name, os.O_WRONLY | flag)
+    assert {path.name: path.read_text() for path in elsewhere.iterdir()} == {"old": "kept"}
+
+
 def test_links_that_are_allowed_are_followed(tmp_path: Path) -> None:
     (path := tmp_path / "directory" / "file").parent.mkdir()
     directory_link(path)

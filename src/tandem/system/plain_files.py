@@ -72,15 +72,21 @@ def descriptor(path: Path, flags: int, *, links: Links = "none") -> int:
         links: the links that the path may contain.
     """
     assert links != "none" or path.is_absolute(), path
+    # A check after opening is too late for these flags: the file that a link leads to would have
+    # been made or emptied.
+    changes = flags & (os.O_CREAT | os.O_TRUNC)
+    if links == "none" and changes:
+        fd = _through_no_link(path, flags)
+    else:
+        try:
+            follow = os.O_NOFOLLOW if links == "any" else 0
+            fd = os.open(path, (flags | _FLAGS) & ~follow, 0o666)
+        except OSError as error:
+            if error.errno in NOT_PLAIN:
+                raise NotPlainError(path, "it is a link, a directory or a device") from error
+            raise
     try:
-        follow = os.O_NOFOLLOW if links == "any" else 0
-        fd = os.open(path, (flags | _FLAGS) & ~follow, 0o666)
-    except OSError as error:
-        if error.errno in NOT_PLAIN:
-            raise NotPlainError(path, "it is a link, a directory or a device") from error
-        raise
-    try:
-        if links == "none" and not _is_at(fd, path):
+        if links == "none" and not changes and not _is_at(fd, path):
             again = _through_no_link(path, flags)
             os.close(fd)
             fd = again
