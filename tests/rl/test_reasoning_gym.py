@@ -34,7 +34,7 @@ class Answering:
         return SimpleNamespace(reward=reward, metrics=metrics)
 
 
-def test_its_own_scorer_gives_the_reward_of_the_tagged_answer() -> None:
+def test_its_own_scorer_gives_the_reward_of_the_answer_that_is_found() -> None:
     import reasoning_gym
 
     of = environment("reasoning_gym:chain_sum", size=20, seed=3, max_terms=2)
@@ -42,7 +42,7 @@ def test_its_own_scorer_gives_the_reward_of_the_tagged_answer() -> None:
     assert sorted(of.tasks.first(20)) == list(range(20))
     (task,) = of.tasks.first(1)
     right = entries[task]["answer"]
-    for said, reward, tagged in (
+    for said, reward, found in (
         (right, 1.0, False),
         (f"1, so <answer>7</answer>, no: <answer> {right} </answer>", 1.0, True),
         (f"{right} <answer>no</answer>", entries.score_answer("no", entries[task]), True),
@@ -50,16 +50,30 @@ def test_its_own_scorer_gives_the_reward_of_the_tagged_answer() -> None:
     ):
         sampler = Answering(said)
         made = asyncio.run(of.rollout(task, sampler))
-        assert (made.reward, made.metrics["tagged"]) == (reward, tagged)
+        assert (made.reward, made.metrics["found"]) == (reward, found)
         assert made.metrics["solved"] == (reward == 1)
         assert [message["role"] for message in sampler.asked] == ["system", "user"]
         assert sampler.asked[1]["content"] == entries[task]["question"]
 
 
+def test_the_last_match_of_an_expression_is_scored() -> None:
+    import reasoning_gym
+
+    of = environment("reasoning_gym:chain_sum", size=1, answer=r"(-?\d+)")
+    right = reasoning_gym.create_dataset("chain_sum", size=1, seed=0)[0]["answer"]
+    rewards = [
+        asyncio.run(of.rollout(0, Answering(said))).reward
+        for said in (f"0 - 7 = {right}.", f"{right}, or 7")
+    ]
+    assert rewards[0] == 1 > rewards[1]
+
+
 def test_what_is_not_a_dataset_or_not_its_parameter_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"no dataset 'chain_sums'; it has .*chain_sum, "):
         environment("reasoning_gym:chain_sums")
-    for wrong in ({"terms": 3}, {"min_terms": 0}):
+    for wrong in ({"terms": 3}, {"min_terms": 0}, {"answer": "("}):
         with pytest.raises(InvalidInput, match="can't load 'reasoning_gym:chain_sum'") as refused:
             environment("reasoning_gym:chain_sum", **wrong)
         assert refused.value.field == "rl.environment.0.use"
+    with pytest.raises(InvalidInput, match=r"answer = '\\\\d\+' has 0 groups, not one"):
+        environment("reasoning_gym:chain_sum", answer=r"\d+")

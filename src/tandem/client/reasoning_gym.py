@@ -11,21 +11,24 @@ from typing import Any
 
 from tandem.errors import InvalidInput
 
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+ANSWER = r"<answer>(.*?)</answer>"
 INSTRUCTION = "Give your final answer between <answer> and </answer>."
 
 
 class GymEnvironment:
     """A dataset of reasoning-gym.
 
-    The reward is the score, 0 to 1, that the dataset gives to the text between <answer> and
-    </answer>, or to the whole answer if it has no such tags.
+    The reward is the score, 0 to 1, that the dataset gives to the part of the model's answer that
+    `answer` finds, or to the whole answer if `answer` finds nothing. For most datasets a longer
+    text that contains the right answer has a small score.
 
     Args:
         name: the dataset's name, such as `chain_sum`.
         size: the number of tasks.
         seed: decides the choice of the tasks.
         instruction: the system message; "": none.
+        answer: a regular expression with one group; its last match counts. `(-?\\d+)` takes the
+            last number.
         parameters: the dataset's own parameters, such as `max_terms`.
     """
 
@@ -36,6 +39,7 @@ class GymEnvironment:
         size: int = 1000,
         seed: int = 0,
         instruction: str = INSTRUCTION,
+        answer: str = ANSWER,
         **parameters: Any,
     ) -> None:
         try:
@@ -48,6 +52,9 @@ class GymEnvironment:
         if name not in known:
             problem = f"reasoning-gym has no dataset {name!r}"
             raise InvalidInput(f"{problem}; it has {', '.join(sorted(known))}", field="use")
+        self._answer = re.compile(answer, re.DOTALL)
+        if self._answer.groups != 1:
+            raise InvalidInput(f"answer = {answer!r} has {self._answer.groups} groups, not one")
         self._system = [{"role": "system", "content": instruction}] if instruction else []
         self._dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **parameters)
 
@@ -61,6 +68,6 @@ class GymEnvironment:
         question = {"role": "user", "content": entry["question"]}
         message = await sampler.chat([*self._system, question])
         said = message["content"] or ""
-        found = ANSWER.findall(said)
+        found = self._answer.findall(said)
         score = self._dataset.score_answer((found[-1] if found else said).strip(), entry)
-        return sampler.finish(score, metrics={"tagged": bool(found), "solved": score == 1})
+        return sampler.finish(score, metrics={"found": bool(found), "solved": score == 1})
