@@ -321,8 +321,8 @@ class Settings(BaseSettings):
 
     @property
     def named_keys(self) -> dict[str, str]:
-        """The name of each key. A key in a file may have a name (`name:key`). Other keys have an
-        empty name. A name may have several keys, so that a key can be replaced without a gap."""
+        """API key → the key's name. A key in a file may have a name (`name:key`). Other keys have
+        an empty name. A name may have several keys, so that a key can be replaced without a gap."""
         entries = [key for key in re.split(r"[,\s]+", self.secret("api_key") or "") if key]
         if self.api_key is not None:
             return dict.fromkeys(entries, "")

@@ -241,8 +241,8 @@ def test_a_full_volume(stack):
 
 
 def test_a_program_that_cannot_be_started(stack):
-    """The container ends and starts again and again, `up --wait` has a bound, and the reason is in
-    the log."""
+    """The container ends and starts again and again. `up --wait` ends after a bounded time. The log
+    says why the program can't be started."""
     begin = time.time()
     # `up --wait`'s exit status is not checked: Compose up to 5.5 reports a deadline only by luck.
     stack.run(

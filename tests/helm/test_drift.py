@@ -154,8 +154,8 @@ def mounted(service: dict[str, Any]) -> dict[str, str]:
 
 @BOTH_DEVICES
 def test_only_its_own_container_can_write_the_code_that_a_container_loads(name, files):
-    """Containers load compiled kernels as code. torch, Triton, vLLM and Tandem load them, some of
-    them as pickles."""
+    """torch, Triton, vLLM and Tandem load compiled kernels as code. Some of the kernels' files are
+    pickles."""
     image, pods = (ROOT / "Dockerfile").read_text(), rendered(name).pods()
     set_there = r"(?:CACHE_DIR|CACHE_ROOT|CONFIG_ROOT|WORKSPACE_BASE|TMPDIR)=(\S+)"
     assert all(path.startswith("/private-cache") for path in re.findall(set_there, image))

@@ -244,7 +244,7 @@ def _jobs_done(minute: int) -> int:
 
 def training() -> Stack:
     """One job after another. Each job takes eight minutes, and two minutes pass before the next
-    job. vLLM serves a job's step a minute after the job's end, and is busy."""
+    job. vLLM serves a job's step a minute after the job's end. It answers requests all the time."""
     stack = idle()
     _vllm(stack, pace=1)
     put(stack, "controller", "tandem_jobs", 3, state="queued")

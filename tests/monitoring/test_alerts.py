@@ -75,7 +75,7 @@ take more memory and no less time."""
 
 def _apart(cases: list[Case]) -> list[list[Case]]:
     """Groups of cases that end at about the same minute. A target counts as absent only if no stack
-    of its group has it, so cases with an absent target are alone."""
+    of its group has it, so each case with an absent target is a group of its own."""
     alone = [[case] for case in cases if ABSENT in set().union(*case.expected.values())]
     others = [case for case in cases if [case] not in alone]
     others.sort(key=lambda case: max(case.expected))

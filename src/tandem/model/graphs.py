@@ -213,7 +213,7 @@ def _gpu_is_done() -> bool:
 
 def _fits(policy: Policy, items: int) -> bool:
     """Whether the memory of the passes fits beside the memory that is allocated between passes. The
-    memory of the passes exists all the time, because graphs keep their memory."""
+    memory of the passes stays allocated, because graphs keep their memory."""
     stats, most = memory.stats(), memory.obtainable()
     adapter = sum(parameter.nbytes for parameter in policy.lora_parameters().values())
     # The memory of the softmax, or the memory of Adam's state: the larger of both.

@@ -102,7 +102,7 @@ def plan(workload: Workload, gpus: int, gpu_memory: float) -> Plan:
     fits.
 
     Args:
-        gpus: the number of GPUs. Each topology uses all of them.
+        gpus: the number of GPUs. Each topology uses all GPUs.
         gpu_memory: bytes of each GPU.
     """
     found = [

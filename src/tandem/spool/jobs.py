@@ -35,9 +35,9 @@ log = Log("spool")
 
 
 class Index:
-    """The list of jobs. The list is computed from the names of the jobs' directories and, for live
-    jobs that do more than wait, also from their files. A directory that has not changed is not
-    listed again (`listing`), so answers stay fast with many jobs."""
+    """The list of jobs. The list is computed from the names of the jobs' directories. For jobs that
+    were claimed it is computed from their files too. A directory that has not changed is not listed
+    again (`listing`), so answers stay fast with many jobs."""
 
     def __init__(
         self, paths: Paths, locate: Callable[[JobKey], tuple[JobState, Job] | None]

@@ -162,8 +162,8 @@ class RequestLog:
         ]
 
     def next(self, run: str) -> int | None:
-        """The first request without a result; None if all requests are answered or a number before
-        it is missing."""
+        """The first request without a result. None if all requests have results, or if the next
+        request's number is missing."""
         seq = self._answered_to(run) + 1
         return seq if self.has(run, seq) else None
 

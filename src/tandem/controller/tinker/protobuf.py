@@ -20,8 +20,8 @@ DTYPE_FLOAT32, DTYPE_INT64 = 1, 2
 STOP_REASON_STOP, STOP_REASON_LENGTH = 0, 1
 
 # Message -> its fields: number, name, type. An enum is written as int32, which has the same bytes.
-# "?": the reader can tell an absent field from an empty one. "*": repeated. "{}": a map with texts
-# as keys.
+# A type that ends with "?" is optional: the reader can tell an absent field from an empty one.
+# With "*" the field is repeated; with "{}" it is a map with texts as keys.
 _MESSAGES: dict[str, tuple[tuple[int, str, str], ...]] = {
     "SparseCsr": ((1, "values", "bytes"),),
     "Tensor": (

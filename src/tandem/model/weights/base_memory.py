@@ -137,8 +137,9 @@ class BaseWeights:
 
     def exchange(self) -> dict[str, torch.Tensor]:
         """Copy the other ranks' shares, after this rank has read its own share. Returns the
-        parameters that this rank must still read: none or, if GPUs can't share memory, all other
-        shares. A collective operation of all ranks. Call `exchange` once for each `connect`.
+        parameters that this rank must still read. If GPUs can share memory, there are none. If they
+        can't, they are the parameters of all other shares. A collective operation of all ranks.
+        Call `exchange` once for each `connect`.
 
         Each rank copies from the other ranks' memory, without NCCL, because connecting NCCL takes
         longer than reading 8 GB.

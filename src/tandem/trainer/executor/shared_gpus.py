@@ -6,9 +6,9 @@ the memory. The cycle of a job:
 
 1. The publisher writes vLLM's state to `jobs/vllm.json`, twice a second. The runner claims nothing
    until this record says that vLLM is awake. Then the runner claims a job and writes the hold.
-2. The publisher finishes its load and then sees the hold. The publisher checks once more that vLLM
-answers, calls `POST
-   /sleep?level=1&mode=keep` and answers the hold. Level 2 would lose the base model under LoRA.
+2. If the publisher is loading a step into vLLM, it finishes that first. Then it sees the hold. It
+   checks once more that vLLM answers, calls `POST /sleep?level=1&mode=keep` and answers the hold.
+   Level 2 would lose the base model under LoRA.
    With `keep`, running requests return to vLLM's queue and continue after the wake.
 3. The runner does not trust the answer (vLLM #47654). It reads each device's bytes in use until
    they are less than half of the bytes that were in use while vLLM was awake, and no longer change.
