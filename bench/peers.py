@@ -121,7 +121,7 @@ class Record:
     def write(self) -> None:
         options = self._options
         if len(self.steps) < 2:
-            sys.exit(f"no row: {len(self.steps)} steps ended, and the first one compiles")
+            sys.exit(f"no row: {len(self.steps)} steps; two are needed, as the first compiles")
         ends = [0.0, *(step["at"] for step in self.steps)]
         each = [after - before for before, after in itertools.pairwise(ends)][1:]
         names = {name for step in self.steps for name in step["parts"]}
@@ -165,7 +165,7 @@ def trl_side(options: argparse.Namespace) -> None:
     parts: dict[str, float] = defaultdict(float)
 
     def note(context: Any, duration: float) -> None:
-        parts[context.name] += duration
+        parts[context.name.removeprefix("GRPOTrainer.")] += duration
 
     profiling.ProfilingContext._log_metrics = note
 
@@ -179,7 +179,8 @@ def trl_side(options: argparse.Namespace) -> None:
                 return
             begun = record.steps[-1]["at"] if record.steps else 0.0
             whole = time.time() - record.began - begun
-            took = {"sampling": parts["vLLM.generate"], "serving": parts["sync_weights"]}
+            sampling = parts["vLLM.generate"] + parts["transformers.generate"]
+            took = {"sampling": sampling, "serving": parts["sync_weights"]}
             took["training"] = whole - sum(took.values())
             parts.clear()
             control.should_training_stop |= record.step(step, took)
