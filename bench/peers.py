@@ -6,10 +6,11 @@
     python -m bench.peers table ROW.json ...        (writes bench/results/peers.json)
 
 Each with PYTHONPATH=src:examples. The task is `examples/sums.py` with sums of numbers from 10 to
-99: 32 groups of 8 answers of at most 24 tokens per step, 4 optimizer steps of 8 groups each, LoRA
-of rank 16 on all linear layers. Every `--every` steps 200 other sums are evaluated, sampled once at
-temperature 1. `--task noise` is for speed alone: the reward is a checksum's parity, the answers are
-as long as `--tokens` allows, and nothing is evaluated.
+99: 32 groups of 8 answers of at most 24 tokens per step, 4 optimizer steps of 8 groups each (fewer
+than 8 `--groups` are one), LoRA of rank 16 on all linear layers. Every `--every` steps 200 other
+sums are evaluated, sampled once at temperature 1: `reward` is the share of right sums, `alone` the
+share of answers that are a number and nothing else. `--task noise` is for speed alone: the reward
+is a checksum's parity, the answers are as long as `--tokens` allows, and nothing is evaluated.
 
 Tandem's stack runs already (TANDEM_URL, TANDEM_INFERENCE_URL). TRL's server does too:
 `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "nccl"}'
@@ -56,6 +57,12 @@ class Noise(sums.Sums):
 
 def noise(said: str) -> float:
     return float(zlib.crc32(said.encode()) % 2)
+
+
+def judged(said: str, wanted: int) -> tuple[float, float]:
+    """The reward of `sums.Sums`, and its metric `alone`."""
+    right, alone = sums.judge(said, wanted)
+    return float(right), float(alone)
 
 
 class Gpus:
@@ -106,32 +113,32 @@ class Record:
     def is_late(self) -> bool:
         return time.time() - self.launched > self._options.seconds
 
-    def evaluation(self, step: int, reward: float, right: float) -> None:
-        line = {"at": time.time() - self.began, "step": step, "reward": reward, "right": right}
+    def evaluation(self, step: int, reward: float, alone: float) -> None:
+        line = {"at": time.time() - self.began, "step": step, "reward": reward, "alone": alone}
         self.evaluations.append(line)
         print(line, flush=True)
 
     def write(self) -> None:
         options = self._options
+        if len(self.steps) < 2:
+            sys.exit(f"no row: {len(self.steps)} steps; two are needed, as the first compiles")
         ends = [0.0, *(step["at"] for step in self.steps)]
-        # The first step compiles.
         each = [after - before for before, after in itertools.pairwise(ends)][1:]
         names = {name for step in self.steps for name in step["parts"]}
-        median = statistics.median(each) if each else math.nan
+        median = statistics.median(each)
         row = {
             "peer": self._name,
             "GPUs": len(options.gpus),
             "steps": len(self.steps),
             "seconds to the first sample": self.began - self.launched,
-            "first step": ends[1] if self.steps else math.nan,
+            "first step": ends[1],
             "seconds per step": median,
             "answers/s": options.groups * GROUP / median,
             "parts": {
                 name: statistics.median(step["parts"].get(name, 0.0) for step in self.steps[1:])
                 for name in sorted(names)
-                if self.steps[1:]
             },
-            **self._gpus.between(self.began + ends[1:2][0] if self.steps else 0, time.time()),
+            **self._gpus.between(self.began + ends[1], time.time()),
             "task": options.task,
             "tokens": options.tokens,
             "evaluations": self.evaluations,
@@ -149,6 +156,7 @@ def trl_side(options: argparse.Namespace) -> None:
     # without this, vLLM finds it by the route to 8.8.8.8
     os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
     from datasets import Dataset
+    from datasets.table import InMemoryTable
     from peft import LoraConfig
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -157,7 +165,7 @@ def trl_side(options: argparse.Namespace) -> None:
     parts: dict[str, float] = defaultdict(float)
 
     def note(context: Any, duration: float) -> None:
-        parts[context.name] += duration
+        parts[context.name.removeprefix("GRPOTrainer.")] += duration
 
     profiling.ProfilingContext._log_metrics = note
 
@@ -171,31 +179,36 @@ def trl_side(options: argparse.Namespace) -> None:
                 return
             begun = record.steps[-1]["at"] if record.steps else 0.0
             whole = time.time() - record.began - begun
-            took = {"sampling": parts["vLLM.generate"], "serving": parts["sync_weights"]}
+            sampling = parts["vLLM.generate"] + parts["transformers.generate"]
+            took = {"sampling": sampling, "serving": parts["sync_weights"]}
             took["training"] = whole - sum(took.values())
             parts.clear()
             control.should_training_stop |= record.step(step, took)
 
         def on_evaluate(self, args: Any, state: Any, *_: Any, metrics: Any, **__: Any) -> None:
             step = state.global_step // args.steps_per_generation
-            record.evaluation(step, metrics["eval_reward"], metrics["eval_rewards/right/mean"])
+            record.evaluation(step, metrics["eval_reward"], metrics["eval_rewards/alone/mean"])
             parts.clear()
 
     def rows(tasks: list[sums.Task]) -> Dataset:
-        return Dataset.from_list(
-            [{"prompt": sums.question(a, b), "wanted": a + b} for a, b in tasks]
-        )
+        """The tasks' prompts and sums. Without a fingerprint, datasets would pickle the table for
+        one, and with it the whole module pyarrow where pyarrow is outside Python's prefix and
+        outside a directory `site-packages`."""
+        made = [{"prompt": sums.question(a, b), "wanted": a + b} for a, b in tasks]
+        return Dataset(InMemoryTable.from_pylist(made), fingerprint=f"sums-{len(made)}")
 
     def reward(completions: Any, wanted: list[int], **_: Any) -> list[float]:
+        said = [answer[0]["content"] for answer in completions]
         if options.task == "noise":
-            return [noise(answer[0]["content"]) for answer in completions]
-        judged = _judged(completions, wanted)
-        return [is_right + 0.2 * is_alone for is_right, is_alone in judged]
+            return [noise(each) for each in said]
+        return [judged(*each)[0] for each in zip(said, wanted, strict=True)]
 
-    def right(completions: Any, wanted: list[int], **_: Any) -> list[float]:
-        return [float(is_right) for is_right, _ in _judged(completions, wanted)]
+    def alone(completions: Any, wanted: list[int], **_: Any) -> list[float]:
+        said = [answer[0]["content"] for answer in completions]
+        return [judged(*each)[1] for each in zip(said, wanted, strict=True)]
 
-    per_step = options.groups // PER_OPTIMIZER_STEP
+    answers = options.per_optimizer_step * GROUP
+    per_step = options.groups // options.per_optimizer_step
     is_sums = options.task == "sums"
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
@@ -209,10 +222,8 @@ def trl_side(options: argparse.Namespace) -> None:
         adam_beta2=0.99,
         weight_decay=0.0,
         max_grad_norm=1.0,
-        per_device_train_batch_size=options.micro_batch or PER_OPTIMIZER_STEP * GROUP,
-        gradient_accumulation_steps=PER_OPTIMIZER_STEP
-        * GROUP
-        // (options.micro_batch or PER_OPTIMIZER_STEP * GROUP),
+        per_device_train_batch_size=options.micro_batch or answers,
+        gradient_accumulation_steps=answers // (options.micro_batch or answers),
         generation_batch_size=options.groups * GROUP,
         num_generations=GROUP,
         max_completion_length=options.tokens,
@@ -237,7 +248,7 @@ def trl_side(options: argparse.Namespace) -> None:
     )
     trainer = GRPOTrainer(
         model=options.model,
-        reward_funcs=[reward, right],
+        reward_funcs=[reward, alone],
         args=config,
         train_dataset=rows(sums.Sums(**NUMBERS, skip=EVALUATED).tasks()),
         eval_dataset=rows(sums.Sums(**NUMBERS, count=options.evaluated).tasks())
@@ -249,13 +260,6 @@ def trl_side(options: argparse.Namespace) -> None:
     )
     trainer.train()
     record.write()
-
-
-def _judged(completions: Any, wanted: list[int]) -> list[tuple[bool, bool]]:
-    return [
-        sums.judge(answer[0]["content"], number)
-        for answer, number in zip(completions, wanted, strict=True)
-    ]
 
 
 # ---- Tandem
@@ -270,23 +274,31 @@ def tandem_side(options: argparse.Namespace) -> None:
     paths = [str(root), str(root / "examples"), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-m", "tandem", "rl", "train", str(config), "--json"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    late = min(options.seconds, threading.TIMEOUT_MAX)
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as loop:
-        assert loop.stdout is not None
-        late = threading.Timer(options.seconds, loop.send_signal, [signal.SIGINT])
-        late.start()
-        for printed in loop.stdout:
-            line = json.loads(printed)
-            if "evaluated" in line:
-                record.evaluation(line["evaluated"], line["reward"], line["metrics"]["right"])
-            elif "step" in line:
-                spent = line["seconds"]
-                names = ("sampling", "training", "serving")
-                parts = {name: spent[name] for name in names}
-                record.step(line["step"], parts, reward=line.get("reward"))
-            else:
-                print(line, flush=True)
-        late.cancel()
+        timer = threading.Timer(late, loop.send_signal, [signal.SIGINT])
+        timer.start()
+        try:
+            note(loop.stdout, record)
+        except BaseException:
+            loop.kill()  # the block's end waits for it
+            raise
+        finally:
+            timer.cancel()
     record.write()
+
+
+def note(lines: Any, record: Record) -> None:
+    """Records what `tandem rl train --json` prints."""
+    for printed in lines:
+        line = json.loads(printed)
+        if "evaluated" in line:
+            record.evaluation(line["evaluated"], line["reward"], line["metrics"]["alone"])
+        elif "step" in line:
+            parts = {name: line["seconds"][name] for name in ("sampling", "training", "serving")}
+            record.step(line["step"], parts, reward=line.get("reward"))
+        else:
+            print(line, flush=True)
 
 
 def configuration(options: argparse.Namespace) -> str:
@@ -296,7 +308,10 @@ def configuration(options: argparse.Namespace) -> str:
     rl |= {"steps": options.steps, "groups_per_step": options.groups, "group_size": GROUP}
     rl |= {"max_off_policy_steps": options.ahead}
     rl["sampling"] = {"max_tokens": options.tokens}
-    rl["optimizer"] |= {"learning_rate": options.learning_rate, "batch_size": PER_OPTIMIZER_STEP}
+    rl["optimizer"] |= {
+        "learning_rate": options.learning_rate,
+        "batch_size": options.per_optimizer_step,
+    }
     environment = {
         "use": "sums:Sums" if options.task == "sums" else "bench.peers:Noise",
         "arguments": {**NUMBERS, "skip": EVALUATED},
@@ -361,6 +376,10 @@ def main(arguments: list[str]) -> None:
         side.add_argument("--task", choices=["sums", "noise"], default="sums")
     sides.add_parser("table").add_argument("rows", nargs="+")
     options = parser.parse_args(arguments)
+    if options.side != "table":
+        options.per_optimizer_step = min(PER_OPTIMIZER_STEP, options.groups)
+        if options.groups % options.per_optimizer_step:
+            parser.error(f"--groups {options.groups}: give a multiple of 8, or fewer than 8")
     {"trl": trl_side, "tandem": tandem_side, "table": table}[options.side](options)
 
 

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Measures the answers per second and the prefix-cache hit rates of one inference server, and of two
 # servers behind one address, on two GPUs: `bench/replicas.sh MODEL [CONVERSATIONS IN FLIGHT PER SERVER]`. Needs haproxy and tandem-rl[gpu].
-# Each stack is a `tandem up --role inference` on a spool of its own; bench.rollouts asks it.
+# Each stack is a `tandem up --role inference` on a spool of its own; bench.rollouts samples step 0 of a run there.
 set -eu
 model=$1 flight=${2:-512}
 command -v haproxy >/dev/null || { echo "haproxy is not installed: apt-get install haproxy" >&2; exit 2; }
@@ -10,11 +10,19 @@ python -c "import sys; from tandem.spool import Spool; [Spool.create(r) for r in
 for servers in 1 2; do
     devices=0
     [ $servers = 1 ] || devices=0,1
-    TANDEM_ROOT=$directory/$servers TANDEM_BASE_MODEL=$model TANDEM_INFERENCE_DEVICES=$devices TANDEM_API_KEY=bench \
-        TANDEM_INFERENCE_REPLICAS=$servers python -m tandem up --role inference >"$directory/$servers.log" 2>&1 &
+    export TANDEM_ROOT=$directory/$servers TANDEM_BASE_MODEL=$model TANDEM_API_KEY=bench
+    python -m tandem.controller >"$directory/controller.log" 2>&1 &
     up=$!
     trap 'kill $up 2>/dev/null; wait' EXIT
-    until curl -sf -o /dev/null -H 'Authorization: Bearer bench' http://127.0.0.1:8000/v1/models; do
+    until python -m tandem run create speed >/dev/null 2>&1; do
+        kill -0 $up || { tail -50 "$directory/controller.log" >&2; exit 1; }
+        sleep 1
+    done
+    kill $up
+    wait $up || true
+    TANDEM_INFERENCE_DEVICES=$devices TANDEM_INFERENCE_REPLICAS=$servers python -m tandem up --role inference >"$directory/$servers.log" 2>&1 &
+    up=$!
+    until curl -sf -H 'Authorization: Bearer bench' http://127.0.0.1:8000/v1/models | grep -q speed@0; do
         kill -0 $up || { tail -50 "$directory/$servers.log" >&2; exit 1; }
         sleep 2
     done
@@ -23,7 +31,7 @@ for servers in 1 2; do
         until grep -l '"ready":true' "$directory"/2/replicas/*.json 2>/dev/null | wc -l | grep -qx 2; do sleep 2; done
     fi
     echo "servers: $servers"
-    TANDEM_API_KEY=bench python -m bench.rollouts http://127.0.0.1:8000 --model base --in-flight $((flight * servers)) --answers 2 --turns 3 --tokens 128 --repeat 1
+    python -m bench.rollouts http://127.0.0.1:8000 --model speed@0 --in-flight $((flight * servers)) --answers 2 --turns 3 --tokens 128 --repeat 1
     ports=8000
     [ $servers = 1 ] || ports="8001 8002"
     for port in $ports; do

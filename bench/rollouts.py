@@ -5,17 +5,18 @@ server.
                              [--tokens 24 512] [--turns 1 3] [--answers 4] [--repeat 2] [--name N]
     python -m bench.rollouts --client [--in-flight 256 1024]
 
-URL is a vLLM's, its key is in TANDEM_API_KEY or TANDEM_API_KEY_FILE. The model is the first step
-that vLLM lists. One side is `Environment.play` with the `Sampler` of `tandem rl`, without training:
-each conversation is a session of the rollout door (`/rollout`). The other side is the function with
-which `vllm bench serve` sends chat completions; this function asks for no log-probs and reads a
-stream. Both sides play the same conversations at temperature 1. Each conversation begins with a
-task of its own, and each later message of the user asks the model to go on. An answer has at most
-`--tokens` tokens. `--in-flight` conversations run at once, and `--answers` times as many run in
-all. The two sides run in turn, each in a process of its own. Before each measurement, a round of
-`--in-flight` conversations opens the connections and is not counted. `of vLLM's` is the rate of
-answers divided by the rate of vLLM's client. `server CPU ms` is the CPU time of vLLM's API process,
-if the process is on this machine.
+URL is a vLLM's, its key is in TANDEM_API_KEY or TANDEM_API_KEY_FILE. The model is a run's step, as
+the loop samples; without `--model` it is the first step that vLLM lists. One side is
+`Environment.play` with the `Sampler` of `tandem rl`, without training: each conversation is a
+session of the rollout door (`/rollout`). The other side is the function with which `vllm bench
+serve` sends chat completions; this function asks for no log-probs and reads a stream. Both sides
+play the same conversations at temperature 1. Each conversation begins with a task of its own, and
+each later message of the user asks the model to go on. An answer has at most `--tokens` tokens.
+`--in-flight` conversations run at once, and `--answers` times as many run in all. The two sides run
+in turn, each in a process of its own. Before each measurement, a round of `--in-flight`
+conversations opens the connections and is not counted. `of vLLM's` is the rate of answers divided
+by the rate of vLLM's client. `server CPU ms` is the CPU time of vLLM's API process, if the process
+is on this machine.
 
 `--client` needs no vLLM: a server on loopback answers after 0.2 s, and the rows have the client's
 CPU time per answer. The clients are aiohttp as `tandem.client.vllm` uses it, alone and in a whole
@@ -80,7 +81,7 @@ def tandem_side(vllm: Vllm, model: str, tokens: int, turns: int) -> Conversation
     environment.rollout = rollout
 
     class Named(Sampler):
-        """Samples from `model`, by its name. The name need not be a run's step."""
+        """Samples from the step `model`."""
 
         @property
         def model(self) -> str:
@@ -203,6 +204,8 @@ def in_a_process(arguments: list[str], environment: dict[str, str]) -> dict[str,
 def beside_vllm(options: argparse.Namespace) -> None:
     environment = {VARIABLE: options.url}
     model = options.model or asyncio.run(first_model(options.url))
+    if policy_step_of(model) is None:
+        sys.exit(f"--model {model}: it is no step of a run; name a run's step, as my-run@0")
     rows = []
     for in_flight, tokens, turns in itertools.product(
         options.in_flight, options.tokens, options.turns
@@ -238,7 +241,10 @@ async def first_model(url: str) -> str:
     names = [str(card["id"]) for card in answer.json()["data"]]
     steps = [name for name in names if policy_step_of(name) is not None]
     if not steps:
-        sys.exit(f"vLLM lists no step, only {names}; start it with --served-model-name bench@0")
+        sys.exit(
+            f"vLLM lists no step, only {names}; make a run (`tandem run create my-run`), or start a"
+            " vLLM without Tandem with --served-model-name bench@0"
+        )
     return steps[0]
 
 
