@@ -4,7 +4,7 @@ Built-in kinds are checked against Kubernetes' own JSON schemas. The schemas are
 the `kubernetes-validate` package, which refuse unknown fields. Custom kinds are checked against
 their definitions in `crds/`, without the definitions' CEL rules. A kind without a schema is a
 problem too. An API server also refuses objects that all schemas accept, so more is checked: names,
-labels, keys given twice, mounts of volumes that the pod lacks, and requests above limits.
+labels, mounts of volumes that the pod lacks, and requests above limits.
 """
 
 import json
@@ -12,29 +12,27 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import kubernetes_validate.utils
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
+from lightkube.utils.quantity import parse_quantity
 
-from helm.pods import Object, containers, pod_template, quantity
+from helm.pods import Object, containers, pod_template
 
 # `kubernetes_validate` reads its definitions, some MB of JSON, for each object.
 kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
-CRDS = Path(__file__).parent / "crds"
-CRD_GROUPS = {"monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1"}
+CRDS = {
+    path.stem: Draft202012Validator(json.loads(path.read_text()))
+    for path in (Path(__file__).parent / "crds").glob("*.json")
+}
 LABEL = re.compile(r"^(([A-Za-z0-9][-A-Za-z0-9_.]{0,61})?[A-Za-z0-9])?$")
 DNS_NAME = re.compile(r"^[a-z]([-a-z0-9.]*[a-z0-9])?$")
-POD_NAME_SUFFIX = 11
-"""The pods of a StatefulSet have a label of at most 63 characters. It consists of the StatefulSet's
-name, `-` and 10 characters."""
-KEYS = {"ports": "name", "volumeMounts": "mountPath"} | dict.fromkeys(
-    ("containers", "initContainers", "volumes", "env", "imagePullSecrets"), "name"
-)
-"""Name of a list that an API server treats as a map → the field that is the key of an item."""
+# The pods of a StatefulSet have a label of at most 63 characters. It consists of the StatefulSet's
+# name, `-` and 10 characters.
+LONGEST_NAME = {"ConfigMap": 253, "StatefulSet": 52}
 
 
 def validate(obj: Object, version: str) -> list[str]:
@@ -46,9 +44,8 @@ def validate(obj: Object, version: str) -> list[str]:
 
 
 def _of_schema(obj: Object, version: str) -> Iterator[str]:
-    if obj["apiVersion"] in CRD_GROUPS:
-        checked = {key: obj[key] for key in ("kind", "spec")}
-        if error := best_match(_of_crd(obj["kind"].lower()).iter_errors(checked)):
+    if definition := CRDS.get(obj["kind"].lower()):
+        if error := best_match(definition.iter_errors(obj)):
             yield f"{error.json_path}: {error.message}"
         return
     try:
@@ -57,45 +54,13 @@ def _of_schema(obj: Object, version: str) -> Iterator[str]:
         yield repr(error)
 
 
-@cache
-def _of_crd(kind: str) -> Draft202012Validator:
-    return Draft202012Validator(_strict(json.loads((CRDS / f"{kind}.json").read_text())))
-
-
-def _strict(schema: Any) -> Any:
-    """A copy of the schema that refuses unknown fields in each object whose fields the schema
-    lists."""
-    if isinstance(schema, list):
-        return [_strict(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = schema.get("type") == "object" and isinstance(schema.get("properties"), dict)
-    closed = closed and not schema.get("x-kubernetes-preserve-unknown-fields")
-    more = {"additionalProperties": False} if closed else {}
-    return more | {key: _strict(value) for key, value in schema.items()}
-
-
 def _naming(obj: Object) -> Iterator[str]:
-    name = obj["metadata"]["name"]
-    most = {"ConfigMap": 253, "StatefulSet": 63 - POD_NAME_SUFFIX}.get(obj["kind"], 63)
+    name, most = obj["metadata"]["name"], LONGEST_NAME.get(obj["kind"], 63)
     if len(name) > most or not DNS_NAME.match(name):
         yield f"{name!r} is not a name of at most {most} characters"
-    for key, node in walk(obj):
-        if key == "labels" and isinstance(node, dict):
-            wrong = [value for value in node.values() if not LABEL.match(str(value))]
-            yield from (f"{value!r} is not a valid label" for value in wrong)
-        if key in KEYS and isinstance(node, list) and all(isinstance(item, dict) for item in node):
-            names = [item[KEYS[key]] for item in node if KEYS[key] in item]
-            yield from (f"{key}: {one} twice" for one in set(names) if names.count(one) > 1)
-
-
-def walk(node: Any) -> Iterator[tuple[str, Any]]:
-    """Key and value of each entry at any depth of an object. The key of an item of a list is its
-    index."""
-    if isinstance(node, dict | list):
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            yield str(key), value
-            yield from walk(value)
+    for metadata in (obj["metadata"], (pod_template(obj) or obj)["metadata"]):
+        wrong = [label for label in metadata.get("labels", {}).values() if not LABEL.match(label)]
+        yield from (f"{label!r} is not a valid label" for label in wrong)
 
 
 def _of_pod(pod: Object) -> Iterator[str]:
@@ -103,11 +68,11 @@ def _of_pod(pod: Object) -> Iterator[str]:
     claims = {claim["name"] for claim in pod["spec"].get("resourceClaims", [])}
     for container in containers(pod):
         name, resources = container["name"], container.get("resources", {})
-        mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
+        mounts = {mount["name"] for mount in container.get("volumeMounts", [])}
         claimed = {claim["name"] for claim in resources.get("claims", [])}
-        yield from (f"{name}: the pod has no {one}" for one in mounted - volumes | claimed - claims)
+        yield from (f"{name}: the pod has no {one}" for one in mounts - volumes | claimed - claims)
         requests, limits = resources.get("requests", {}), resources.get("limits", {})
         for kind in requests.keys() & limits.keys():
-            request, limit = quantity(requests[kind]), quantity(limits[kind])
+            request, limit = (parse_quantity(str(amounts[kind])) for amounts in (requests, limits))
             if request > limit or ("/" in kind and request != limit):
-                yield f"{name}: {kind}: request {requests[kind]} and limit {limits[kind]}"
+                yield f"{name}: {kind}: request {request} and limit {limit}"
