@@ -1,38 +1,26 @@
 """Pods inside objects, and the parts of a pod that tests look at."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
+
+from lightkube.utils.quantity import parse_quantity
 
 Object = dict[str, Any]
 NAME, INSTANCE, COMPONENT = (
     f"app.kubernetes.io/{key}" for key in ("name", "instance", "component")
 )
 ROLES = ("controller", "trainer", "inference")
-QUANTITY = re.compile(r"^([0-9.]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$")
-FACTORS = {"": 1, "m": 1e-3} | {s: 1000.0**i for i, s in enumerate("kMGTPE", 1)}
-FACTORS |= {f"{s}i": 1024.0**i for i, s in enumerate("KMGTPE", 1)}
 
 
 def pod_template(obj: Object) -> Object | None:
     """The `metadata` and `spec` of the pod that an object is or makes. None if the object is no pod
     and makes none."""
-    if obj["kind"] == "Pod":
-        return {"metadata": obj["metadata"], "spec": obj["spec"]}
-    workloads = ("Deployment", "StatefulSet", "DaemonSet", "Job")
-    return obj["spec"]["template"] if obj["kind"] in workloads else None
+    return obj if obj["kind"] == "Pod" else obj.get("spec", {}).get("template")
 
 
 def containers(pod: Object) -> list[Object]:
     """A pod's init containers and containers."""
     return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
-
-
-def quantity(value: str | float) -> float:
-    """`2Gi`, `250m` or 4 as a number. ValueError for anything else."""
-    if not (match := QUANTITY.match(str(value))):
-        raise ValueError(f"{value!r} is not a quantity")
-    return float(match[1]) * FACTORS[match[2] or ""]
 
 
 def component(pod: Object) -> str:
@@ -58,10 +46,16 @@ def environment(container: Object) -> dict[str, str]:
     return {v["name"]: v.get("value", "metadata.name") for v in container.get("env", [])}
 
 
-def volume(pod: Object, container: Object, path: str) -> Object:
-    """The volume that a container mounts at a path."""
-    (name,) = (m["name"] for m in container["volumeMounts"] if m["mountPath"] == path)
-    return next(v for v in pod["spec"]["volumes"] if v["name"] == name)
+def mounted(pod: Object, container: Object) -> dict[str, Object]:
+    """Mount path → the volume that a container mounts there."""
+    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    return {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+
+
+def ports(pod: Object) -> dict[str, int]:
+    """Name → number of the ports of a pod's containers."""
+    declared = [port for container in containers(pod) for port in container.get("ports", [])]
+    return {port["name"]: port["containerPort"] for port in declared}
 
 
 def selects(selector: Object, labels: Mapping[str, str]) -> bool:
@@ -73,3 +67,13 @@ def selects(selector: Object, labels: Mapping[str, str]) -> bool:
     return selector.get("matchLabels", {}).items() <= labels.items() and all(
         labels.get(expression["key"]) in expression["values"] for expression in expressions
     )
+
+
+def quantity(value: str | float) -> float:
+    """`2Gi`, `250m` or 4 as a number."""
+    return float(parse_quantity(str(value)))
+
+
+def volume(pod: Object, container: Object, path: str) -> Object:
+    """The volume that a container mounts at a path."""
+    return mounted(pod, container)[path]
