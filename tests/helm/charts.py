@@ -1,4 +1,4 @@
-"""Functions that render, install, upgrade and uninstall the chart with the Helm library.
+"""Functions that render, install and upgrade the chart with the Helm library.
 
 The library has no `template`. A render is an installation into an API server in memory
 (`helm.kubernetes_api`). The installation ends when Helm records the release. The record contains
@@ -13,7 +13,6 @@ import gzip
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -102,7 +101,7 @@ def at(path: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def rendered(release: dict[str, Any]) -> Rendered:
+def rendered(release: Object) -> Rendered:
     """The objects and notes of a release. Raises AssertionError if two objects have the same
     name."""
     hooks = [hook["manifest"] for hook in release.get("hooks") or []]
@@ -114,13 +113,13 @@ def rendered(release: dict[str, Any]) -> Rendered:
 
 
 def render(
-    values: Mapping[str, Any], version: str = NEWEST, existing: tuple[Object, ...] = (), **how: Any
+    values: Object, version: str = NEWEST, existing: tuple[Object, ...] = (), **how: Any
 ) -> Rendered:
     """Renders the chart with these values on a Kubernetes of this version, as the release `a`.
 
     `existing`: objects that the templates' `lookup` finds; `how`: further arguments of `install`.
     """
-    server = _shared_server(version)
+    server = shared_server(version)
     server.recorded = {}
     server.reset(*existing)
     try:
@@ -133,7 +132,8 @@ def render(
 
 
 @cache
-def _shared_server(version: str) -> ApiServer:
+def shared_server(version: str = NEWEST) -> ApiServer:
+    """The API server that renders. It records no releases."""
     server = ApiServer(version).__enter__()
     server.records = False
     atexit.register(server.__exit__)
@@ -153,60 +153,56 @@ def _kubeconfig(port: int, text: str) -> Path:
     return path
 
 
-def _configuration(server: ApiServer, namespace: str = NAMESPACE) -> helm_sdkpy.Configuration:
-    return helm_sdkpy.Configuration(namespace, str(_kubeconfig(server.port, server.kubeconfig)))
+def helm(
+    server: ApiServer, action: str, *arguments: Any, namespace: str = NAMESPACE, **options: Any
+) -> Any:
+    """Does an action of the Helm library, such as `Lint`. Returns the action's answer."""
+    kubeconfig = str(_kubeconfig(server.port, server.kubeconfig))
+    configured = getattr(helm_sdkpy, action)(helm_sdkpy.Configuration(namespace, kubeconfig))
+    return asyncio.run(configured.run(*arguments, **options))
 
 
 def install(
-    server: ApiServer,
-    values: Mapping[str, Any],
-    release: str = "t",
-    namespace: str = NAMESPACE,
-    chart: Path = CHART,
-) -> dict[str, Any]:
+    server: ApiServer, values: Object, release: str = "t", chart: Path = CHART, **options: Any
+) -> Object:
     """Does `helm install`. Returns the library's release."""
-    action = helm_sdkpy.Install(_configuration(server, namespace))
-    options: dict[str, Any] = {"wait": False, "timeout": 60, "server_side_apply": True}
-    return asyncio.run(action.run(release, str(chart), dict(values), **options))
+    options |= {"wait": False, "timeout": 60, "server_side_apply": True}
+    return helm(server, "Install", release, str(chart), values, **options)
 
 
-def upgrade(
-    server: ApiServer, values: Mapping[str, Any], *, reuse_values: bool = False
-) -> dict[str, Any]:
+def upgrade(server: ApiServer, values: Object, *, reuse_values: bool = False) -> Object:
     """Does `helm upgrade` of the release `t`, with `--reuse-values` or `--reset-values`. Returns
     the library's release."""
-    action = helm_sdkpy.Upgrade(_configuration(server))
-    how: dict[str, Any] = {"reuse_values": reuse_values, "reset_values": not reuse_values}
-    return asyncio.run(action.run("t", str(CHART), dict(values), wait=False, timeout=60, **how))
+    how = {"reuse_values": reuse_values, "reset_values": not reuse_values}
+    return helm(server, "Upgrade", "t", str(CHART), values, wait=False, timeout=60, **how)
 
 
-def uninstall(server: ApiServer) -> None:
-    """`helm uninstall` of the release `t`."""
-    asyncio.run(helm_sdkpy.Uninstall(_configuration(server)).run("t", wait=False, timeout=60))
-
-
-def package(directory: Path) -> Path:
-    """Does `helm package` into a directory. Returns the path of the archive."""
-    action = helm_sdkpy.Package(_configuration(_shared_server(NEWEST)))
-    return Path(asyncio.run(action.run(str(CHART), str(directory))))
-
-
-def lint() -> list[str]:
-    """The warnings and errors of `helm lint`."""
-    action = helm_sdkpy.Lint(_configuration(_shared_server(NEWEST)))
-    messages = asyncio.run(action.run(str(CHART)))["Messages"] or []
-    return [
-        f"{message['Path']}: {message['Err']}" for message in messages if message["Severity"] > 1
-    ]
-
-
-def other_version(directory: Path, version: str, values: dict[str, Any] | None = None) -> Path:
-    """Copies the chart into a directory, with another version and, if `values` is given, with other
+def other_chart(values: Object | None = None, **metadata: str) -> Path:
+    """Copies the chart, with other fields in Chart.yaml and, if `values` is given, with other
     defaults. Returns the path of the copy."""
-    copy = Path(shutil.copytree(CHART, directory / f"{len(list(directory.iterdir()))}" / "tandem"))
-    metadata = load(copy / "Chart.yaml") | {"version": version}
-    (copy / "Chart.yaml").write_text(yaml.safe_dump(metadata))
+    copy = Path(shutil.copytree(CHART, Path(tempfile.mkdtemp(dir=WORK)) / "tandem"))
+    (copy / "Chart.yaml").write_text(yaml.safe_dump(load(copy / "Chart.yaml") | metadata))
     if values is not None:
         (copy / "values.schema.json").unlink()
         (copy / "values.yaml").write_text(yaml.safe_dump(values))
     return copy
+
+
+def uninstall(server: ApiServer) -> None:
+    """`helm uninstall` of the release `t`."""
+    helm(server, "Uninstall", "t", wait=False, timeout=60)
+
+
+def package(directory: Path) -> Path:
+    """Does `helm package` into a directory. Returns the path of the archive."""
+    return Path(helm(shared_server(), "Package", str(CHART), str(directory)))
+
+
+def lint() -> list[str]:
+    """The warnings and errors of `helm lint`."""
+    messages = helm(shared_server(), "Lint", str(CHART))["Messages"] or []
+    return [str(message) for message in messages if message["Severity"] > 1]
+
+
+def other_version(directory: Path, version: str, values: Object | None = None) -> Path:
+    return other_chart(values, version=version)
