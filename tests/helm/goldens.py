@@ -11,7 +11,7 @@ import base64
 import json
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,12 @@ class _Texts(yaml.CSafeDumper):
     def ignore_aliases(self, data: object) -> bool:
         return True
 
-
-def _text(dumper: yaml.Dumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
-    )
+    def represent_str(self, text: str) -> yaml.Node:
+        style = "|" if "\n" in text else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Texts.add_representer(str, _text)
+_Texts.add_representer(str, _Texts.represent_str)
 
 
 @cache
@@ -65,18 +63,12 @@ def values(name: str) -> dict[str, Any]:
 def value(name: str, path: str) -> Any:
     """The value at the dotted path `path` in a golden, or the chart's default if the golden does
     not set this value."""
-    node = charts.merged(charts.defaults(), values(name))
-    for part in path.split("."):
-        node = node.get(part)
-    return node
-
-
-def rendered(name: str, release: str = "a", version: str = NEWEST) -> Rendered:
-    return _rendered(name, release, version)  # one key of the cache, whatever has its default
+    everything = charts.merged(charts.defaults(), values(name))
+    return reduce(dict.get, path.split("."), everything)
 
 
 @cache
-def _rendered(name: str, release: str, version: str) -> Rendered:
+def rendered(name: str, release: str = "a", version: str = NEWEST) -> Rendered:
     given = values(name)
     if version != NEWEST and given.get("gpuMode") == "shared":
         # The default, `via: claim`, needs Kubernetes 1.34.
@@ -85,31 +77,37 @@ def _rendered(name: str, release: str, version: str) -> Rendered:
 
 
 @cache
-def rules() -> list[Object]:
-    """The groups of rules in images/ in the form that the release `a` has: each metric is selected
-    by the release's namespace, and metrics of kube-state-metrics also by the names of the release's
-    pods."""
-    groups = yaml.safe_load((IMAGES / "prometheus/rules/tandem.yml").read_text())["groups"]
-    for rule in (rule for group in groups for rule in group["rules"]):
-        names, own = "|".join(metrics(rule["expr"])), f'namespace="{NAMESPACE}"'
+def rules() -> dict[str, Object]:
+    """Name → rule, for the rules in images/ in the form that the release `a` has: each metric is
+    selected by the release's namespace, and metrics of kube-state-metrics also by the names of the
+    release's pods."""
+    own = f'namespace="{NAMESPACE}"'
+    tandem, kubernetes = (
+        (IMAGES / f"prometheus/rules/{name}.yml").read_text() for name in ("tandem", "kubernetes")
+    )
+    found = _named(yaml.safe_load(tandem)["groups"])
+    for rule in found.values():
+        names = "|".join(metrics(rule["expr"]))
         expr = re.sub(rf"(?<![\w:])({names})(?![\w:])", rf"\1{{{own}}}", rule["expr"])
         rule["expr"] = expr.replace(f"{own}}}{{", f"{own},")
-    text = (IMAGES / "prometheus/rules/kubernetes.yml").read_text()
-    text = text.replace('namespace=~".+"', f'namespace="{NAMESPACE}"')
-    return groups + yaml.safe_load(text.replace('pod=~".+-(', 'pod=~"a-tandem-('))["groups"]
+    kubernetes = kubernetes.replace('namespace=~".+"', own).replace(
+        'pod=~".+-(', 'pod=~"a-tandem-('
+    )
+    return found | _named(yaml.safe_load(kubernetes)["groups"])
+
+
+def _named(groups: list[Object]) -> dict[str, Object]:
+    return {rule.get("alert") or rule["record"]: rule for g in groups for rule in g["rules"]}
 
 
 def _differences(groups: list[Object]) -> Iterator[Object]:
     """The differences between `groups` and the groups of rules in images/."""
-    named = [
-        {rule.get("alert") or rule["record"]: rule for group in some for rule in group["rules"]}
-        for some in (groups, rules())
-    ]
-    for name in sorted(named[0].keys() | named[1].keys()):
-        now, was = named[0].get(name), named[1].get(name)
-        if now is None or was is None:
-            yield {name: "not in images/" if now else "left out"}
-        elif now != was:
+    made, known = _named(groups), rules()
+    for name in sorted(made.keys() | known.keys()):
+        if name not in made or name not in known:
+            yield {name: "not in images/" if name in made else "left out"}
+        elif made[name] != known[name]:
+            now, was = made[name], known[name]
             yield {name: {key: now[key] for key in now if now[key] != was.get(key)}}
 
 
@@ -119,9 +117,6 @@ def _shown(obj: Object) -> Object:
     obj = json.loads(json.dumps(obj))
     if obj["kind"] == "PrometheusRule":
         obj["spec"] = {"as images/prometheus/rules, but": list(_differences(obj["spec"]["groups"]))}
-    template = obj.get("spec", {}).get("template", {}).get("metadata", {}).get("annotations", {})
-    if "tandem/job-template" in template:
-        template["tandem/job-template"] = "DIGEST"
     for key, text in obj.get("data", {}).items() if obj["kind"] == "ConfigMap" else ():
         for path in (IMAGES / "grafana/dashboards").glob("*.json"):
             if text.encode() == path.read_bytes():
@@ -136,16 +131,11 @@ def text(name: str) -> str:
     found = rendered(name)
     objects = sorted(map(_shown, found.objects), key=lambda o: (o["kind"], o["metadata"]["name"]))
     documents = [*objects, {"notes": found.notes}]
-    made = yaml.dump_all(
-        documents, Dumper=_Texts, sort_keys=False, width=118, default_flow_style=None
-    )
-    return made.replace(VERSION, "VERSION")
-
-
-def main() -> None:
-    for name in NAMES:
-        (DIRECTORY / f"{name}.yaml").write_text(text(name))
+    how = {"sort_keys": False, "width": 118, "default_flow_style": None}
+    made = yaml.dump_all(documents, Dumper=_Texts, **how).replace(VERSION, "VERSION")
+    return re.sub(r"(?<=tandem/job-template: )'?\w+'?", "DIGEST", made)
 
 
 if __name__ == "__main__":
-    main()
+    for name in NAMES:
+        (DIRECTORY / f"{name}.yaml").write_text(text(name))
