@@ -1,25 +1,48 @@
 """Only expected connections are open between the pods of two releases in one namespace and other
 pods."""
 
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
-from urllib.parse import urlsplit
+from ipaddress import ip_address, ip_network
+from itertools import product
+from urllib.parse import SplitResult, urlsplit
 
 import pytest
 
-from helm import charts, goldens, schemas
-from helm.charts import CHART, NAMESPACE, NEWEST
+from helm import charts, goldens, pods, schemas
+from helm.charts import CHART, NAMESPACE, NEWEST, Rendered
 from helm.goldens import NAMES
-from helm.network import Network, Peer, peer_of
-from helm.pods import COMPONENT, INSTANCE, NAME, component, containers, environment, pod_template
+from helm.pods import COMPONENT, INSTANCE, NAME, Object, component, selects
 
-CLOSED = [name for name in NAMES if goldens.value(name, "networkPolicy.enabled")]
+NAMESPACES = {NAMESPACE: {}, "elsewhere": {"team": "research"}, "kube-system": {}}
+"""The namespaces of the cluster → their labels."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A pod, or an address outside the cluster. An address outside has an empty `namespace`."""
+
+    namespace: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    ports: Mapping[str, int] = field(default_factory=dict)
+    address: str = "10.0.0.1"
+
+
+def peer_of(pod: Object) -> Peer:
+    """The peer for a pod that a template of the chart makes."""
+    return Peer(NAMESPACE, pod["metadata"]["labels"], pods.ports(pod))
+
+
+CLOSED = pytest.mark.parametrize(
+    "name", [name for name in NAMES if goldens.value(name, "networkPolicy.enabled")]
+)
 TRAINER_METRICS, INFERENCE_METRICS, NCCL = 9400, 9401, 29517
 PORTS = (22, 80, 8000, 8080, TRAINER_METRICS, INFERENCE_METRICS, NCCL)
 INTERNET, OUTSIDE = Peer(address="203.0.113.7"), Peer(address="10.9.1.2")
 API_SERVER, DNS_OF_THE_NODE = Peer(address="10.0.0.9"), Peer(address="169.254.20.10")
-TESTS = {"test-reach", "test-job", "test-volume-write", "test-volume-read"}
 SMOKE = {"test-reach", "test-job"}
-NAMESPACES = {NAMESPACE: {}, "elsewhere": {"team": "research"}, "kube-system": {}}
 _A, _B = ({NAME: "tandem", INSTANCE: release} for release in ("a", "b"))
 STRANGERS = {
     "prometheus": Peer(NAMESPACE, {NAME: "prometheus"}),
@@ -43,123 +66,149 @@ FULLNAMES = {"existing": "v123", "every-value": "a-1122"}
 
 
 class World:
-    """The pods and policies of two releases: the golden `name`, and the release `b` with the values
-    of the golden `defaults`. `STRANGERS` are pods of neither release."""
+    """The pods and policies of two releases: `release`, and the release `b` with the values of the
+    golden `defaults`. `STRANGERS` are pods of neither release.
 
-    def __init__(self, name: str) -> None:
-        releases = goldens.rendered(name), goldens.rendered("defaults", release="b")
-        own, others = ({component(pod): peer_of(pod) for pod in r.pods()} for r in releases)
+    Policies add up. A pod that no policy selects for a direction is open in that direction. Both
+    ends must allow a connection. Network plugins differ on whether an address block contains pods.
+    Here it does, because then more connections are open.
+    """
+
+    def __init__(self, release: Rendered) -> None:
+        both = release, goldens.rendered("defaults", release="b")
+        own, others = ({component(pod): peer_of(pod) for pod in r.pods()} for r in both)
         self.own = {one: peer for one, peer in own.items() if one != "warmup"}
         self.others = {f"b {one}": peer for one, peer in others.items()} | STRANGERS
-        if client := FULLNAMES.get(name):
-            self.others["client"] = Peer(NAMESPACE, {f"{client}-client": "true"})
-        policies = [policy for r in releases for policy in r.all("NetworkPolicy")]
-        self.network = Network(policies, NAMESPACES)
+        self.policies = [policy["spec"] for r in both for policy in r.all("NetworkPolicy")]
+        self.services = {o["metadata"]["name"]: o["spec"] for o in release.all("Service")}
+
+    def reaches(self, source: Peer, target: Peer, port: int, protocol: str = "TCP") -> bool:
+        def is_port(entry: Object) -> bool:
+            number = target.ports.get(entry["port"], entry["port"])
+            return (number, entry.get("protocol", "TCP")) == (port, protocol)
+
+        def allows(direction: str, peers: str, pod: Peer, other: Peer) -> bool:
+            applying = [
+                policy
+                for policy in self.policies
+                if pod.namespace == NAMESPACE
+                and direction in policy["policyTypes"]
+                and selects(policy["podSelector"], pod.labels)
+            ]
+            rules = [rule for policy in applying for rule in policy.get(direction.lower()) or []]
+            return not applying or any(
+                (not rule.get(peers) or any(self._is(other, one) for one in rule[peers]))
+                and (not rule.get("ports") or any(map(is_port, rule["ports"])))
+                for rule in rules
+            )
+
+        return allows("Egress", "to", source, target) and allows("Ingress", "from", target, source)
+
+    def _is(self, peer: Peer, selector: Object) -> bool:
+        if block := selector.get("ipBlock"):
+            return ip_address(peer.address) in ip_network(block["cidr"])
+        if not peer.namespace:
+            return False
+        here = peer.namespace == NAMESPACE
+        if "namespaceSelector" in selector:
+            here = selects(selector["namespaceSelector"], NAMESPACES[peer.namespace])
+        return here and selects(selector.get("podSelector", {}), peer.labels)
+
+    def behind(self, url: SplitResult) -> tuple[Peer, int]:
+        """The pod and its port that answer the requests to a URL of a Service."""
+        spec = self.services[url.hostname.partition(".")[0]]
+        peer = self.own[spec["selector"][COMPONENT]]
+        (target,) = (port["targetPort"] for port in spec["ports"] if port["port"] == url.port)
+        number = peer.ports[target]
+        assert spec.get("clusterIP") != "None" or number == url.port, f"{url}: a headless Service"
+        return peer, number
 
 
-world = cache(World)
+@cache
+def world(name: str) -> World:
+    found = World(goldens.rendered(name))
+    if client := FULLNAMES.get(name):
+        found.others["client"] = Peer(NAMESPACE, {f"{client}-client": "true"})
+    return found
 
 
 def expected(name: str, own: set[str]) -> dict[tuple[str, int], set[str]]:
     """All allowed connections: (destination, port) → names of the sources."""
     scrapers = SCRAPERS.get(name, {"prometheus"}) | (SMOKE & own)
     public = scrapers | {"client"} | CLIENTS.get(name, set())
-    if "engine" in own:
-        found = {("engine", port): scrapers for port in (TRAINER_METRICS, INFERENCE_METRICS)}
-        return found | {("controller", 8080): public, ("engine", 8000): public | {"controller"}}
-    ranks = {"job"} & own or {"trainer"} & own
-    # NCCL chooses its ports, so all ports are open between ranks and vLLM.
-    found = {(one, port): {"inference"} for one in ranks for port in PORTS}
-    found |= {("inference", port): ranks for port in PORTS} | {("controller", 8080): public}
-    found["inference", INFERENCE_METRICS] = scrapers | ranks
-    if "trainer" in own:
-        found["trainer", TRAINER_METRICS] = scrapers | (
-            {"inference"} if ranks == {"trainer"} else set()
-        )
+    found = defaultdict(set, {("controller", 8080): public})
+    ranks, hosts = own & {"job"} or own & {"trainer"}, own & {"job"}
+    # NCCL chooses its ports.
+    for one, port in product(ranks, PORTS):
+        found[one, port] = {"inference"} | hosts
+        found["inference", port] = set(ranks)
+    for role, port in (("trainer", TRAINER_METRICS), ("inference", INFERENCE_METRICS)):
+        if component := {"engine", role} & own:
+            found[component.pop(), port] |= scrapers
     if "proxy" in own:
-        found["inference", 8000] = scrapers | ranks | {"proxy"}
-        return found | {("proxy", 8000): public | {"controller"}}
-    return found | {("inference", 8000): public | {"controller"} | ranks}
+        found["inference", 8000] |= scrapers | {"proxy"}
+    (front,) = own & {"engine", "proxy"} or {"inference"}
+    found[front, 8000] |= public | {"controller"}
+    return found
 
 
-@pytest.mark.parametrize("name", CLOSED)
+@CLOSED
 def test_only_expected_connections_are_open(name):
     found = world(name)
-    reaches, allowed = found.network.reaches, expected(name, set(found.own))
-    everybody = found.own | found.others
-    for one, pod in found.own.items():
-        for port in PORTS:
-            sources = {s for s, peer in everybody.items() if s != one and reaches(peer, pod, port)}
-            assert sources == allowed.get((one, port), set()), f"{one}:{port}"
-            assert not [s for s, peer in found.others.items() if reaches(pod, peer, port)], one
+    allowed, everybody = expected(name, set(found.own)), found.own | found.others
+    for (one, pod), port in product(found.own.items(), PORTS):
+        sources = {s for s, peer in everybody.items() if found.reaches(peer, pod, port)}
+        assert sources == allowed[one, port], f"{one}:{port}"
+        assert not [s for s, peer in found.others.items() if found.reaches(pod, peer, port)], one
 
 
-@pytest.mark.parametrize("name", CLOSED)
+@CLOSED
 def test_pods_reach_names_and_of_the_internet_only_the_hub(name):
-    found = world(name)
-    reaches = found.network.reaches
+    reaches = world(name).reaches
     online = goldens.value(name, "networkPolicy.hubEgress")
     online = online and not goldens.value(name, "huggingface.offline")
     jobs = goldens.value(name, "trainer.executor") == "kubernetes"
-    for one, pod in found.own.items():
-        runner, works = jobs and one == "trainer", one not in TESTS | {"proxy"}
+    for one, pod in world(name).own.items():
+        runner, works = jobs and one == "trainer", not one.startswith(("test-", "proxy"))
         assert reaches(pod, INTERNET, 443) == (works and (online or runner)), one
         assert reaches(pod, API_SERVER, 6443) == runner, one
         assert not any(reaches(pod, INTERNET, port) for port in (22, 80, 8000, 8443)), one
         assert not reaches(pod, INTERNET, 443, "UDP"), one
         assert reaches(pod, OUTSIDE, 3128) == (works and not runner and name == "everything"), one
-        for port, protocol in ((53, "UDP"), (53, "TCP"), (5353, "UDP"), (5353, "TCP")):
+        for port, protocol in product((53, 5353), ("UDP", "TCP")):
             assert reaches(pod, DNS_OF_THE_NODE, port, protocol), f"{one}: {port}/{protocol}"
 
 
-@pytest.mark.parametrize("name", CLOSED)
-def test_hosts_of_a_job_reach_each_other_and_only_of_their_release(name):
-    found = world(name)
-    if job := found.own.get("job"):
-        assert found.network.reaches(job, job, NCCL)
-        assert not found.network.reaches(found.own["trainer"], job, NCCL)
+def urls(pod: Object) -> list[SplitResult]:
+    """The URLs of Services in the variables and arguments of a pod's containers."""
+    found = pods.containers(pod)
+    texts = [text for c in found for text in (*pods.environment(c).values(), *c.get("args", []))]
+    urls = [urlsplit(text) for text in texts if text.startswith("http://")]
+    return [url for url in urls if url.hostname != "127.0.0.1"]
 
 
-@pytest.mark.parametrize("name", CLOSED)
+@CLOSED
 def test_pods_reach_the_urls_in_their_variables_and_arguments(name):
-    rendered, found = goldens.rendered(name), world(name)
-    services = {o["metadata"]["name"]: o["spec"] for o in rendered.all("Service")}
-    texts = {
-        (component(pod), text)
-        for pod in rendered.pods()
-        for container in containers(pod)
-        for text in [*environment(container).values(), *container.get("args", [])]
-        if text.startswith("http://") and not text.startswith("http://127.0.0.1:")
-    }
-    for source, text in texts:
-        url = urlsplit(text)
-        service, *rest = url.hostname.split(".")
-        assert rest == [NAMESPACE, "svc"], text
-        spec = services[service]
-        destination = found.own[spec["selector"][COMPONENT]]
-        (target,) = (port["targetPort"] for port in spec["ports"] if port["port"] == url.port)
-        number, _ = destination.ports[target]
-        assert spec.get("clusterIP") != "None" or number == url.port, f"{text}: a headless Service"
-        quiet = source in {"test-volume-write", "test-volume-read", "warmup"}
-        assert quiet or found.network.reaches(found.own[source], destination, number), source + text
+    found = world(name)
+    for pod in goldens.rendered(name).pods():
+        for url in urls(pod):
+            assert url.hostname.partition(".")[2] == f"{NAMESPACE}.svc"
+            source, destination = component(pod), found.behind(url)
+            quiet = source in {"test-volume-write", "test-volume-read", "warmup"}
+            assert quiet or found.reaches(found.own[source], *destination), f"{source}: {url}"
 
 
 def test_the_example_client_reaches_only_the_two_apis():
     example = charts.load(CHART.parent / "example.yaml")
     assert schemas.validate(example, NEWEST) == []
-    pod, rendered = (
-        pod_template(example),
-        charts.render(goldens.values("defaults"), release="tandem"),
-    )
-    pods = {component(other): peer_of(other) for other in rendered.pods()}
-    network, client = Network(rendered.all("NetworkPolicy"), NAMESPACES), peer_of(pod)
+    pod = pods.pod_template(example)
+    found = World(charts.render(goldens.values("defaults"), release="tandem"))
     reached = {
-        (name, n) for name, p in pods.items() for n in PORTS if network.reaches(client, p, n)
+        (name, port)
+        for (name, peer), port in product(found.own.items(), PORTS)
+        if found.reaches(peer_of(pod), peer, port)
     }
     assert reached == {("controller", 8080), ("inference", 8000)}
-    services = {o["metadata"]["name"]: o["spec"] for o in rendered.all("Service")}
-    variables = environment(pod["spec"]["containers"][0])
-    for url in (urlsplit(variables[name]) for name in ("TANDEM_URL", "TANDEM_INFERENCE_URL")):
-        assert url.port in {port["port"] for port in services[url.hostname]["ports"]}
+    assert {found.behind(url)[1] for url in urls(pod)} == {8080, 8000}
     sources = [s for v in pod["spec"]["volumes"] for s in v.get("projected", {}).get("sources", [])]
     assert [source["secret"]["name"] for source in sources] == ["tandem"]
