@@ -1,30 +1,27 @@
 """Docker Compose and the Helm chart start the same programs with the same settings."""
 
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
+from lightkube.utils.quantity import parse_quantity
 
 from compose_stack import CPU, MAIN, ROOT, SHARED, everything, require_compose
-from helm import goldens
-from helm.charts import defaults, leaves
 from helm.goldens import NAMES, rendered
-from helm.pods import ROLES, container_of, environment, pod_of, quantity, volume
-from helm.test_docs import documented
+from helm.pods import ROLES, Object, container_of, environment, mounted, pod_of
 from tandem.config import Settings
 from tandem.controller.__main__ import GRACE_SECONDS
 from tandem.supervise.supervisord import programs_of, stop_seconds
 
-pytestmark = pytest.mark.usefixtures("compose")
 BOTH_DEVICES = pytest.mark.parametrize(
     ("name", "files"), [("defaults", (MAIN,)), ("cpu", (MAIN, CPU))]
 )
-FIELDS = {f"TANDEM_{name.upper()}": field for name, field in Settings.model_fields.items()}
-"""Environment variable → the field of its setting."""
-ONLY_COMPOSE = {"TANDEM_TRAINER_DEVICES", "TANDEM_INFERENCE_DEVICES"}
+DEFAULTS = {f"TANDEM_{name.upper()}": str(f.default) for name, f in Settings.model_fields.items()}
+"""Environment variable → the default of its setting."""
+OF_COMPOSE = {"TANDEM_TRAINER_DEVICES", "TANDEM_INFERENCE_DEVICES"}
 """Variables that only Compose sets, because Kubernetes itself chooses the devices."""
-ONLY_CHART = {"NVIDIA_VISIBLE_DEVICES", "NCCL_DEBUG"} | {f"v{n}" for n in (174, 235, 287)}
+OF_CLUSTERS = {"NVIDIA_VISIBLE_DEVICES", "NCCL_DEBUG"} | {f"v{n}" for n in (174, 235, 287)}
 """Variables that only the chart sets. The controller's image sets NVIDIA_VISIBLE_DEVICES too, but a
 cluster may override an image's variables. The other variables are those of users in the goldens."""
 OF_A_POD = {
@@ -41,7 +38,7 @@ OF_A_POD = {
 # The images set the directories and the hosts. Services and NetworkPolicies name the ports. Secrets
 # are files. The images have none of Slurm's programs. The other settings have no effect in a pod,
 # or are settings of hosts without Kubernetes.
-WITHOUT_VALUE = ONLY_COMPOSE | {
+WITHOUT_VALUE = OF_COMPOSE | {
     f"TANDEM_{name}"
     for name in (
         *("ROOT", "LOG_DIR", "METRICS_HOST", "CONTROLLER_HOST", "INFERENCE_HOST"),
@@ -52,27 +49,9 @@ WITHOUT_VALUE = ONLY_COMPOSE | {
 """Settings without a value of their own in the chart. Only `extraEnv` can set them."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def compose() -> None:
     require_compose()
-
-
-def variables(name: str) -> dict[str, dict[str, str]]:
-    """Role → variables of the role's program in a golden. The role's preflight check has the same
-    variables, but no GPU."""
-    pods, found = rendered(name).pods(), {}
-    for role in (role for role in ROLES if role != "trainer" or name != "no-trainer"):
-        found[role] = environment(container_of(pods, role))
-        (preflight,) = (c for c in inits(name, role) if ["--role", role] == c["args"][2:4])
-        void = {"NVIDIA_VISIBLE_DEVICES": "void"}
-        assert void | environment(preflight) == void | found[role]
-    return found
-
-
-def inits(name: str, role: str) -> list[dict[str, Any]]:
-    """The init containers of a role's pod, without those that users have added."""
-    own = pod_of(rendered(name).pods(), role)["spec"]["initContainers"]
-    return [container for container in own if "args" in container]
 
 
 def services(*files: str) -> dict[str, Any]:
@@ -81,131 +60,126 @@ def services(*files: str) -> dict[str, Any]:
     return everything(*files, TANDEM_TAG="", **mode)["services"]
 
 
-def chart_variables() -> dict[str, set[str]]:
-    """Role → the variables that the chart can set. They are the variables in all goldens, because
-    every value of the chart is set in a golden."""
-    found = [variables(name) for name in NAMES]
-    return {role: {key for one in found for key in one.get(role, ())} for role in ROLES}
+def sources(service: dict[str, Any]) -> dict[str, str]:
+    """Mount path → the volume or the host path that a service mounts there."""
+    return {mount["target"]: mount["source"] for mount in service.get("volumes", [])}
+
+
+def found(name: str, role: str) -> tuple[Object, Object, list[Object]]:
+    """The pod of a role in a golden, the role's container, and the pod's init containers without
+    those that users have added."""
+    pods = rendered(name).pods()
+    pod = pod_of(pods, role)
+    inits = [container for container in pod["spec"]["initContainers"] if "args" in container]
+    return pod, container_of(pods, role), inits
+
+
+def variables(name: str, role: str) -> dict[str, str]:
+    """The variables of a role's program in a golden. The role's preflight check has the same
+    variables, but no GPU."""
+    if (name, role) == ("no-trainer", "trainer"):
+        return {}
+    _, container, inits = found(name, role)
+    (preflight,) = (c for c in inits if ["--role", role] == c["args"][2:4])
+    void = {"NVIDIA_VISIBLE_DEVICES": "void"}
+    assert environment(preflight) | void == environment(container) | void
+    return environment(container)
 
 
 @pytest.mark.slow
 def test_compose_and_chart_set_the_same_variables():
-    chart = chart_variables()
+    """The chart can set the variables in all goldens, because every value is set in a golden."""
+    names = set()
     for role in ROLES:
         some = [services(*files) for files in ((MAIN,), (MAIN, CPU), (MAIN, SHARED))]
         compose = {name for one in some for name in one[role]["environment"]}
-        assert compose - ONLY_COMPOSE - ONLY_CHART == chart[role] - ONLY_CHART - OF_A_POD
-    names = {name for by_role in chart.values() for name in by_role if name.startswith("TANDEM_")}
-    assert set(FIELDS) - names == WITHOUT_VALUE
-    assert names - {"TANDEM_ROLE"} <= set(FIELDS)
+        chart = {variable for name in NAMES for variable in variables(name, role)}
+        assert compose - OF_COMPOSE - OF_CLUSTERS == chart - OF_CLUSTERS - OF_A_POD
+        names |= {variable for variable in chart if variable.startswith("TANDEM_")}
+    assert DEFAULTS.keys() ^ (names - {"TANDEM_ROLE"}) == WITHOUT_VALUE
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_setting_reaches_its_roles_and_no_other(name):
-    """The controller also gets the topology, because it refuses what the trainer can't compute."""
-    found, given = variables(name), leaves(goldens.values(name))
-    comments = {v.name: v.comment for v in documented() if v.path[-2:-1] == ("settings",)}
-    assert len(comments) > 15
-    for path, comment in comments.items():
-        variable = re.match(r"TANDEM_\w+", comment)[0]
-        roles = {path.partition(".")[0]} & set(ROLES) or set(ROLES)
-        if variable.endswith(("_PARALLEL", "_TOPOLOGY")):
-            roles.add("controller")
-        default = leaves(defaults())[path]
-        for role, env in found.items():
-            assert (variable in env) == (role in roles and given.get(path, default) is not None)
-            if variable in env and path in given:
-                kind = TypeAdapter(FIELDS[variable].rebuild_annotation())
-                assert kind.validate_strings(env[variable]) == given[path], path
+def comparable(environment: dict[str, str]) -> dict[str, str]:
+    """The variables that have a value, without directories and the hosts of other containers."""
+    given = {variable: text for variable, text in environment.items() if text}
+    for variable, text in given.items():
+        if variable.endswith(("_FILE", "_PATH")):
+            given[variable] = text.rpartition("/")[2]
+        elif variable.endswith("_URL"):
+            given[variable] = re.sub(r"//[a-z][^:]*", "//host", text)
+    return given
 
 
+@pytest.mark.parametrize("role", ROLES)
 @BOTH_DEVICES
-def test_both_have_the_same_defaults(name, files):
-    own = {
-        "TANDEM_LOG_FORMAT": "json",
-        "TANDEM_DEVICE": "cuda",
-        "TANDEM_BASE_MODEL": goldens.values(name).get("baseModel"),
-    }
-    for role, chart in variables(name).items():
-        service, pods = services(*files)[role], rendered(name).pods()
-        compose = {key: text for key, text in service["environment"].items() if text}
-        skipped = ONLY_CHART if name == "defaults" or role == "controller" else set()
-        for variable in (set(chart) | set(compose)) - skipped:
-            ours, theirs = chart.get(variable), compose.get(variable)
-            if variable.endswith(("_FILE", "_PATH")):
-                assert ours.rpartition("/")[2] == theirs.rpartition("/")[2]
-            elif variable.endswith("_URL"):
-                end = "http://127.0.0.1:8000" if role == "inference" else ":8000"
-                assert ours.endswith(end), variable
-                assert theirs.endswith(end), variable
-            else:
-                default = str(FIELDS[variable].default) if variable in FIELDS else "None"
-                assert (ours or default) in {theirs or default, own.get(variable)}, variable
-        secrets = volume(pod_of(pods, role), container_of(pods, role), "/etc/tandem/secrets")
-        sources = [source["secret"]["items"] for source in secrets["projected"]["sources"]]
-        paths = {item["path"] for items in sources for item in items}
-        assert paths == {secret["source"] for secret in service["secrets"]}
-
-
-def mounted(service: dict[str, Any]) -> dict[str, str]:
-    """Mount path → the volume or the host path that a service mounts there."""
-    return {mount["target"]: mount["source"] for mount in service.get("volumes", [])}
+def test_both_have_the_same_defaults(name, files, role):
+    service, (pod, container, _) = services(*files)[role], found(name, role)
+    chart, compose = comparable(variables(name, role)), comparable(service["environment"])
+    own = {"TANDEM_LOG_FORMAT": "json"}
+    if name == "defaults":
+        own |= {"TANDEM_DEVICE": "cuda", "TANDEM_BASE_MODEL": "Qwen/Qwen3-8B"}
+    skipped = OF_CLUSTERS if name == "defaults" or role == "controller" else set()
+    different = (DEFAULTS | chart).items() ^ (DEFAULTS | compose | own).items()
+    assert {variable for variable, _ in different} <= skipped
+    secrets = mounted(pod, container)["/etc/tandem/secrets"]["projected"]["sources"]
+    paths = {item["path"] for source in secrets for item in source["secret"]["items"]}
+    assert paths == {secret["source"] for secret in service["secrets"]}
 
 
 @BOTH_DEVICES
 def test_only_its_own_container_can_write_the_code_that_a_container_loads(name, files):
     """torch, Triton, vLLM and Tandem load compiled kernels as code. Some of the kernels' files are
     pickles."""
-    image, pods = (ROOT / "Dockerfile").read_text(), rendered(name).pods()
     set_there = r"(?:CACHE_DIR|CACHE_ROOT|CONFIG_ROOT|WORKSPACE_BASE|TMPDIR)=(\S+)"
-    assert all(path.startswith("/private-cache") for path in re.findall(set_there, image))
-    found = services(*files)
-    caches = {role: mounted(found[role])["/private-cache"] for role in ROLES[1:]}
-    for role in caches:
-        private = volume(pod_of(pods, role), container_of(pods, role), "/private-cache")
-        assert "emptyDir" in private
-    for one, service in found.items():
-        mine = {caches[one]} if one in caches else set()
-        assert set(mounted(service).values()) & set(caches.values()) == mine
+    paths = re.findall(set_there, (ROOT / "Dockerfile").read_text())
+    assert all(path.startswith("/private-cache") for path in paths)
+    compose = services(*files)
+    users = Counter(source for one in compose.values() for source in sources(one).values())
+    for role in ("trainer", "inference"):
+        assert users[sources(compose[role])["/private-cache"]] == 1
+        pod, container, _ = found(name, role)
+        assert "emptyDir" in mounted(pod, container)["/private-cache"]
 
 
+@pytest.mark.parametrize("role", ROLES)
 @BOTH_DEVICES
-def test_images_commands_mounts_memory_users_ports_and_grace_periods(name, files):
-    compose, pods = services(*files), rendered(name).pods()
-    for role in ROLES:
-        service, pod, container = compose[role], pod_of(pods, role), container_of(pods, role)
-        assert container["image"] == service["image"]
-        assert not {"command", "args", "workingDir"} & set(container), "the image's entrypoint"
-        assert not any(service.get(key) for key in ("command", "entrypoint", "working_dir"))
-        preflight = inits(name, role)[-1]
-        assert preflight["image"] == compose["preflight"]["image"]
-        assert preflight["args"][:2] == compose["preflight"]["command"]
-        tiny = [(c["image"], c["args"]) for c in inits(name, role) if "tiny-model" in c["name"]]
-        expected = [compose["tiny-model"]] if "tiny-model" in compose else []
-        assert tiny == [(s["image"], s["entrypoint"]) for s in expected]
+def test_images_commands_users_ports_and_grace_periods(name, files, role):
+    compose, (pod, container, inits) = services(*files), found(name, role)
+    service, preflight, user = compose[role], compose["preflight"], pod["spec"]["securityContext"]
+    assert container["image"] == service["image"]
+    assert not {"command", "args", "workingDir"} & set(container), "the image's entrypoint"
+    assert not any(service.get(key) for key in ("command", "entrypoint", "working_dir"))
+    assert (inits[-1]["image"], inits[-1]["args"][:2]) == (preflight["image"], preflight["command"])
+    tiny = [compose["tiny-model"]] if "tiny-model" in compose else []
+    earlier = [(init["image"], init["args"]) for init in inits[:-1]]
+    assert earlier == [(one["image"], one["entrypoint"]) for one in tiny]
+    assert f"{user['runAsUser']}:{user['runAsGroup']}" == service["user"]
+    published = {port["target"] for port in service.get("ports", [])}
+    assert published == {p["containerPort"] for p in container["ports"] if p["name"] == "http"}
+    minutes, seconds = re.match(r"(?:(\d+)m)?(\d+)s", service["stop_grace_period"]).groups()
+    programs = programs_of(Settings(device="cpu", inference_replicas=8), role)
+    longest = GRACE_SECONDS if role == "controller" else stop_seconds(programs) + 9
+    assert 60 * int(minutes or 0) + int(seconds) > longest
+    hook = container.get("lifecycle", {}).get("preStop")
+    pause = int(hook["exec"]["command"][-1]) if hook else 0
+    assert pod["spec"]["terminationGracePeriodSeconds"] > pause + longest - 9
 
-        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-        sizes = (re.match(r"(.*):mode=1777,size=(\w+)", entry) for entry in service["tmpfs"])
-        temporary = {match[1]: match[2] for match in sizes}
-        more = {"/etc/tandem/secrets", *temporary} | {"/dev/shm"} & mounts
-        assert mounts == set(mounted(service)) - {"/models"} | more
-        assert ("/dev/shm" in mounts) == ("shm_size" in service)
-        for path, least in temporary.items():
-            size = quantity(volume(pod, container, path)["emptyDir"]["sizeLimit"])
-            assert size >= quantity(least.replace("m", "Mi").replace("g", "Gi")), path
-        if name == "defaults" and "shm_size" in service:
-            shm = volume(pod, container, "/dev/shm")["emptyDir"]["sizeLimit"]
-            assert quantity(shm) == int(service["shm_size"])
-        if name == "defaults" and role == "controller":
-            assert quantity(container["resources"]["limits"]["memory"]) == int(service["mem_limit"])
-        user = pod["spec"]["securityContext"]
-        assert f"{user['runAsUser']}:{user['runAsGroup']}" == service["user"]
-        published = {port["target"] for port in service.get("ports", [])}
-        assert published == {p["containerPort"] for p in container["ports"] if p["name"] == "http"}
-        minutes, seconds = re.match(r"(?:(\d+)m)?(\d+)s", service["stop_grace_period"]).groups()
-        programs = programs_of(Settings(device="cpu", inference_replicas=8), role)
-        longest = GRACE_SECONDS if role == "controller" else stop_seconds(programs) + 9
-        assert 60 * int(minutes or 0) + int(seconds) > longest
-        hook = container.get("lifecycle", {}).get("preStop")
-        pause = int(hook["exec"]["command"][-1]) if hook else 0
-        assert pod["spec"]["terminationGracePeriodSeconds"] > pause + longest - 9
+
+@pytest.mark.parametrize("role", ROLES)
+@BOTH_DEVICES
+def test_mounts_and_memory(name, files, role):
+    service, (pod, container, _) = services(*files)[role], found(name, role)
+    volumes = mounted(pod, container)
+    temporary = dict(entry.split(":mode=1777,size=") for entry in service["tmpfs"])
+    shm = {"/dev/shm"} if "shm_size" in service else set()
+    persistent = set(sources(service)) - {"/models"}
+    assert set(volumes) - {"/etc/tandem/secrets"} == persistent | set(temporary) | shm
+    for path, least in temporary.items():
+        size = parse_quantity(volumes[path]["emptyDir"]["sizeLimit"])
+        assert size >= parse_quantity(least.replace("m", "Mi").replace("g", "Gi")), path
+    if name == "defaults" and shm:
+        size = parse_quantity(volumes["/dev/shm"]["emptyDir"]["sizeLimit"])
+        assert size == int(service["shm_size"])
+    if name == "defaults" and role == "controller":
+        limit = parse_quantity(container["resources"]["limits"]["memory"])
+        assert limit == int(service["mem_limit"])
