@@ -12,23 +12,14 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from lightkube.utils.quantity import parse_quantity
 
-from compose_stack import TAG, Compose, build_images, check_processes, require_engine
-from helm import charts
+from compose_stack import TAG, Compose, build_images, require_engine
+from helm import charts, pods
 from helm.charts import Object, Rendered
-from helm.pods import (
-    ROLES,
-    component,
-    container_of,
-    containers,
-    environment,
-    pod_of,
-    quantity,
-    selects,
-)
+from helm.pods import ROLES, component, container_of, mounted
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
 # With this release name the chart's Service is `tandem-controller`. The variable that Kubernetes
@@ -36,12 +27,9 @@ pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
 RELEASE, NAMESPACE = "tandem", "ml"
 UID = 12345
 KEYS = {name: secrets.token_hex(32) for name in ("api_key", "admin_token")}
-# Sets the owners and modes of claims, of scratch volumes and of the files of Secrets, as Kubernetes
-# does.
-PREPARE = (
-    "chmod 2775 /claims/*; chmod 2777 /scratch/*; chgrp -R 0 /secrets; find /secrets -type f -exec"
-    " chmod 440 {} +"
-)
+# Sets the owners and modes of scratch volumes, claims and the files of Secrets, as Kubernetes does.
+PREPARE = """chmod 2777 /volumes/*; chmod 2775 /volumes/tandem-*; chgrp -R 0 /secrets
+find /secrets -type f -exec chmod 440 {} +"""
 
 
 def command_of(container: Object, kind: str) -> list[str]:
@@ -50,144 +38,92 @@ def command_of(container: Object, kind: str) -> list[str]:
     probe = container[f"{kind}Probe"]
     if "exec" in probe:
         return probe["exec"]["command"]
-    port = {p["name"]: p["containerPort"] for p in container["ports"]}[probe["httpGet"]["port"]]
-    url = f"http://127.0.0.1:{port}{probe['httpGet']['path']}"
+    (port,) = (p for p in container["ports"] if p["name"] == probe["httpGet"]["port"])
+    url = f"http://127.0.0.1:{port['containerPort']}{probe['httpGet']['path']}"
     return ["python", "-c", f"import urllib.request; urllib.request.urlopen({url!r}, timeout=5)"]
 
 
-class Pods:
+def write_secret(directory: Path, projected: Object) -> None:
+    """Writes the files of a volume of Secrets."""
+    directory.mkdir(exist_ok=True)
+    directory.chmod(0o755)
+    assert projected["defaultMode"] == 0o440
+    for secret in (source["secret"] for source in projected["sources"]):
+        assert secret["name"] == RELEASE
+        for item in secret["items"]:
+            assert item["key"] in KEYS or secret.get("optional"), item
+            if item["key"] in KEYS:
+                (directory / item["path"]).write_text(KEYS[item["key"]])
+
+
+def volumes_of(pod: Object, container: Object, directory: Path) -> Object:
+    """The fields of a service for the volumes of a container."""
+    found: Object = {"volumes": []}
+    for path, volume in mounted(pod, container).items():
+        if projected := volume.get("projected"):
+            write_secret(directory / component(pod), projected)
+            found["volumes"].append(f"{directory / component(pod)}:{path}:ro")
+        elif volume.get("emptyDir", {}).get("medium") == "Memory":
+            assert path == "/dev/shm"
+            found["shm_size"] = int(parse_quantity(volume["emptyDir"]["sizeLimit"]))
+        else:
+            claim = volume.get("persistentVolumeClaim", {}).get("claimName")
+            name = claim or f"{component(pod)}-{volume['name']}"
+            # Docker would copy files from the image into a new volume. Kubernetes does not.
+            found["volumes"].append(f"{name}:{path}:nocopy")
+    return found
+
+
+def service_of(pod: Object, container: Object, directory: Path) -> Object:
+    assert "command" not in container
+    user, memory = pod["spec"]["securityContext"], container["resources"]["limits"]["memory"]
+    return {
+        "image": container["image"],
+        "command": container.get("args"),
+        "environment": pods.environment(container),
+        # `test_policies` compares the container's other rights.
+        "user": f"{user['runAsUser']}:{user['runAsGroup']}",
+        "group_add": [str(user["fsGroup"])],
+        "read_only": True,
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "mem_limit": int(parse_quantity(memory)),
+        "memswap_limit": int(parse_quantity(memory)),
+        "stop_grace_period": f"{pod['spec'].get('terminationGracePeriodSeconds', 30)}s",
+        # While a pod starts, its image's health check takes the place of the pod's probes.
+        "healthcheck": {"interval": "3s", "disable": "readinessProbe" not in container},
+        "profiles": ["test"] if component(pod).startswith("test-") else [],
+        **volumes_of(pod, container, directory),
+    }
+
+
+def services_of(rendered: Rendered, directory: Path) -> Object:
     """The pods' containers as services of Compose. The last container of a pod is the service
-    <component>. Each earlier container is a service <component>-<name>."""
-
-    def __init__(self, rendered: Rendered, directory: Path) -> None:
-        self.directory = directory
-        self.claims: set[str] = set()
-        self.scratch: set[str] = set()
-        self.services: dict[str, Any] = {}
-        for pod in rendered.pods():
-            before, name = "node", component(pod)
-            for container in containers(pod):
-                last = container is pod["spec"]["containers"][-1]
-                service = name if last else f"{name}-{container['name']}"
-                self.services[service] = self.service(name, pod["spec"], container) | {
-                    "depends_on": {before: {"condition": "service_completed_successfully"}},
-                    "profiles": ["test"] if name.startswith("test-") else [],
-                    "networks": {
-                        "default": {
-                            "aliases": [
-                                f"{s['metadata']['name']}.{s['metadata']['namespace']}.svc"
-                                for s in rendered.all("Service")
-                                if last
-                                and selects(
-                                    {"matchLabels": s["spec"]["selector"]},
-                                    pod["metadata"]["labels"],
-                                )
-                            ]
-                        }
-                    },
-                }
-                before = service
-        mounts = [f"{kind}:/claims/{kind}" for kind in self.claims] + [
-            f"{kind}:/scratch/{kind}" for kind in self.scratch
+    <component>, with the names of the pod's Services. Each earlier container is a service
+    <component>-<name>. The service `node` runs before all others."""
+    found = {}
+    for pod in rendered.pods():
+        before, labels = "node", pod["metadata"]["labels"]
+        hosts = [
+            f"{service['metadata']['name']}.{NAMESPACE}.svc"
+            for service in rendered.all("Service")
+            if service["spec"]["selector"].items() <= labels.items()
         ]
-        self.services["node"] = {
-            "image": f"tandem-controller:{TAG}",
-            "user": "0:0",
-            "entrypoint": ["sh", "-c", PREPARE],
-            "healthcheck": {"disable": True},
-            "network_mode": "none",
-            "volumes": [*mounts, f"{directory}:/secrets"],
-        }
-
-    def service(self, pod: str, spec: Object, container: Object) -> Object:
-        user, memory = (
-            spec["securityContext"],
-            int(quantity(container["resources"]["limits"]["memory"])),
-        )
-        assert "command" not in container
-        health: Object = {"disable": True}
-        if "readinessProbe" in container:
-            start, ready = container["startupProbe"], container["readinessProbe"]
-            health = {
-                "test": ["CMD", *command_of(container, "readiness")],
-                "interval": "3s",
-                "timeout": f"{ready['timeoutSeconds']}s",
-                "retries": 3,
-                "start_period": f"{start['periodSeconds'] * start['failureThreshold']}s",
+        *earlier, last = pods.containers(pod)
+        for container in (*earlier, last):
+            name = component(pod) + (f"-{container['name']}" if container is not last else "")
+            found[name] = service_of(pod, container, directory) | {
+                "depends_on": {before: {"condition": "service_completed_successfully"}},
+                "networks": {"default": {"aliases": hosts if container is last else []}},
             }
-        return {
-            "image": container["image"],
-            "command": container.get("args"),
-            "environment": environment(container),
-            # `test_policies` compares the container's other rights.
-            "user": f"{user['runAsUser']}:{user['runAsGroup']}",
-            "group_add": [str(user["fsGroup"])],
-            "read_only": True,
-            "cap_drop": ["ALL"],
-            "security_opt": ["no-new-privileges:true"],
-            "mem_limit": memory,
-            "memswap_limit": memory,
-            "healthcheck": health,
-            "stop_grace_period": f"{spec.get('terminationGracePeriodSeconds', 30)}s",
-            **self.mounts(pod, spec, container),
-        }
-
-    def mounts(self, pod: str, spec: Object, container: Object) -> Object:
-        found, shm = [], {}
-        volumes = {volume["name"]: volume for volume in spec["volumes"]}
-        for mount in container["volumeMounts"]:
-            volume, target = volumes[mount["name"]], mount["mountPath"]
-            if "projected" in volume:
-                source = self.secret_files(pod, volume["projected"])
-                found.append(
-                    {
-                        "type": "bind",
-                        "source": str(source),
-                        "target": target,
-                        "read_only": mount["readOnly"],
-                    }
-                )
-            elif volume.get("emptyDir", {}).get("medium") == "Memory":
-                shm = {"shm_size": int(quantity(volume["emptyDir"]["sizeLimit"]))}
-                assert target == "/dev/shm"
-            else:
-                claim = volume.get("persistentVolumeClaim", {}).get("claimName")
-                (self.claims if claim else self.scratch).add(
-                    source := claim or f"{pod}-{mount['name']}"
-                )
-                # Docker would copy files from the image into a new volume. Kubernetes does not.
-                found.append(
-                    {
-                        "type": "volume",
-                        "source": source,
-                        "target": target,
-                        "volume": {"nocopy": True},
-                    }
-                )
-        return {"volumes": found, **shm}
-
-    def secret_files(self, pod: str, projected: Object) -> Path:
-        (directory := self.directory / pod).mkdir(exist_ok=True)
-        directory.chmod(0o755)
-        assert projected["defaultMode"] == 0o440
-        for secret in (source["secret"] for source in projected["sources"]):
-            assert secret["name"] == RELEASE
-            for item in secret["items"]:
-                assert item["key"] in KEYS or secret.get("optional"), item
-                if item["key"] in KEYS:
-                    (directory / item["path"]).write_text(KEYS[item["key"]])
-        return directory
+            before = name
+    return found
 
 
 @pytest.fixture(scope="module")
 def rendered() -> Rendered:
-    values = charts.merged(
-        charts.load(charts.CHART / "values-cpu.yaml"),
-        {
-            "image": {"tag": TAG if TAG != "0.1.0" else ""},
-            "podSecurity": {"runAsUser": UID},
-        },
-    )
+    own = {"image": {"tag": TAG if TAG != "0.1.0" else ""}, "podSecurity": {"runAsUser": UID}}
+    values = charts.merged(charts.load(charts.CHART / "values-cpu.yaml"), own)
     return charts.render(values, release=RELEASE, namespace=NAMESPACE)
 
 
@@ -197,21 +133,22 @@ def stack(rendered: Rendered, tmp_path_factory: pytest.TempPathFactory) -> Itera
     require_engine()
     build_images()
     (directory := tmp_path_factory.mktemp("pods") / "secrets").mkdir()
-    pods = Pods(rendered, directory)
-    file = directory.with_suffix(".json")
-    content = {
-        "services": pods.services,
-        "volumes": {name: {} for name in pods.claims | pods.scratch},
+    services = services_of(rendered, directory)
+    mounts = {mount for service in services.values() for mount in service["volumes"]}
+    volumes = {mount.partition(":")[0] for mount in mounts if mount.endswith(":nocopy")}
+    services["node"] = {
+        "image": f"tandem-controller:{TAG}",
+        "user": "0:0",
+        "entrypoint": ["sh", "-c", PREPARE],
+        "healthcheck": {"disable": True},
+        "network_mode": "none",
+        "volumes": [f"{directory}:/secrets", *(f"{name}:/volumes/{name}" for name in volumes)],
     }
-    file.write_text(json.dumps(content).replace("$", "$$"))
+    content = json.dumps({"services": services, "volumes": {name: {} for name in volumes}})
+    (file := directory.with_suffix(".json")).write_text(content.replace("$", "$$"))
     with Compose(str(file), project=f"tandem-node-{secrets.token_hex(3)}") as stack:
         stack.up(timeout=400)
         yield stack
-
-
-def test_processes_have_no_rights_and_a_read_only_root(stack):
-    for role in ROLES:
-        check_processes(stack, role, str(UID))
 
 
 def test_the_pods_of_helm_test_succeed(stack, rendered):
@@ -234,14 +171,16 @@ os.utime(path, (time.time() - 3600,) * 2)
 
 
 def test_probes_succeed_and_the_liveness_probe_notices_a_runner_that_hangs(stack, rendered):
+    def probe(role: str, kind: str, check: bool = True):
+        command = command_of(container_of(rendered.pods(), role), kind)
+        return stack.exec(role, *command, check=check)
+
     for role in ROLES:
         for kind in ("startup", "readiness", "liveness"):
-            stack.exec(role, *command_of(container_of(rendered.pods(), role), kind))
+            probe(role, kind)
     stack.kill_program("trainer", "runner", signal.SIGSTOP)
     stack.exec("trainer", "python", "-c", _AGE)
-    done = stack.exec(
-        "trainer", *command_of(container_of(rendered.pods(), "trainer"), "liveness"), check=False
-    )
+    done = probe("trainer", "liveness", check=False)
     assert done.returncode != 0
     assert "runner" in done.stdout + done.stderr
     stack.kill_program("trainer", "runner", signal.SIGCONT)
@@ -249,19 +188,11 @@ def test_probes_succeed_and_the_liveness_probe_notices_a_runner_that_hangs(stack
 
 def test_scratch_volumes_are_at_most_half_full(stack, rendered):
     for role in ROLES:
-        mounts = {
-            mount["name"]: mount["mountPath"]
-            for mount in container_of(rendered.pods(), role)["volumeMounts"]
-        }
-        for volume in pod_of(rendered.pods(), role)["spec"]["volumes"]:
+        pod, container = (of(rendered.pods(), role) for of in (pods.pod_of, container_of))
+        for path, volume in mounted(pod, container).items():
             if limit := volume.get("emptyDir", {}).get("sizeLimit"):
-                used = (
-                    int(stack.exec(role, "du", "-sk", mounts[volume["name"]]).stdout.split()[0])
-                    * 1024
-                )
-                assert used < quantity(limit) / 2, (
-                    f"{role}: {volume['name']} holds {used} bytes of {limit}"
-                )
+                used = int(stack.exec(role, "du", "-sk", path).stdout.split()[0]) * 1024
+                assert used < parse_quantity(limit) / 2, f"{role}: {path} holds {used} bytes"
 
 
 def test_every_pod_stops_within_its_grace_period(stack, rendered):
