@@ -186,23 +186,3 @@ def other_chart(values: Object | None = None, **metadata: str) -> Path:
         (copy / "values.schema.json").unlink()
         (copy / "values.yaml").write_text(yaml.safe_dump(values))
     return copy
-
-
-def uninstall(server: ApiServer) -> None:
-    """`helm uninstall` of the release `t`."""
-    helm(server, "Uninstall", "t", wait=False, timeout=60)
-
-
-def package(directory: Path) -> Path:
-    """Does `helm package` into a directory. Returns the path of the archive."""
-    return Path(helm(shared_server(), "Package", str(CHART), str(directory)))
-
-
-def lint() -> list[str]:
-    """The warnings and errors of `helm lint`."""
-    messages = helm(shared_server(), "Lint", str(CHART))["Messages"] or []
-    return [str(message) for message in messages if message["Severity"] > 1]
-
-
-def other_version(directory: Path, version: str, values: Object | None = None) -> Path:
-    return other_chart(values, version=version)

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightkube.utils.quantity import parse_quantity
-
 Object = dict[str, Any]
 NAME, INSTANCE, COMPONENT = (
     f"app.kubernetes.io/{key}" for key in ("name", "instance", "component")
@@ -67,13 +65,3 @@ def selects(selector: Object, labels: Mapping[str, str]) -> bool:
     return selector.get("matchLabels", {}).items() <= labels.items() and all(
         labels.get(expression["key"]) in expression["values"] for expression in expressions
     )
-
-
-def quantity(value: str | float) -> float:
-    """`2Gi`, `250m` or 4 as a number."""
-    return float(parse_quantity(str(value)))
-
-
-def volume(pod: Object, container: Object, path: str) -> Object:
-    """The volume that a container mounts at a path."""
-    return mounted(pod, container)[path]
