@@ -146,7 +146,7 @@ class Settings(BaseSettings):
     @field_validator("inference_url")
     @classmethod
     def _is_url(cls, value: str | None) -> str | None:
-        with suppress(ValueError):  # the port may be invalid
+        with suppress(ValueError):  # an invalid port raises ValueError
             parts = urlsplit(value or "http://default")
             if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
                 return value
@@ -154,10 +154,10 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _launch_by_the_ancestors_names(self) -> Self:
-        """Nothing else reads `exit_after_job` and `docker`, the ancestor's names for a launch.
+        """Sets `launch` from ART's settings `exit_after_job` and `docker`; nothing else reads them.
 
         `exit_after_job`: false means resident ranks; true means ranks that exit.
-        `docker`: true means bare torchrun. torchrun starts resident ranks too. A given `launch`
+        `docker`: true means bare torchrun. torchrun also starts resident ranks. A given `launch`
         overrides `docker`. A given `launch` must not contradict `exit_after_job`.
         """
         if "launch" not in self.model_fields_set:
@@ -394,7 +394,7 @@ def resolve_model(root: Path, base_model: str) -> str:
     """The path of a run's `base_model` if it is a directory under the spool's `root`, else
     `base_model` itself."""
     inside = root / base_model
-    with suppress(OSError):  # a name that is too long
+    with suppress(OSError):  # `base_model` is too long for a path
         if not Path(base_model).is_absolute() and inside.is_dir():
             return str(inside)
     return base_model

@@ -1,5 +1,5 @@
-"""Shared by commands: the client, arguments, files of settings, tables, JSON, errors on stderr,
-exit statuses."""
+"""Has the parts that all commands share: the client, arguments, files of settings, tables, JSON,
+errors on stderr, exit statuses."""
 
 import json as jsonlib
 import os
@@ -67,8 +67,8 @@ def show[T](data: T, json: bool, render: Callable[[T], object]) -> None:
     Args:
         data: the result; pydantic must be able to write it as JSON.
         json: whether `data` is printed, as one JSON document.
-        render: makes what is printed without `json` from `data`. If it returns None, nothing is
-            printed.
+        render: turns `data` into the object that is printed if `json` is false. If `render`
+            returns None, nothing is printed.
     """
     if json:
         print(to_json(data, indent=2, inf_nan_mode="constants").decode())
@@ -85,7 +85,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     """A table. The first column is never cut, because people copy its values.
 
     Args:
-        columns: the names; columns whose name ends with `#` are aligned to the right, and lose it.
+        columns: the names. A column whose name ends with `#` is aligned to the right, and its
+            header is printed without the `#`.
         rows: the cells of each row, one for each column; None: an empty cell.
     """
     made = Table(title=title, title_justify="left", header_style="bold")
@@ -197,7 +198,7 @@ def read_toml[M: BaseModel](
 def _keys(model: type[BaseModel], loc: Sequence[int | str]) -> list[str]:
     """The keys of the record at `loc`; empty if records of several kinds may be there."""
     for name in loc:
-        if name in model.model_fields:  # a key, not an index in a list or a tag
+        if name in model.model_fields:  # not a list index, nor a tag of a union
             kinds = _records(model.model_fields[str(name)].annotation)
             if len(kinds) != 1:
                 return []
@@ -214,7 +215,7 @@ def _records(annotation: Any) -> list[type[BaseModel]]:
 
 def _line(text: str, loc: tuple[int | str, ...]) -> int:
     """The number of the line that sets `loc`. If no line sets `loc`, the number of the line with
-    the header of the innermost table that contains it."""
+    the header of the innermost table that contains `loc`."""
     lines: dict[tuple[int | str, ...], int] = {(): 1}
     counts: dict[str, int] = {}
     table: tuple[int | str, ...] = ()

@@ -1,4 +1,4 @@
-"""`tandem data`: looks at a file of examples before it is trained."""
+"""`tandem data`: shows how a file of examples would be trained, and lists its mistakes."""
 
 import hashlib
 from array import array
@@ -209,8 +209,8 @@ def _template_kwargs(settings: list[str]) -> dict[str, Any]:
 def _rendered(
     parse: Callable[[int], Any], indices: tuple[int, ...], render: _Render
 ) -> Iterator[tuple[str, Any, Rendering]]:
-    """The places, examples and renderings of these records, in order. For a broken record, the
-    example is None and the rendering has the error."""
+    """The places, examples and renderings of the records `indices`, in order. For a broken record,
+    the example is None and the rendering has the error."""
     places, parsed, errors = [], [], {}
     for i in indices:
         try:
@@ -254,7 +254,8 @@ def _offline(directory: str) -> _Render:
         raise InvalidInput(error.message, field="--tokenizer") from error
     vocab_size = None
     if (Path(directory) / "config.json").is_file():
-        with suppress(InvalidInput, UnknownArchitecture):  # of a model that Tandem does not train
+        # config.json may belong to a model that Tandem does not train.
+        with suppress(InvalidInput, UnknownArchitecture):
             vocab_size = read_arch(directory).vocab_size
     return lambda ones: preview(tokenizer, *_by_kind(ones), vocab_size)
 

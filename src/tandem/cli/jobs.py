@@ -113,7 +113,7 @@ def logs(
 def _follow(tandem: Tandem, job: str, json: bool) -> None:
     """Print log and events as they come, until the job ends. Raises JobFailed if the job fails."""
     offset, last_seq = 0, -1
-    decode = getincrementaldecoder("utf-8")("replace").decode  # a part may end within a character
+    decode = getincrementaldecoder("utf-8")("replace").decode  # log parts may split a character
     while True:
         # The state is read before the events and the log: if the job has ended, the whole log and
         # all events are already there.
@@ -274,10 +274,10 @@ def _attempt_memory(job: str, attempt: AttemptMemory) -> Iterator[Table | str]:
 
 
 def _memory_rows(attempt: AttemptMemory) -> Iterator[tuple[str, object, dict[str, int]]]:
-    """(phase, rank, bytes), in the order of the phases, and for each phase in the order of the
-    ranks. A phase that each step repeats has two rows per rank: the memory at the phase's last end,
-    and the maximum over all its ends. Phases of the attempt's last step also have a row for the
-    rank with the most memory.
+    """The table's rows (phase, rank, bytes), sorted by phase, and within each phase by rank. A
+    phase that each step repeats has two rows per rank: the memory at the phase's last end, and the
+    maximum over all its ends. Phases of the attempt's last step also have a row for the rank with
+    the most memory.
     """
     ranks = attempt.ranks.items()
     for phase in dict.fromkeys(

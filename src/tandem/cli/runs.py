@@ -306,11 +306,11 @@ def track(
 
     # W&B writes its buffered rows when it is closed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # This call reports a wrong address or name immediately. The tracking itself waits for the
-    # controller without a time limit.
+    # `get_run` fails immediately if the controller's address or the run's name is wrong. The
+    # tracking itself waits for the controller without a time limit.
     make_client().get_run(run)
     with Tandem(patience=math.inf) as tandem:
-        # The file may appear later.
+        # `tandem rl` may create its file of samples later.
         written = start(
             tandem, run, to, lambda: samples or find_samples(run, Path()), follow=follow
         )

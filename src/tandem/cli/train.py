@@ -146,7 +146,8 @@ def _from_file(training: type[SFTTraining | DPOTraining]) -> Callable[..., None]
 
 
 def _progress(json: bool) -> Progress:
-    """A progress bar on stderr, if stderr is a terminal. Tasks have the field `shown`."""
+    """A progress bar on stderr, if stderr is a terminal. Each task of the bar needs the field
+    `shown`, a text that the bar prints."""
     counted = SpinnerColumn(), "{task.description}", BarColumn(bar_width=24), MofNCompleteColumn()
     times = TimeElapsedColumn(), TimeRemainingColumn()
     return Progress(

@@ -66,12 +66,13 @@ __all__ = [
 
 
 def sampling_options(**extra_body: Any) -> dict[str, Any]:
-    """Arguments for a chat completion of the openai package. With them, the completion has the data
-    that training needs: the token ids of the prompt and of the answer, and the answer's log-probs.
+    """Arguments for a chat completion of the openai package. With these arguments, the completion
+    has the data that training needs: the token ids of the prompt and of the answer, and the
+    answer's log-probs.
 
-    `extra_body` is passed on. Raises InvalidInput for options that change the sampled distribution
-    (`top_k`, `top_p`, `min_p`, penalties, ...). The trainer computes the model's own distribution,
-    so its log-probs would not agree with the sampled log-probs.
+    `extra_body` is passed on to vLLM. Raises InvalidInput for options that change the sampled
+    distribution (`top_k`, `top_p`, `min_p`, penalties, ...). The trainer computes the model's own
+    distribution, so its log-probs would not agree with the sampled log-probs.
     """
     if refused := distorting(extra_body):
         raise InvalidInput(refused[1], field=refused[0])

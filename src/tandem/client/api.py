@@ -94,7 +94,7 @@ class Api(Requests):
         return runs
 
     async def fork(self, run: str, step: int, name: str) -> RunStatus:
-        """Create a run. Its step 0 is a checkpoint of `run`, with the optimizer state."""
+        """Create the run `name`, whose step 0 is checkpoint `step` of `run`, optimizer included."""
         body = {"step": step, "name": name}
         return await self._call(
             RunStatus, "POST", "runs", run, "fork", body=body, seconds=_FORK_SECONDS
@@ -107,8 +107,8 @@ class Api(Requests):
         deletion can't be undone.
 
         Raises Conflict while the run has queued or running jobs. `cancel_jobs`: cancel these jobs
-        first, and wait up to `timeout` seconds until the jobs have ended. The request is not
-        repeated: after Unreachable, look at the list of runs first.
+        first, and wait up to `timeout` seconds until the jobs have ended. The client does not
+        repeat the request: after Unreachable, first check whether the run still exists.
         """
         until = time.monotonic() + timeout
         params = {"cancel_jobs": cancel_jobs}
@@ -130,12 +130,12 @@ class Api(Requests):
         await self._request("DELETE", "runs", run, "checkpoints", str(step), "pin")
 
     async def delete_checkpoint(self, run: str, step: int) -> None:
-        """Delete a checkpoint. Raises Conflict for step 0, the newest step, and one that is pinned,
-        served or needed by a job. The request is not repeated, as in `delete_run`."""
+        """Delete a checkpoint. Raises Conflict for step 0, the newest step, and a step that is
+        pinned, served or needed by a job. Like `delete_run`, does not repeat the request."""
         await self._request("DELETE", "runs", run, "checkpoints", str(step), idempotent=False)
 
     async def rollback(self, run: str, step: int) -> RolledBack:
-        """Make `step` the newest step again. Not repeated: after Unreachable, look at the run."""
+        """Make `step` the newest step. The request is sent once; on Unreachable, check the run."""
         return await self._call(
             RolledBack, "POST", "runs", run, "rollback", body={"step": step}, idempotent=False
         )
@@ -149,10 +149,10 @@ class Api(Requests):
         while True:
             status = await self.get_run(run)
             served = status.served
-            # After a rollback, the record names a discarded step until another step is loaded.
+            # After a rollback, `served` names a discarded step until vLLM loads another step.
             if served is not None and served.step >= step and status.served_in_chain:
                 return served
-            # The record has the newest refused step; all steps since the served one were refused.
+            # The publisher refused all steps after the served step, up to the step `no`.
             if (no := status.refused_step()) and step <= no.step <= status.newest_step:
                 reason = f"the publisher refused {run}@{no.step}: {no.reason}"
                 raise StepRefused(reason, served=served.step if served else None)
@@ -236,7 +236,7 @@ class Api(Requests):
     async def train(self, run: str, request: Mapping[str, Any]) -> JobStatus:
         """Queue a job. `request`: the request's whole body, in the form of the HTTP API (`kind` is
         "rl", "sft" or "dpo")."""
-        # With an id, a request that is repeated after a lost answer is the same job.
+        # The id keeps a request that is repeated after a lost answer from making a second job.
         body = {**request, "id": request.get("id") or new_ulid()}
         return await self._call(
             JobStatus, "POST", "runs", run, "train", body=body, seconds=_PACKING_SECONDS
@@ -299,7 +299,7 @@ class Api(Requests):
         """A job's events as they happen, to the terminal event. Reconnects if a connection breaks.
 
         Args:
-            after: the seq of the event after which the events begin; -1: the first event.
+            after: only events with a higher `seq` are returned; -1: all events.
             timeout: seconds after which TimeoutError is raised.
         """
         until, backoff, ended = time.monotonic() + timeout, Backoff(self._patience), False
@@ -315,7 +315,7 @@ class Api(Requests):
                             after, ended = event.seq, ended or event.type in TERMINAL
                             yield event
                         if not ended and time.monotonic() > until:
-                            break  # a keep-alive also leads to this check of the time
+                            break  # keep-alives come here too, so the limit holds
                 # The writer of the events was killed before it wrote the terminal event.
                 if not ended and (await self.get_job(job)).state in TERMINAL:
                     ended = True
@@ -338,7 +338,7 @@ class Api(Requests):
         return events_of(response.content)
 
     async def memory(self, job: str) -> list[AttemptMemory]:
-        """Each attempt's memory: of each rank after each phase, and left on the devices."""
+        """For each attempt: each rank's memory after each phase, and the memory left on devices."""
         return by_attempt(await self.job_events(job))
 
     async def logs(self, job: str) -> str:
@@ -389,7 +389,7 @@ class Api(Requests):
                         with archive.open("wb") as file:
                             async for chunk in chunks:
                                 file.write(chunk)
-                                if file.tell() > most:  # further than every earlier attempt
+                                if file.tell() > most:  # more bytes than every earlier attempt
                                     most = file.tell()
                                     backoff.reset()
                     return await self._http.offload(lambda: unpack(archive, target))

@@ -67,9 +67,11 @@ _DEPLOYMENTS = (
     "tinker_args",
     "tinker_native_args",
 )
-_TEMPLATE = "chat_template_kwargs"  # ART's own client also sends them, with the rollouts' requests
+_TEMPLATE = "chat_template_kwargs"  # ART's client also sends this key with rollouts
 _POLICIES = {"cispo": "cispo", "ppo": "ppo", "importance_sampling": "cispo"}
-_UNBOUNDED = 1e9  # sg(ratio) * advantage * log-prob has the gradient of ratio * advantage
+# A bound that clips nothing. Unclipped CISPO, sg(ratio) * advantage * log-prob, has the gradient of
+# importance sampling, ratio * advantage.
+_UNBOUNDED = 1e9
 _METRICS = {
     "loss": "loss/train",
     "grad_norm": "loss/grad_norm",

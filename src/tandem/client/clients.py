@@ -133,7 +133,7 @@ class Tandem:
         """A job's events as they happen, up to the terminal event.
 
         Args:
-            after: the seq of the event after which the events begin; -1: the first event.
+            after: only events with a higher `seq` are returned; -1: all events.
             timeout: seconds after which TimeoutError is raised.
         """
         return _iterate(self._api.events(job, after, timeout))

@@ -98,7 +98,7 @@ def error_of(response: httpx.Response) -> TandemError:
     retriable = response.status_code in _RETRIED_STATUSES
     try:
         detail = ErrorBody.model_validate_json(response.content, extra="ignore").error
-    except ValidationError:  # a proxy's page, for example
+    except ValidationError:  # the body may be a proxy's HTML page
         kind = Unreachable if retriable else TandemError
         return kind(f"HTTP {response.status_code} from {response.url}: {response.text[:500]}")
     error = _KINDS.get(detail.type, TandemError)(detail.message, field=detail.field)
@@ -154,8 +154,8 @@ class Backoff:
     clients from retrying at the same moment.
 
     Args:
-        patience: seconds after the first failure since the last success at which the pauses end. So
-            a first request that fails only after more than `patience` seconds is still repeated.
+        patience: seconds for which failing attempts are repeated, counted from the first failure
+            after a success. The duration of the first failing attempt does not count.
         first: the first pause in seconds, without jitter.
         longest: the longest pause in seconds, without jitter.
     """
@@ -211,8 +211,8 @@ class AsyncHttp:
 
 
 class BlockingHttp:
-    """The I/O of `AsyncHttp`, but it blocks the thread. A coroutine that uses it is never
-    suspended."""
+    """The same I/O as `AsyncHttp`, except that each call blocks the thread. A coroutine that does
+    only this I/O is never suspended."""
 
     def __init__(self, client: httpx.Client) -> None:
         self._client = client
@@ -241,8 +241,8 @@ async def _as_async[T](items: Iterator[T]) -> AsyncIterator[T]:
 
 
 async def whole_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The same bytes in parts that are whole lines. The newline at the end of a part is left out,
-    as are bytes after the last newline."""
+    """The bytes of `chunks`, cut at newlines, so that each part consists of whole lines. The
+    newline at the end of a part is left out. Bytes after the last newline are dropped."""
     rest = b""
     async for chunk in chunks:
         whole, _, rest = (rest + chunk).rpartition(b"\n")
@@ -261,7 +261,7 @@ def events_of(content: bytes) -> list[Event]:
 
 
 def _event(line: bytes) -> Event | None:
-    """The event in a line; None if its type is unknown, because the controller is newer."""
+    """The event in a line. None for an event type that only newer controllers have."""
     try:
         return Event.model_validate_json(line, extra="ignore")
     except ValidationError as error:

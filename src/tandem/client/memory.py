@@ -26,7 +26,8 @@ class AttemptMemory(BaseModel):
     processes: int = 0  # number of processes that survived SIGKILL
     # UUID of a device -> the most bytes in use on it while ranks ran, by all processes together.
     most: dict[str, int] = Field(default_factory=dict)
-    # UUID of a device -> bytes in use above its floor after the ranks ended; None: not measured.
+    # UUID of a device -> bytes in use after the ranks ended, minus the bytes in use before the
+    # ranks started; None: not measured.
     left: dict[str, int | None] = Field(default_factory=dict)
 
 

@@ -27,8 +27,8 @@ class GymEnvironment:
         size: the number of tasks.
         seed: decides the choice of the tasks.
         instruction: the system message; "": none.
-        answer: a regular expression with one group; its last match counts. `(-?\\d+)` takes the
-            last number.
+        answer: a regular expression with one group; its last match counts. For example,
+            `(-?\\d+)` takes the last number.
         parameters: the dataset's own parameters, such as `max_terms`.
     """
 
@@ -63,7 +63,7 @@ class GymEnvironment:
         return list(range(len(self._dataset)))
 
     async def rollout(self, task: int, sampler: Any) -> Any:
-        """One answer and its score."""
+        """Samples one answer to the task, and scores the answer."""
         entry: Mapping[str, Any] = self._dataset[task]
         question = {"role": "user", "content": entry["question"]}
         message = await sampler.chat([*self._system, question])

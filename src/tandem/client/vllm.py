@@ -74,7 +74,7 @@ class Vllm:
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Self:
-        import aiohttp  # imported late: it takes 0.4 s, which other commands do not need
+        import aiohttp  # imported late: the import takes 0.4 s, and only `Vllm` needs it
 
         parsed = httpx.URL(self.url)
         connector = aiohttp.TCPConnector(

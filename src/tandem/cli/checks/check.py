@@ -29,7 +29,7 @@ class Asked:
     devices_granted: bool = False
     inference: str | None = None  # vLLM's address; None: the settings' address
     metrics: Sequence[str] = ()  # URLs of exporters
-    closed: Sequence[str] = ()  # URLs that refuse the API key
+    closed: Sequence[str] = ()  # URLs that must refuse the API key
     patience: float = 0.0  # seconds within which a service must answer
 
     @cached_property
@@ -48,7 +48,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """A check. `answer` yields its findings, one Answer for each thing that it looks at."""
+    """A check. `answer` yields one Answer for each thing that the check examines."""
 
     name: str
     asks: str

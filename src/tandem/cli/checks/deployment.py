@@ -70,8 +70,9 @@ def _no_key(asked: Asked) -> Answer:
 
 
 def _others_may_ask(asked: Asked) -> bool:
-    """Whether other machines may reach the controller. Preflight assumes that they may, because the
-    controller's address inside a container does not show who can reach it."""
+    """Whether other machines may reach the controller. `tandem preflight` assumes that other
+    machines may, because the controller's address inside a container does not show who can reach
+    the controller."""
     return asked.command is Command.PREFLIGHT or not is_loopback(asked.settings.controller_host)
 
 
@@ -240,8 +241,8 @@ def _served(settings: Settings, arch: Arch, model: str) -> Iterator[Answer]:
 
 
 def weights(asked: Asked) -> Iterator[Answer]:
-    """How vLLM gets the weights of a run, with the reason, and the runs that can't be served in
-    this way."""
+    """Answers about how vLLM gets the weights of a run, and why in this way. Another answer names
+    the runs that can't be served in this way."""
     settings = asked.settings
     if settings.weights == "adapter":
         found = (
@@ -273,7 +274,7 @@ def weights(asked: Asked) -> Iterator[Answer]:
     try:
         runs = Spool(settings.root).runs.list()
     except SpoolUnusable:
-        return  # another check reports it
+        return  # another check reports the unusable volume
     if others := [run.name for run in runs if run.weights != settings.weights]:
         found = f"runs that are served another way, and so not here: {', '.join(others)}"
         yield Answer(

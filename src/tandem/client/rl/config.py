@@ -50,8 +50,8 @@ class DistillSection(Record):
 
 class EvalSection(Record):
     """An evaluation every `every` steps, at step 0 and at the end. An evaluation has `samples`
-    rollouts of each of the first `groups` tasks. With several, only the first decides which step is
-    the best, and only the first may have `stop_after`."""
+    rollouts of each of the first `groups` tasks. If there are several sections, only the first
+    decides which step is the best, and only the first may have `stop_after`."""
 
     name: str = Field(default="", pattern=r"^[\w.-]{0,64}$")
     every: int = Field(default=10, ge=1)
@@ -117,8 +117,8 @@ class RLSection(Record):
     @model_validator(mode="before")
     @classmethod
     def _long_rollouts_are_cut_by_default(cls, given: Any) -> Any:
-        """Sets `too_long` to "truncate". A job's own default is "refuse"; with it, a rollout that
-        is longer than a row would fail."""
+        """Sets `too_long` to "truncate". A job's own default is "refuse", with which a rollout
+        that is longer than a row would fail."""
         if isinstance(given, dict) and isinstance(packing := given.get("packing", {}), dict):
             return {**given, "packing": {"too_long": "truncate", **packing}}
         return given

@@ -40,7 +40,8 @@ def open_teacher() -> Vllm:
 
 
 class Teacher:
-    """The teacher. `vllm`: the client of the vLLM that serves the teacher, already entered."""
+    """The teacher. `vllm`: a client of the vLLM that serves the teacher. The caller has entered
+    the client's context."""
 
     def __init__(self, settings: DistillSection, vllm: Vllm) -> None:
         self._settings, self._vllm = settings, vllm
@@ -61,7 +62,9 @@ class Teacher:
         known: tuple[list[int], list[float]] = ([], [])
         for turn in reversed(trajectory.turns):
             tokens = [*turn.prompt_token_ids, *turn.token_ids]
-            if known[0][: len(tokens)] != tokens:  # equal if a scored turn continues this turn
+            # A scored turn that continues this turn begins with the same tokens, so its log-probs
+            # are reused.
+            if known[0][: len(tokens)] != tokens:
                 known = tokens, await self._logprobs(tokens)
             theirs = known[1][len(turn.prompt_token_ids) - 1 : len(tokens) - 1]
             own = reverse_kl(turn.logprobs, theirs)
@@ -79,8 +82,8 @@ class Teacher:
         )
 
     async def _logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """log p(tokens[i + 1] | tokens[: i + 1]) under the teacher, at temperature 1, for each i.
-        The request is repeated while the teacher's vLLM is away."""
+        """The teacher's log p(tokens[i + 1] | tokens[: i + 1]) for each i, at temperature 1. The
+        request is repeated while the teacher's vLLM does not answer."""
         body = {
             "model": self._settings.model,
             "prompt": list(tokens),
@@ -108,9 +111,9 @@ class Teacher:
 
 
 def reverse_kl(sampled: Sequence[float], teacher: Sequence[float]) -> list[float]:
-    """log p(token) - log q(token) of each sampled token, in nats, for the policy p and the teacher
-    q. The mean of these differences over p is KL(p || q). The mean of their product with the score,
-    grad log p, is the gradient of the KL."""
+    """The difference log p(token) - log q(token) of each sampled token, in nats, for the policy p
+    and the teacher q. The mean of these differences over p is KL(p || q). The mean of their product
+    with the score, grad log p, is the gradient of the KL."""
     return [ours - theirs for ours, theirs in zip(sampled, teacher, strict=True)]
 
 

@@ -93,8 +93,8 @@ class Evaluations:
         self._record.evaluation(step, groups, failed, more)
 
     def best(self) -> tuple[int, float] | None:
-        """The step with the highest reward in the first section's evaluations, and that reward. Of
-        several such steps, the earliest. None before any evaluation."""
+        """The step with the highest reward in the first section's evaluations, and that reward. If
+        several steps have this reward, the earliest. None before the first evaluation."""
         found = self._found()
         return max(found.items(), key=lambda each: (each[1], -each[0])) if found else None
 
@@ -124,7 +124,8 @@ class Evaluations:
         found: dict[int, float] = {}
         name = self._sections[0].name if self._sections else ""
         for line in self._record.lines:
-            if "step" in line:  # a step that is trained again discards later evaluations
+            # Training a step again, after a rollback, discards the evaluations from this step on.
+            if "step" in line:
                 found = {step: reward for step, reward in found.items() if step < line["step"]}
             elif "evaluated" in line and line.get("name", "") == name and line["samples"]:
                 found[line["evaluated"]] = line["reward"]

@@ -14,15 +14,14 @@ from tandem.errors import NothingToLearn, TandemError
 # The loop ends after this many times `groups_per_step` groups with equal rewards in a row: such
 # groups show that there is nothing left to learn.
 _UNINFORMATIVE = 16
-# The loop ends when the controller refuses a batch with differing rewards, as the last of at least
-# this many refused batches in a row. The controller refuses a batch if its trajectories are too
-# long.
+# The loop ends after this many refused batches in a row, if the last of these batches has differing
+# rewards. The controller refuses such a batch if its trajectories are too long.
 _REFUSED = 3
 
 
 class Limits:
-    """The counters of these limits. `teaches`: whether a group with equal rewards also changes the
-    weights.
+    """Counts failed groups, groups with equal rewards and refused batches. `teaches`: whether a
+    group with equal rewards also changes the weights.
 
     Failures are tolerated for `patience` seconds after a success. Before the first success no
     failure is tolerated: most likely the environment is wrong.

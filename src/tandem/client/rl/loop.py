@@ -37,7 +37,7 @@ from tandem.spool.fs import write_json_atomic
 from tandem.spool.locks import LockHeldError, file_lock
 
 _POLL_SECONDS = 0.01
-_SAMPLE_EVERY = 10  # the record's line of every tenth step has a sample
+_SAMPLE_EVERY = 10  # every tenth step's record has a sample
 
 
 class Loop:
@@ -68,7 +68,7 @@ class Loop:
         # Task -> the coroutine of its group, and the step that was served when the group began.
         self.running: dict[str, tuple[asyncio.Task[None], int]] = {}
         self.ready: list[RolloutGroup] = []
-        self.counts: Counter[str | Lost] = Counter()  # the counts since the last submission
+        self.counts: Counter[str | Lost] = Counter()  # since the last submission of a job
         self.sample: Trajectory | None = None
         self.error = ""
         # The step that the loop waits for vLLM to serve.
@@ -164,7 +164,7 @@ class Loop:
         """Forget the submitted jobs that made no step, and all jobs after such a job."""
         dead = False
         for job in list(self.state.jobs):
-            if dead:  # its base step will never be made
+            if dead:  # the job's base step will never be made
                 with suppress(NotFound):
                     await self._tandem.cancel(job.id)
             elif self.state.pending and job is self.state.jobs[-1] and await self._send():
@@ -380,7 +380,7 @@ class Loop:
 
     async def _until_served(self, step: int) -> None:
         self.awaited = step
-        # There is no time limit: vLLM may take half an hour to start. A refused step raises.
+        # No time limit: vLLM may take half an hour to start. A refused step raises StepRefused.
         self.served = (await self._tandem.wait_served(self._run, step, inf)).step
         self.awaited = None
 

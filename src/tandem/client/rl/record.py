@@ -121,8 +121,8 @@ def batch_numbers(
 
 
 def _reasons(counts: Mapping[Any, int], what: str) -> dict[str, int]:
-    """The number of rollouts without a trajectory for each reason, at most `_REASONS` reasons: the
-    most frequent."""
+    """For each reason, the number of rollouts that gave no trajectory. Only the `_REASONS` most
+    frequent reasons are named; the others are summed under "others"."""
     found = Counter(
         {
             key[1]: count
@@ -236,7 +236,7 @@ class RunRecord:
         self.notice(f"waits until vLLM serves {run}@{awaited}")
 
     def notice(self, text: str, sampled: Mapping[str, Any] | None = None) -> None:
-        """Tell people, without a line in the file."""
+        """Tell people `text`, but write no line to the file."""
         self._tell({"notice": text} | ({"sample": sampled} if sampled else {}))
 
     def _write(self, line: dict[str, Any]) -> None:

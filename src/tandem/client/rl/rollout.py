@@ -223,7 +223,7 @@ def _returns(rollout: Callable[..., Any]) -> str:
 
 def described(error: Exception) -> str:
     """A text with the error, and with the last line of the user's own code in the error's
-    traceback. If all of the user's code is in an installed package, it is the first line in that
+    traceback. If the traceback has no such line, the text has the first line of an installed
     package."""
     return f"{type(error).__name__}: {error}{_at(error)}"
 

@@ -48,7 +48,7 @@ class Watch:
         self._stop = threading.Event()
 
     def follow(self, task: asyncio.Task[Any], seconds: float) -> None:
-        """Limits the task of a rollout to this many seconds."""
+        """Interrupts the rollout `task` if it blocks the event loop after `seconds` have passed."""
         self._tasks[task] = time.monotonic() + seconds
         task.add_done_callback(self._tasks.pop)
 
@@ -108,8 +108,8 @@ class Watch:
                 signal.pthread_kill(self._thread, _SIGNAL)
 
     def _interrupt(self, *_: object) -> None:
-        """A signal handler. Python calls it in the main thread, inside the code that blocks the
-        event loop."""
+        """A signal handler. Python calls the handler in the main thread, inside the code that
+        blocks the event loop."""
         late, self._late = self._late, None
         with suppress(RuntimeError):
             if late is not None and asyncio.current_task() is late:

@@ -24,7 +24,7 @@ KINDS = ("step", "evaluated", "succeeded", "served")
 _ALIASES = {"loss": "train/loss", "reward_mean": "train/reward", "held_out_loss": "eval/loss"}
 _POLL_SECONDS = 1.0
 SAMPLE_COLUMNS = ("step", "task", "reward", "text")
-_SAMPLES = 20  # most samples of a checkpoint's row
+_SAMPLES = 20  # the most samples in the row of a checkpoint
 
 
 class Position(NamedTuple):
@@ -135,8 +135,8 @@ class Follower:
         ):
             if before and before.id != job.id and event.type in ("step", *TERMINAL):
                 last, before, self._before = before, None, None
-                # The event `served` of the last job comes after that job's terminal event. Its row
-                # belongs before this job's rows.
+                # The previous job's event `served` comes after that job's terminal event. The row
+                # of `served` belongs before the rows of the present job.
                 yield from self._rows(last)
             self._seq[job.id] = event.seq
             if event.type in KINDS and (row := self._row(job, event)):

@@ -68,8 +68,8 @@ class TensorBoard:
         self.position = self._read_back()
 
     def _read_back(self) -> Position | None:
-        """The position of the last row that is whole. Cuts off an event after it that was written
-        only in part."""
+        """The position of the last complete row. Removes an incomplete event from the end of the
+        file."""
         descriptor = self._file.fileno()
         size, start, end = os.fstat(descriptor).st_size, 0, 0
         while end + _FRAME < size:

@@ -88,7 +88,7 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
-        self._wandb.teardown()  # waits until everything is in W&B's file
+        self._wandb.teardown()  # waits until all rows are in W&B's file
         self._lock.close()
 
 
