@@ -64,7 +64,7 @@ class SequenceText:
     # For each trained span: its characters [start, end), and its name in errors.
     spans: list[tuple[int, int, str]]
     marked: bool = False  # whether `{% generation %}` blocks of the chat template enclose `spans`
-    lead: list[int] = field(default_factory=list)  # tokens before the text
+    lead: list[int] = field(default_factory=list)  # token ids before the text
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ class Renderer:
             number for number in tokenizer("").input_ids if number == tokenizer.bos_token_id
         ]
         self.shows_tools = False  # whether the template is known to render tools
-        # (Template, role, whether the message is the first) for which the template renders the
-        # content. Some templates render a role only in the first message.
+        # Tuples (template, role, whether the message is the first): the template is known to render
+        # the content of such a message. Some templates render a role only in the first message.
         self._shown = set[tuple[str, str, bool]]()
         # (Template, whether the turn has calls) -> the text from the end of a turn up to the next
         # token at which vLLM stops.
@@ -160,8 +160,8 @@ class Renderer:
         return sources
 
     def _check_roles(self, chat: Conversation, last: int) -> None:
-        """Refuses a message of a role that the template does not render, either at the message's
-        place or anywhere, because the message would vanish."""
+        """Refuses a message that the template leaves out because of the message's role. Some
+        templates render a role only in the first message, and some render a role nowhere."""
         plain, names = chat.messages[: last + 1], chat.names
         for i, message in enumerate(plain):
             seen = chat.template, message["role"], i == 0
@@ -234,8 +234,8 @@ class Renderer:
         """The completion, cut after the token at which vLLM stops. If the completion has no such
         token, the beginning of the next message up to such a token is added (`_after_turn`)."""
         end = len(completion.rstrip())
-        # `begin` becomes the length without the special tokens at the end, and without the white
-        # space around them.
+        # `begin` becomes the length of the completion without the special tokens at its end, and
+        # without the white space around these tokens.
         begin = end
         while before := next(
             (mark for mark in self.endings if completion.endswith(mark, 0, begin)), None

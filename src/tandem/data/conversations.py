@@ -71,7 +71,7 @@ def _messages(item: Any, field: str) -> list[tuple[Any, bool]]:
         both = (("user", item["human"]), ("assistant", item["assistant"]))
         return [({"role": role, "content": text}, False) for role, text in both]
     names = {name.lower(): name for name in item}
-    # The format pygmalion of Axolotl calls the key `from` `role`.
+    # In Axolotl's format pygmalion, the key `role` takes the place of `from`.
     speaker = names.get("from") or (names.get("role") if "value" in names else None)
     shared = speaker is not None and "content" not in item
     if shared and speaker is not None:

@@ -327,8 +327,8 @@ class Rendering(Record):
         slots: the slots that a row needs for the longest sequence. For a pair, the slots of both
             sequences, with their common beginning counted once.
         trained: the number of trained tokens.
-        left_out: the fields among `reasoning` of a trained message and `tools` that are given, but
-            that the chat template does not render.
+        left_out: "reasoning" if the chat template does not render the reasoning of a trained
+            message, and "tools" if the chat template does not render the given tools.
         trained_turns: the number of trained turns of a conversation.
         endless_turns: trained turns that do not end with a token at which vLLM stops.
         empty_thoughts: trained turns whose thought contains no word.

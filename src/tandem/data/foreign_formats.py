@@ -54,7 +54,7 @@ def other_format(given: Mapping[str, Any], *, fits: bool) -> tuple[str, str] | N
     """The column that identifies the foreign format, and the refusal's message; None for other
     records. `given`: the record's columns that have a value; `fits`: whether the record has the
     columns of a format that Tandem reads."""
-    if isinstance(given.get("label"), int):  # a `label` that names a topic is a text
+    if isinstance(given.get("label"), int):  # a text in `label` would name a topic
         return "label", _said(*_GOOD_OR_BAD)
     for columns, name, remedy in _MISREAD if fits else [*_MISREAD, *_UNREAD]:
         if columns <= given.keys():

@@ -21,8 +21,8 @@ from pydantic import (
 from tandem.errors import InvalidInput, from_validation_error
 from tandem.spool.schema import Record
 
-# vLLM's log-probs come from a float32 log-softmax. For a token of probability 1, its rounding may
-# give a value slightly above 0.
+# vLLM's log-probs come from a float32 log-softmax. For a token of probability 1, the
+# rounding of this log-softmax may give a value slightly above 0.
 LOGPROB_SLACK = 1e-4
 # No sampler draws a token of a probability below e^-100. The ratio of the policy's probability to
 # such a probability would be clamped, so nothing would be learned. vLLM's OpenAI server writes
@@ -84,9 +84,10 @@ class Turn(Record):
         logprobs: the log-prob of each sampled token, in nats, at the sampling temperature. If the
             temperature is not 1, vLLM must run with `--logprobs-mode processed_logprobs`.
         policy_step: the step of the checkpoint from which the turn was sampled.
-        routed_experts: for a mixture of experts, the experts of each token except the last, which
-            training then uses. The form is vLLM's with `--enable-return-routed-experts`: base64 of
-            a file in NumPy's format, integers [tokens - 1, layers, experts per token].
+        routed_experts: for a mixture of experts, the experts that vLLM's router chose for each
+            token except the last token. Training uses these experts. The form is vLLM's with
+            `--enable-return-routed-experts`: base64 of a file in NumPy's format, integers
+            [tokens - 1, layers, experts per token].
         reward: the reward of this turn, in addition to the trajectory's reward.
         advantage: replaces the computed advantage.
         advantages: for each sampled token a number that is added to the turn's advantage.
@@ -164,7 +165,7 @@ class Trajectory(Record):
 
 
 class Group(Record):
-    """All trajectories of one prompt. Their rewards are compared to compute advantages."""
+    """All trajectories of one prompt, whose rewards are compared to compute advantages."""
 
     trajectories: list[Trajectory] = Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)
 

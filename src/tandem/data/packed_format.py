@@ -125,7 +125,7 @@ def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> str:
 
     Args:
         out: the directory, which is made if absent and must not hold the file yet. The caller
-            commits it by renaming it.
+            commits the directory by renaming it.
         arrays: the arrays of the module's table, keyed by their names.
         vocab_size: the model's vocabulary size, which is written beside the arrays.
     """
@@ -204,7 +204,7 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         )
 
     def close(self) -> None:
-        """Drops every map. Safe to call more than once."""
+        """Drops every map. Further calls do nothing."""
         self._maps.clear()
 
     def __exit__(self, *exc_info: object) -> None:

@@ -3,8 +3,9 @@
 A row is a prefix tree, stored as a sorted list of sequences. In lexicographic order a sequence
 shares its longest prefix with a neighbour. So the sorted list and the lengths of the prefixes that
 neighbours share describe the whole tree, without nodes. Every common prefix within a row is stored
-once, whatever its length, and whether or not it was sampled. Trajectories, groups and duplicates
-share it alike. Each shared token saves a slot, and the mask's cost stays the same.
+once, whatever its length, and whether or not it was sampled. Sequences of one trajectory, of
+different groups, and duplicates all share prefixes in this way. Each shared token saves a slot, and
+the mask's cost stays the same.
 """
 
 import math
@@ -201,9 +202,9 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     same arrays. Raises InvalidInput if the arrays are too large.
 
     All groups of a row belong to one batch. A group whose tree fits into a row is kept whole. Such
-    groups are placed in order of size, the largest first. Each goes into the row with the fewest
-    free slots that suffice (best-fit decreasing). A group whose tree is larger than a row is split,
-    which stores prefixes several times.
+    groups are placed in order of size, the largest first. Each group goes into the row that has the
+    fewest free slots among the rows with enough free slots (best-fit decreasing). A group whose
+    tree is larger than a row is split, which stores prefixes several times.
     """
     owned = [
         (sequence, t)
@@ -340,8 +341,8 @@ class _OpenRows:
 def _place(
     groups: Iterable[list[int]], tokens: list[Int32], sequence_length: int
 ) -> list[PrefixTree]:
-    """The rows, as trees. A group counts with all slots of its tree, even if it shares a prefix
-    with the row's other groups. So no row overflows."""
+    """The rows, as trees. The size of a group is the number of slots of its tree, even if the
+    group shares a prefix with other groups of the row. So no row overflows."""
     trees = [PrefixTree(tokens, group) for group in groups]
     rows = _OpenRows(sequence_length)
     for tree in sorted(trees, key=lambda tree: -tree.num_slots):

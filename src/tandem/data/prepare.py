@@ -39,7 +39,7 @@ def prepare_rl(
     max_off_policy_steps: int | None = None,
     mixture: Mixture | None = None,
 ) -> PackedData:
-    """Writes `groups` as a packed directory `out`, and returns its description for the job.
+    """Writes `groups` as a packed directory `out`, and returns the `PackedData` of the job.
 
     Drops and counts groups whose advantages are all 0 (equal rewards give no policy gradient),
     unless `keep_zero_variance` is on. Reward statistics are over all trajectories of `groups`.
@@ -211,7 +211,7 @@ def group_advantages(
     if settings.baseline == "none":
         return rewards.copy()
     if np.ptp(rewards) <= EQUAL_REWARDS:
-        # Divided by their spread, rewards that differ in last bits would have advantages up to 1.
+        # Without this, rewards that differ only by rounding would have advantages of up to 1.
         return np.zeros_like(rewards)
     divisor = {"none": 1.0, "group": spread(rewards), "batch": batch_spread}[settings.scale]
     others = len(rewards) / (len(rewards) - 1) if settings.baseline == "leave_one_out" else 1.0
@@ -337,7 +337,7 @@ def _write(
 ) -> PackedData:
     """Writes the packed directory. Held-out trajectories come last, with `batch` -1."""
     kept: list[PackedTrajectory] = []
-    numbers: dict[int, int] = {}  # old -> new number of each group that has a trajectory left
+    numbers: dict[int, int] = {}  # old -> new number of each group that is kept
     for trajectory in trajectories:
         if trajectory.sequences:
             group = numbers.setdefault(trajectory.group, len(numbers))

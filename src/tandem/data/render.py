@@ -118,7 +118,8 @@ def preview(
     pairs: Sequence[PreferencePair],
     vocab_size: int | None = None,
 ) -> list[Rendering]:
-    """A preview of each example, then of each pair. Errors name them `examples.<i>`, `pairs.<i>`.
+    """A preview of each example, then of each pair. Fields of errors begin with
+    `examples.<i>` or `pairs.<i>`.
 
     Args:
         vocab_size: the model's vocabulary size, if it is known.
@@ -249,7 +250,7 @@ def _left_out(tokenizer: Any, item: Item) -> list[str]:
                 source.text
                 for source in _texts(tokenizer, item.model_copy(update={"tools": None}), "")
             ]
-        except InvalidInput:  # the template asks for tools
+        except InvalidInput:  # the template can't render without tools
             without = []
         renderer(tokenizer).shows_tools = texts != without
         found += ["tools"] if texts == without else []

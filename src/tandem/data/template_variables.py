@@ -22,7 +22,7 @@ def variables_read(template: str) -> frozenset[str]:
     try:
         environment = _compile_jinja_template(template).environment
         found = meta.find_undeclared_variables(environment.parse(template))
-    except TemplateError:  # rendering reports the error
+    except TemplateError:  # a later rendering reports the template's error
         return frozenset()
     return frozenset(found - _OURS - environment.globals.keys())
 

@@ -123,8 +123,8 @@ class VllmClient:
         )
 
     def adapters_last_used(self) -> dict[str, float]:
-        """Adapter -> the last time at which a request used it, in Unix seconds. Has the adapters
-        that were used since the server's start (`/metrics`)."""
+        """Adapter -> the last time at which a request used it, in Unix seconds. Only
+        adapters that were used since the server's start are included (`/metrics`)."""
         used: dict[str, float] = {}
         for at, names in _adapter_samples(self._request("GET", "/metrics").text):
             used |= {name: max(at, used.get(name, 0.0)) for name in names}
@@ -161,7 +161,7 @@ class VllmClient:
     def load_lora(self, name: str, path: str) -> None:
         """Load the adapter at `path` (absolute) under an unused name. Raises InferenceRefused if
         vLLM can't load the adapter."""
-        # With `load_inplace`, some versions read the files again in every engine step.
+        # With `load_inplace`, some vLLM versions read the files again in every engine step.
         body = {"lora_name": name, "lora_path": path, "load_inplace": False}
         self._request("POST", "/v1/load_lora_adapter", body, timeout=self._work_timeout)
 
@@ -180,7 +180,7 @@ class VllmClient:
         response = self._request("POST", "/reset_prefix_cache?reset_running_requests=true")
         if response.content:
             return bool(response.json()["success"])
-        # Older versions send an empty body even after a failure.
+        # Older versions of vLLM send an empty body even after a failure.
         return not self.has_requests()
 
     def merged(self) -> dict[str, Any]:
@@ -278,7 +278,7 @@ class VllmClient:
 
     def sleep(self) -> None:
         """Move the weights to host memory and drop the KV cache. Returns after the engine has
-        fallen asleep. Nothing may be loaded while it sleeps: vLLM would write an adapter to
+        fallen asleep. Load no adapter into a sleeping engine: vLLM would write the adapter to
         unmapped memory, which ends the engine.
 
         Level 1 is used, because with LoRA vLLM can't reload the base weights that level 2 discards
@@ -290,7 +290,7 @@ class VllmClient:
     def wake_up(self) -> None:
         """Wake the engine, if it sleeps. Raises InferenceRefused if there is too little memory.
         After such a refusal, vLLM 0.26 stays half mapped and can't wake any more, so `tandem up`
-        restarts it. Later versions can be asked again."""
+        restarts vLLM. Later versions of vLLM accept another call of `wake_up`."""
         self._request("POST", "/wake_up", timeout=self._work_timeout)
 
     def _ask(
@@ -318,7 +318,7 @@ class VllmClient:
                 break
             except httpx.TransportError as error:
                 # After a timeout, the call is not tried again, because it has used all of its time.
-                # After a failed connection, it is.
+                # After a failed connection, the call is tried again.
                 if attempt + 1 == tries or isinstance(error, httpx.TimeoutException):
                     message = f"vLLM at {self.url} can't be reached ({method} {path}): {error!r}"
                     if isinstance(error, httpx.ReadTimeout) and path == "/v1/completions":
@@ -385,7 +385,7 @@ def _error_message(response: httpx.Response) -> str:
 
 
 def _adapter_samples(metrics: str) -> list[tuple[float, set[str]]]:
-    """(Unix seconds, names) for each set of adapters that requests ever used at the same time."""
+    """Each set of adapters that requests used at the same time, with the last Unix time of use."""
     samples = []
     for match in _LORA_INFO.finditer(metrics):
         groups = _ADAPTERS.findall(match["labels"])
