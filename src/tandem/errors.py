@@ -1,4 +1,4 @@
-"""Errors that users see. Each says what was wrong, where, and what to do."""
+"""Errors that users see. Each error says what was wrong, where, and what to do."""
 
 import errno
 import json
@@ -89,8 +89,8 @@ class SpoolUnusable(TandemError, code="spool_unusable", http_status=503, retriab
 
 
 class VolumeFull(SpoolUnusable):
-    """The volume has no space left. Programs that need space when they start wait until there is
-    space."""
+    """The volume has no space left. A program that needs space for its start waits until there
+    is space."""
 
     ERRNOS = errno.ENOSPC, errno.EDQUOT
     """The errno values that mean a full volume."""

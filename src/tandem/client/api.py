@@ -66,7 +66,7 @@ class Api(Requests):
 
         Args:
             trainable: "full": all weights are trained, and `lora` must be None.
-            weights: vLLM serves the run as adapters, or merged into its own weights.
+            weights: "adapter": vLLM loads adapters; "merged": vLLM's own weights become the run's.
             seed: seeds step 0's adapter and the order of each job's rows; from 0 to 2^63 - 1.
         """
         if isinstance(lora, LoraShape):
@@ -338,7 +338,7 @@ class Api(Requests):
         return events_of(response.content)
 
     async def memory(self, job: str) -> list[AttemptMemory]:
-        """For each attempt: each rank's memory after each phase, and the memory left on devices."""
+        """For each attempt: each rank's memory per phase, and what stays in use on the devices."""
         return by_attempt(await self.job_events(job))
 
     async def logs(self, job: str) -> str:

@@ -55,11 +55,11 @@ class Chain:
         """Submit the jobs that are not done yet, and wait for the last job. While a job trains, the
         next job is already submitted.
 
-        `on_step(optimizer steps so far, event)` is called for each event of a job. Raises JobFailed
-        when a job fails, and the chain ends; calling `run` again tries that job once more. Raises
-        Conflict if the run was trained by another training between two jobs of this chain, if the
-        run's `trainable` or `lora` differ from the settings, or if the run is half trained on
-        another content of the same file.
+        `on_step(optimizer steps so far, event)` is called for each event of a job. When a job
+        fails, raises JobFailed and submits no further job; calling `run` again tries the failed job
+        once more. Raises Conflict if the run was trained by another training between two jobs of
+        this chain, if the run's `trainable` or `lora` differ from the settings, or if the run is
+        half trained on another content of the same file.
         """
         made = False
         try:

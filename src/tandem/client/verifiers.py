@@ -204,8 +204,8 @@ def _problem(trace: Any) -> str:
 def _turns(
     ids: list[int], sampled: list[bool], logprobs: list[float], step: int | None
 ) -> list[dict[str, Any]]:
-    """A turn for each span of sampled tokens; all tokens before the span are its prompt. All lists
-    have the length of `ids`."""
+    """A turn for each span of sampled tokens; all tokens before the span are the turn's prompt.
+    `sampled` and `logprobs` have the length of `ids`."""
     turns = []
     for is_sampled, positions in groupby(range(len(ids)), key=sampled.__getitem__):
         if is_sampled:

@@ -205,7 +205,7 @@ class ChainPlan:
         order = list(self._indices)
         random.Random(f"{self.config.seed} {epoch}").shuffle(order)
         size = self.config.batch_size
-        # For a slice of several epochs, the end lies beyond the list: the slice has every record.
+        # A job of several epochs has every record, because the end index lies beyond the list.
         return order[step * size : (step + part.last - part.first) * size]
 
 

@@ -205,8 +205,8 @@ class Renderer:
     def _turns(self, chat: Conversation, trained: set[int]) -> list[SequenceText]:
         """The conversation's texts from a template without `{% generation %}`. Two turns share
         one text if the later turn's prompt continues the earlier turn. If the template renders old
-        messages differently (Qwen3 leaves out old reasoning), the turns have a text each, so the
-        trained tokens are exact.
+        messages differently (Qwen3 leaves out old reasoning), each turn has its own text, so
+        the trained tokens are exact.
         """
         sources: list[SequenceText] = []
         plain = chat.messages

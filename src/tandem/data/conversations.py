@@ -59,7 +59,7 @@ def chat(value: Any, field: str) -> Any:
 
 def _messages(item: Any, field: str) -> list[tuple[Any, bool]]:
     """The messages of one item of a conversation. Each message comes with a flag: whether it has
-    only calls. Such calls join the message right before it, if that is an assistant's message."""
+    only calls. If the preceding message is an assistant's, the caller adds these calls to it."""
     if not isinstance(item, dict) or (
         item.keys() == {"role", "content"}
         and isinstance(item["content"], str)

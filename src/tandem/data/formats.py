@@ -322,8 +322,8 @@ def _given(record: Record) -> dict[str, Any]:
 
 def _template_kwargs(given: Record, all_of: Record, converted: Record) -> Any:
     """The template variables of a record. The record's `chat_template_kwargs` override verl's
-    column `enable_thinking`. Both override `all_of`, the variables of all conversations of the
-    file."""
+    column `enable_thinking`. The record's variables override `all_of`, the variables of all
+    conversations of the file."""
     more = json_value(given.get("chat_template_kwargs"), "chat_template_kwargs") or {}
     if not isinstance(more, dict):
         return more

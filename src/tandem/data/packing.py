@@ -84,7 +84,7 @@ class LinearSequence:
         )
 
     def cut(self, length: int) -> "LinearSequence | None":
-        """The first `length` tokens, without the tokens after the last trained token among them.
+        """The first `length` tokens of the sequence, cut after the last trained token among them.
         None if no trained token is left."""
         count = int(np.searchsorted(self.trained, length))
         if not count:

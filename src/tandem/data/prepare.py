@@ -211,7 +211,7 @@ def group_advantages(
     if settings.baseline == "none":
         return rewards.copy()
     if np.ptp(rewards) <= EQUAL_REWARDS:
-        # Without this, rewards that differ only by rounding would have advantages of up to 1.
+        # Divided by `spread`, rewards that differ only by rounding would give advantages up to 1.
         return np.zeros_like(rewards)
     divisor = {"none": 1.0, "group": spread(rewards), "batch": batch_spread}[settings.scale]
     others = len(rewards) / (len(rewards) - 1) if settings.baseline == "leave_one_out" else 1.0

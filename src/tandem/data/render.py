@@ -224,8 +224,8 @@ def _control_tokens(tokenizer: Any, item: Item) -> dict[str, int]:
 
 
 def _left_out(tokenizer: Any, item: Item) -> list[str]:
-    """The value of `Rendering.left_out` for an item. A field that is left out is no error, because
-    vLLM's prompts lack the field too."""
+    """The value of `Rendering.left_out` for an item. It is no error if the chat template leaves a
+    field out, because vLLM's prompts lack the field too."""
     if isinstance(item, PreferencePair):
         trained = (
             []

@@ -113,8 +113,8 @@ class VllmClient:
         """Names of the adapters that running or waiting requests used at the time of the engine's
         last step (`/metrics`)."""
         text = self._request("GET", "/metrics").text
-        # vLLM keeps one sample for each set of names that it ever had at the same time. The
-        # sample's value is the Unix time of the last step with that set.
+        # vLLM's metric has one sample for each set of adapters in use at the same time. The
+        # sample's value is the Unix time of the last engine step with that set.
         samples = _adapter_samples(text)
         return (
             max(samples, key=lambda sample: sample[0])[1]

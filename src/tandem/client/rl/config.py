@@ -58,7 +58,7 @@ class EvalSection(Record):
     groups: int = Field(default=8, ge=1)
     samples: int = Field(default=1, ge=1)
     environment: EnvironmentSection | None = None  # None: the first of [[rl.environment]]
-    # Each option here replaces the same option of [rl.sampling].
+    # Options of vLLM; each replaces the option of the same name in [rl.sampling].
     sampling: dict[str, Any] = Field(default_factory=dict)
     pass_at: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
     passes: float = 1.0  # the lowest reward of an answer that passes
@@ -92,8 +92,8 @@ class RLSection(Record):
     steps: int = Field(ge=1)
     groups_per_step: int = Field(default=8, ge=1)
     group_size: int = Field(default=8, ge=1)
-    # Number of groups that roll out at the same time. None: the groups of
-    # `max_off_policy_steps` + 1 jobs.
+    # Number of groups that roll out at the same time. None: as many groups as
+    # `max_off_policy_steps` + 1 jobs need.
     groups_in_flight: int | None = Field(default=None, ge=1)
     max_off_policy_steps: int = Field(default=0, ge=0)
     dynamic_sampling: bool = True  # groups whose rewards are all equal are replaced

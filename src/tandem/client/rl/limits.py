@@ -11,7 +11,7 @@ from tandem.client.rl.environment import RolloutGroup
 from tandem.client.rl.samples import Alike
 from tandem.errors import NothingToLearn, TandemError
 
-# The loop ends after this many times `groups_per_step` groups with equal rewards in a row: such
+# The loop ends after _UNINFORMATIVE * `groups_per_step` consecutive groups with equal rewards: such
 # groups show that there is nothing left to learn.
 _UNINFORMATIVE = 16
 # The loop ends after this many refused batches in a row, if the last of these batches has differing

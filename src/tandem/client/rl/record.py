@@ -37,7 +37,8 @@ class State(BaseModel):
     """The loop's state, which a kill does not lose. The file is replaced before each submission and
     after each step.
 
-    Tasks are named `<environment>:<number>`; tasks from `cursors` on have not been handed out.
+    Tasks are named `<environment>:<number>`. `cursors` has, for each environment, the number of the
+    first task that has not been handed out.
     """
 
     run: str

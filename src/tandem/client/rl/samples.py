@@ -95,7 +95,7 @@ class Alike:
 
 
 def samples_file(state: Path) -> Path:
-    """The file of samples beside a state file."""
+    """The path of the file of samples, which is in the directory of the file `state`."""
     return state.with_name(
         f"{state.name.removesuffix('.json').removesuffix('.state')}.samples.jsonl"
     )

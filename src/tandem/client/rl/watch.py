@@ -17,8 +17,8 @@ from typing import Any, Self
 
 import tandem
 
-# An event loop that runs nothing else for this many seconds is blocked. The line of code that
-# blocks it is named.
+# An event loop that runs nothing else for this many seconds is blocked. `Watch` names the
+# line of code that blocks the event loop.
 BLOCKED_SECONDS = 3.0
 GRACE_SECONDS = 1.0
 """Seconds to clean up: for a cancelled rollout, and for the whole process after Ctrl-C."""

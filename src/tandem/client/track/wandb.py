@@ -2,8 +2,8 @@
 which rows exist, even offline.
 
 W&B buffers a few rows in memory. A kill loses these rows, and they are sent again. If W&B's server
-already has such a row, the server drops the second copy, because its W&B step is not above the last
-step.
+already has such a row, the server drops the second copy, because the copy's W&B step is not
+above the last step.
 """
 
 import json
