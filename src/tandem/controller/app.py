@@ -37,8 +37,8 @@ from tandem.system.logs import Log
 
 SWEEP_SECONDS = 600.0
 # The APIs of other products. Their clients have types of their own, so these routes are not in the
-# OpenAPI document. The last router is last because its last route answers all paths below Tinker's
-# prefix that have no other route.
+# OpenAPI document. The order of the routers matters: the last route of the last router answers all
+# paths below Tinker's prefix that have no other route.
 _FOREIGN = (
     routes_files.router,
     routes_tunings.router,
@@ -70,7 +70,7 @@ log = Log("controller")
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The application of one deployment. Raises as `Deployment` does."""
+    """The application of one deployment. Raises the errors of `Deployment`."""
     app = FastAPI(
         title="Tandem",
         version=tandem.__version__,
@@ -163,8 +163,8 @@ def _remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -
     keep, until `stop` is set.
 
     Also returns the memory of closed streams to the system, because glibc alone would keep freed
-    memory. Python's allocator keeps a MiB while any byte of it is in use, and reuses the MiB for
-    later streams.
+    memory. Python's allocator keeps a block of 1 MiB while any byte of the block is in use, and
+    reuses the block for later streams.
     """
     while not stop.wait(SWEEP_SECONDS):
         gc.collect()
@@ -177,7 +177,7 @@ def _remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -
                 prune(spool, settings)
             finally:
                 sweep(spool)
-        except Exception as error:  # the next round may succeed
+        except Exception as error:  # the next removal may succeed
             log.warning("can't remove old or stale files", error=f"{type(error).__name__}: {error}")
 
 

@@ -1,6 +1,6 @@
 """Event streams: each reader follows the event file of one job. All readers of a file share one
-check for new events, and each reader uses bounded memory: it has one part of its file in memory at
-a time, and reads the next part after its client has received this part.
+check for new events. Each reader uses bounded memory: it reads one part of the file, and reads the
+next part only after its client has received the first part.
 """
 
 import os
@@ -76,7 +76,7 @@ class EventStreams:
             part = await to_thread.run_sync(self._read, job, offset, after, limiter=self._threads)
             block, next_offset, size, terminal = part
             if terminal:
-                wait = False  # events after the terminal one are sent if they exist
+                wait = False  # events after the terminal event are still sent if they exist
             if block:
                 yield block
             if next_offset != offset:
@@ -84,10 +84,10 @@ class EventStreams:
                 continue
             if ended or not wait:
                 return
-            file.size = size  # the shared check may be older than this read
+            file.size = size  # the shared check may have seen an older size
             while file.size == size and not file.ended and not stopping.is_set():
                 await sleep(POLL_SECONDS)
-                # True if no other reader has checked in the meantime.
+                # This reader checks the files unless another reader has done so in the meantime.
                 if time.monotonic() >= self._looked + POLL_SECONDS:
                     self._looked = time.monotonic()
                     await to_thread.run_sync(

@@ -133,8 +133,8 @@ class Futures:
         return Unfinished("a request before it has not come yet")
 
     def _holdup(self, run: str) -> str:
-        """The reason why the run's requests wait; empty if they are being computed, or about to
-        be."""
+        """The reason why the run's requests wait; empty if the trainer computes the requests or
+        will soon begin to compute them."""
         index = self._deployment.spool.jobs.index
         others = index.running() and not index.running(run)
         return "another job has the trainer" if others else ""

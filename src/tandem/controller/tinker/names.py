@@ -61,7 +61,7 @@ def model_of_run(run: str) -> str | None:
 
 class RequestId(NamedTuple):
     of: Name
-    number: int | None  # None: the creation of the model
+    number: int | None  # None: the request that creates the model
 
 
 def request_of(text: str) -> RequestId:

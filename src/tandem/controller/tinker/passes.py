@@ -50,8 +50,8 @@ class Pass:
 
 
 def read_pass(content_type: str, encoding: str, body: bytes, most: int) -> Pass:
-    """The pass in a body. Raises InvalidInput if the body is not a pass, and RequestTooLarge if the
-    message has more than `most` bytes.
+    """The pass that the body of a request contains. Raises InvalidInput if the body is not a pass,
+    and RequestTooLarge if the message has more than `most` bytes.
 
     Args:
         encoding: the header Content-Encoding.

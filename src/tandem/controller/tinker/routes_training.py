@@ -150,7 +150,7 @@ def _log(api: TinkerApi, model: Name, seq: int, make: Callable[[], Packed]) -> d
 
 @router.post("/optim_step")
 def optim_step(request: OptimStep, api: CurrentApi) -> dict[str, Any]:
-    """An optimizer step over the gradients since the last one."""
+    """An optimizer step with the gradients that were computed since the last optimizer step."""
 
     def make() -> Packed:
         models.check_optimizer(request.optimizer_params, "optimizer_params.type")

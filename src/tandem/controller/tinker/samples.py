@@ -18,8 +18,8 @@ _SWEEP_SECONDS = 10.0
 
 
 class TooManySamples(TandemError, code="too_many_samples", http_status=429):
-    """The error if clients ask for more samples than are kept at the same time. Clients send the
-    same request again later."""
+    """Raised if clients ask for more samples than the controller keeps at the same time. Clients
+    send the same request again later."""
 
 
 @dataclass(eq=False)

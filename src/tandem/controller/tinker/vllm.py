@@ -25,7 +25,7 @@ PATIENCE_SECONDS = 600.0
 # Seconds for which a request is repeated while vLLM does not have the model, for example because it
 # has just started and still loads adapters.
 LOADING_SECONDS = 60.0
-_LENGTH_SECONDS = 60.0  # how long vLLM's context length is remembered
+_LENGTH_SECONDS = 60.0  # seconds for which vLLM's context length is cached
 _AGAIN_STATUSES = (408, 429, 502, 503, 504)
 
 
@@ -58,7 +58,7 @@ class VllmSampler:
         key = settings.inference_key
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http: aiohttp.ClientSession | None = None
-        self._length: tuple[float, int] | None = None  # when vLLM was asked, and its answer
+        self._length: tuple[float, int] | None = None  # when vLLM was asked, and vLLM's answer
 
     async def close(self) -> None:
         if self._http is not None:
@@ -72,7 +72,7 @@ class VllmSampler:
 
         Args:
             model: the model's name in vLLM.
-            want: asks for the model to be loaded; awaited when vLLM does not have it.
+            want: asks the publisher to load the model; awaited when vLLM does not have the model.
         """
         tokens = [token for chunk in request.prompt.chunks for token in chunk.tokens]
         begin, missing = time.monotonic(), None
