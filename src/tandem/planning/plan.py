@@ -78,7 +78,7 @@ class Candidate:
     # Speed of all GPUs together, limited by the slowest pipeline stage; 0 if the topology does not
     # fit.
     tokens_per_second: float
-    measured: bool  # whether the estimate is without an assumed rate or bandwidth
+    measured: bool  # whether the estimate needs no assumed rate or bandwidth
 
     @property
     def total(self) -> int:
@@ -245,7 +245,7 @@ def _step_seconds(
     everything, some = levels
     least = needs.layers - everything - some
     # The recomputation as a fraction of a forward pass. Layers that keep only their input recompute
-    # everything except down.
+    # everything except the down projection.
     recomputed = (least * (qkv + proj + gate_up) + some * gate_up) / (layer * needs.layers)
     seconds = (
         linear * (passes + recomputed) + head * passes
@@ -261,7 +261,7 @@ def _step_seconds(
     if workload.lora is None:
         step += needs.optimizer / ADAM_RATE
         if sizes.data * sizes.context > 1:
-            # The bytes of summing the gradients, and of gathering the updated weights.
+            # The ranks sum the bytes of the gradients, and gather the bytes of the updated weights.
             step += (needs.gradients + needs.weights) / EXCHANGE_RATE
     return step
 
@@ -289,8 +289,8 @@ def _attention_weights(arch: Arch) -> tuple[float, float]:
 
 def _features_that_see_all(arch: Arch, slots: int) -> float:
     """The total features of queries and of outputs over all layers. The features of a layer with a
-    window are multiplied by a fraction: of the pairs of a query and a key in a row of one sequence,
-    the pairs that the window leaves."""
+    window are multiplied by the fraction of query-key pairs that the window leaves. The fraction
+    assumes that each row is one sequence."""
     if arch.gdn is not None:
         return (arch.query_size + arch.output_size) * arch.gdn.layers.count(False)
     seen = 1.0
@@ -331,8 +331,8 @@ def _exchange_bytes(workload: Workload, sizes: Sizes) -> float:
 def _order(one: Candidate) -> tuple[float, int, int]:
     """The sort key of candidates. The fastest candidate comes first; the speed of a topology that
     was not measured counts a tenth less. Of equally fast candidates, the candidate that cuts each
-    expert into fewer parts comes first, because its products are larger. Then the candidate that
-    needs less memory comes first."""
+    expert into fewer parts comes first, because its products are larger. Of candidates that are
+    equal in both, the candidate that needs less memory comes first."""
     worth = one.tokens_per_second * (1 if one.measured else UNMEASURED)
     return -round(worth), one.sizes.expert_tensor, one.total
 
