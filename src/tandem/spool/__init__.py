@@ -66,7 +66,7 @@ settings don't keep. No other package builds a path on the volume.
           cancel                          a request to cancel the job
           attempts/<n>/                   logs, heartbeats, errors and the staged checkpoint of one
                                           attempt; hosts/ has the records of its hosts' agents
-      jobs/active/<key>                   names the live jobs that do more than wait
+      jobs/active/<key>                   names a live job that runs or is being ended
       jobs/ended/<digit>/<key>,<state>/   a job that has ended: job.json, events.jsonl, log; <digit>
                                           is the first of the SHA-256 of its id
       jobs/damaged/<key>.<ULID>/          a job whose job.json could not be read, set aside; removed
@@ -118,10 +118,10 @@ that finds the job completes the change.
 The fence (`fence.py`): before an attempt ends without success, its staged directories lose their
 names. Then the attempt's directory is removed, repeatedly until the volume confirms that it is
 gone. A commit is a rename out of that directory, so either the commit or the fence succeeds, never
-both. The fence also stops a rank that was frozen and continues a day later, and for an NFS client
-that still has the names in its cache. After the fence, the checkpoint is looked for again: if it
-exists, the job succeeded. A rank whose attempt was ended can't append events (`Attempt.event`), and
-readers of events skip the events of ended attempts.
+both. The fence also stops a rank that was frozen and continues a day later, even if the rank's NFS
+client still has the old names in its cache. After the fence, the checkpoint is looked for again: if
+it exists, the job succeeded. A rank whose attempt was ended can't append events (`Attempt.event`),
+and readers of events skip the events of ended attempts.
 
 Locks are fcntl locks on separate files (`locks.py`): `runs/<run>/lock`, `jobs/locks/`. The runner
 holds `jobs/runner.lock`, and a second runner is refused. The publisher holds
@@ -202,8 +202,8 @@ class Spool:
 
     @classmethod
     def create(cls, root: Path | str) -> "Spool":
-        """Makes the directories that a spool lacks, and opens it. Raises SpoolUnusable if that
-        fails; the next call continues from there."""
+        """Makes the directories that a spool lacks, and opens it. Raises SpoolUnusable if the
+        volume refuses to do so; another call then makes the directories that are still missing."""
         paths = Paths(real_root(root))
         with fs.volume_errors(paths.root):
             if fs.exists(paths.version_file):

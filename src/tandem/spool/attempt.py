@@ -64,7 +64,8 @@ class Attempt:
         return self.work / "meeting"
 
     def event(self, kind: EventType, **data: Any) -> None:
-        """Append an event of this attempt to the job's events. Raises Conflict as `check` does."""
+        """Append an event of this attempt to the job's events. Raises Conflict if the attempt was
+        ended."""
         with self.spool.job_lock(self.job):
             self.check()
             self.spool.events.append(self.job, kind, attempt=self.number, **data)

@@ -80,7 +80,7 @@ class Checkpoints:
         return self._dir(run).stat().st_mtime
 
     def newest(self, run: str) -> int:
-        """The newest step. Raises CheckpointDamaged if the run has none."""
+        """The newest step. Raises CheckpointDamaged if the run has no checkpoint."""
         newest = next(filter(_is_step, reversed(listing(self._dir(run)))), None)
         if newest is None:
             raise CheckpointDamaged(
@@ -112,7 +112,7 @@ class Checkpoints:
         except ValidationError as error:
             raise CheckpointDamaged(f"{path} is truncated or altered ({error})") from error
         if manifest is None:
-            self.path(run, step)  # the checkpoint may be gone by now
+            self.path(run, step)  # NotFound if the checkpoint was removed meanwhile
             raise CheckpointDamaged(f"{path} is missing")
         if (manifest.run, manifest.step) != (run, step):
             raise CheckpointDamaged(
@@ -240,7 +240,8 @@ class Checkpoints:
         is verified.
 
         Raises Conflict (field `name`) if `new.name` exists, InvalidInput if `new` has another base
-        model or LoRA shape, CheckpointDamaged, and NotFound. The source run may change during the
+        model or LoRA shape, CheckpointDamaged if the checkpoint or its copy is damaged, and
+        NotFound if the run or the checkpoint does not exist. The source run may change during the
         copy, because open files outlive their names.
 
         Args:
@@ -284,12 +285,12 @@ class Checkpoints:
             verify_files(copy, manifest.model_copy(update={"files": {name: manifest.files[name]}}))
         except CheckpointDamaged:
             with suppress(NotFound):
-                self.verify(run, manifest.step)  # raises if the source itself is damaged
+                self.verify(run, manifest.step)  # names the source if the source is damaged
             raise
 
     def _open(self, run: str, step: int, name: str, size: int) -> IO[bytes]:
         try:
-            # a longer file is damaged, and would be copied whole
+            # `most` refuses a longer file, which is damaged and would be copied whole
             return open_plain(self.path(run, step) / name, most=size)
         except (FileNotFoundError, NotPlainError):
             self.verify(run, step)

@@ -1,4 +1,4 @@
-"""Files on the volume: durable writes that are committed by rename. Errors say what to do.
+"""Files on the volume: durable writes that are committed by rename. Error messages say what to do.
 
 A write goes to a temporary name in the directory of its target (`.tmp-…`, which listings leave
 out). Then the file is fsynced and renamed, and the directory is fsynced. So a file that exists

@@ -18,7 +18,7 @@ def recover(
     """Settles the jobs of a dead runner, and removes the files that dead processes left. The caller
     holds the runner lock, and has ended orphaned ranks. Returns the jobs whose state changed, with
     their new states. A running job with a result is finished, and a running job that made its
-    checkpoint succeeds; all others are requeued.
+    checkpoint succeeds. All other running jobs are queued again.
 
     Args:
         runner: the name of the caller, which is a runner.
@@ -78,7 +78,8 @@ def _remove_if_stale(path: Path) -> None:
     with fs.volume_errors(path):
         try:
             clock.touch(exist_ok=False)
-            # A directory's own time does not show writes deep inside it.
+            # The mtime of a directory does not change when a file deep inside the directory is
+            # written.
             newest = max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
             age = clock.stat().st_mtime - newest
         except FileNotFoundError:

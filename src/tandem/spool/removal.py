@@ -55,7 +55,7 @@ def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
 def prune(spool: Spool, settings: Settings) -> None:
     """Removes everything that the settings `keep_*` don't keep, and whole merged weights that are
     no longer served."""
-    limit = max(0.0, time.time() - (settings.keep_days or math.inf) * 86400)  # 0: nothing is old
+    limit = max(0.0, time.time() - (settings.keep_days or math.inf) * 86400)  # 0: nothing is too old
     for run in spool.runs.names():
         try:
             doomed, whole = (

@@ -45,8 +45,8 @@ class Replicas:
     ) -> None:
         self._paths, self._runs = paths, runs
         self._announced, self._checkpoints = served, checkpoints
-        # Replica -> the last beat seen in its record, and the monotonic time at which that beat was
-        # first seen.
+        # Replica -> the last heartbeat (`beat`) in its record, and the monotonic time at which this
+        # process first saw that heartbeat.
         self._seen: dict[str, tuple[float, float]] = {}
 
     def lock(self) -> AbstractContextManager[int]:
@@ -79,8 +79,9 @@ class Replicas:
 
     def living(self) -> dict[str, Replica]:
         """The replicas whose records changed within DEAD_SECONDS. A replica whose record this
-        process reads for the first time counts as living, even if it died long ago. `fresh`
-        compares the time in the record with this machine's clock instead."""
+        process reads for the first time counts as living, even if it died long ago. The method
+        `fresh` does not have this weakness: it compares the time in the record with this machine's
+        clock."""
         records = self.all()
         return {
             name: records[name] for name, age in self._ages(records).items() if age <= DEAD_SECONDS

@@ -176,7 +176,7 @@ class Runs:
         names = listing(self._paths.runs)
         for at in range(bisect_right(names, name), len(names)):
             if is_run_name(names[at]):
-                # `damaged` reports the run, or it was removed meanwhile
+                # `damaged` reports a damaged run. A run that is not found was removed meanwhile.
                 with suppress(RunDamaged, NotFound):
                     yield self.get(names[at])
 
@@ -253,8 +253,8 @@ class ServedRecords:
         return self._runs.directory(run) / "refused.json"
 
     def refused(self, run: str) -> Refused | None:
-        """The step that vLLM refused. None if vLLM serves a step of the run, or has refused
-        none."""
+        """The step that vLLM refused. None if vLLM serves a step of the run, or has refused no
+        step."""
         return fs.read_undamaged(self._refused(run), Refused)
 
     def put_refused(self, run: str, refused: Refused) -> None:

@@ -206,7 +206,7 @@ class CheckpointNames:
         name.
 
         Args:
-            group: "weights" or "sampler"; each has names of its own.
+            group: "weights" or "sampler"; each group has its own names.
         """
         for saved in self.list(run):
             if (saved.group, saved.name) == (group, name):
@@ -214,13 +214,14 @@ class CheckpointNames:
         raise NotFound(f"run {run!r} has no checkpoint {json.dumps(name)}", field="name")
 
     def put(self, run: str, saved: SavedName) -> None:
-        """Gives the name to this checkpoint; a checkpoint that had the name loses it."""
+        """Gives the name `saved.name` to the checkpoint `saved.step`; another checkpoint that had
+        the name in the same group loses it."""
         self._checkpoints.pin(run, saved.step)
         self._replace(run, saved, saved)
 
     def remove(self, run: str, group: str, name: str) -> None:
-        """Forgets a name. Raises NotFound if the name does not exist. The checkpoint may then be
-        removed.
+        """Forgets the name of a checkpoint. Raises NotFound if no checkpoint has the name. A
+        checkpoint without any name may be removed.
 
         Args:
             group: as for `find`.

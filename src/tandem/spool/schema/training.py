@@ -23,7 +23,7 @@ class _Own(NamedTuple):
 
 _OWN = {
     "cispo": _Own("token", "token", 1.0, 4.0),
-    "ppo": _Own("token", "token", 0.2, 0.28),  # mean and clip-higher as in DAPO
+    "ppo": _Own("token", "token", 0.2, 0.28),  # mean and raised upper bound of DAPO
     "gspo": _Own("sequence", "trajectory", 3e-4, 4e-4),
     "gspo_token": _Own("sequence", "trajectory", 3e-4, 4e-4),
     "dro": _Own("token", "token", 1.0, math.inf),  # no bounds
@@ -246,7 +246,7 @@ class PreferenceLoss(Record):
 
     @property
     def mean_over(self) -> Literal["group"]:
-        return "group"  # a group of the packer is one pair
+        return "group"  # for the packer, each pair is a group
 
     @property
     def reference_step(self) -> int | None:
@@ -336,9 +336,9 @@ class PackedData(Record):
     num_trajectories: int = Field(ge=1)
     num_groups: int = Field(ge=1)
     dropped_groups: int = Field(default=0, ge=0)  # groups dropped because their rewards are equal
-    # Trajectories that are too long, or have no trained token left after truncation.
+    # Trajectories that are left out: they are too long, or have no trained token after truncation.
     dropped_trajectories: int = Field(default=0, ge=0)
-    truncated_trajectories: int = Field(default=0, ge=0)  # cut to the length of a row
+    truncated_trajectories: int = Field(default=0, ge=0)  # trajectories cut to a row's length
     # Examples or pairs that are only evaluated. Of the counts above, only num_rows,
     # dropped_trajectories and truncated_trajectories include these examples.
     num_held_out: int = Field(default=0, ge=0)
