@@ -90,21 +90,21 @@ rename creates the job. When the job has ended, the files that only a living job
 Then one rename moves the directory to `jobs/ended/`, with the state in its name.
 
 Names contain the order of jobs: a job's key contains its submission time, base step, run and id. So
-queue, lists and counts are computed from names, and a program opens only the jobs that it needs. A
-claim takes the oldest queued job whose run has no running job. A program that needs the running
-jobs reads the jobs that `jobs/active/` names. A name in `jobs/active/` is written before the job's
-state changes, and removed after the job is queued again or has ended. The next claim removes a name
-in `jobs/active/` whose job no longer runs. A directory that has not changed is not listed again
-(`listing` in `paths.py`, `Index` in `jobs.py`). These lists are caches: a process may drop them at
-any time.
+the queue, lists and counts of jobs are computed from names, and a program opens only the files of
+the jobs that it needs. A claim takes the oldest queued job whose run has no running job. A program
+that needs the running jobs reads the jobs that `jobs/active/` names. A name in `jobs/active/` is
+written before the job's state changes, and removed after the job is queued again or has ended. The
+next claim removes a name in `jobs/active/` whose job no longer runs. A directory that has not
+changed is not listed again (`listing` in `paths.py`, `Index` in `jobs.py`). The lists of names are
+caches: a process may drop them at any time.
 
 Removal by rename (`removal.py`): the controller removes files that the settings don't keep. A run,
 a checkpoint or an ended job is renamed to a temporary name, and then its files are removed.
 
 Damage stays local. The directory of a job whose `job.json` can't be read is moved to
 `jobs/damaged/`, and the job ends as `failed` with `job_damaged`. A job's file with keys that only a
-newer version knows is left unchanged, and its job waits. This happens during an upgrade, while the
-trainer still runs the old image. Lists leave out names that are not the name of a job, and runs
+newer version knows is left unchanged, and its job waits. Such files exist during an upgrade, while
+the trainer still runs the old image. Lists leave out names that are not the name of a job, and runs
 without a readable `run.json`. The log, `tandem_spool_damaged` and `tandem doctor` report such
 damage. `python -m tests.fuzz.files` damages one file after another and lets every program read it.
 
@@ -116,12 +116,13 @@ If a process died after it wrote the result and before it wrote the terminal eve
 that finds the job completes the change.
 
 The fence (`fence.py`): before an attempt ends without success, its staged directories lose their
-names. Then the attempt's directory is removed, repeatedly until the volume confirms that it is
-gone. A commit is a rename out of that directory, so either the commit or the fence succeeds, never
-both. The fence also stops a rank that was frozen and continues a day later, even if the rank's NFS
-client still has the old names in its cache. After the fence, the checkpoint is looked for again: if
-it exists, the job succeeded. A rank whose attempt was ended can't append events (`Attempt.event`),
-and readers of events skip the events of ended attempts.
+names. Then the attempt's directory is removed. The removal is repeated until the volume confirms
+that the directory no longer exists. A commit is a rename out of the attempt's directory, so either
+the commit or the fence succeeds, never both. The fence also stops a rank that was frozen and
+continues a day later, even if the rank's NFS client still has the old names in its cache. After the
+fence, the checkpoint is looked for again: if it exists, the job succeeded. A rank whose attempt was
+ended can't append events (`Attempt.event`), and readers of events skip the events of ended
+attempts.
 
 Locks are fcntl locks on separate files (`locks.py`): `runs/<run>/lock`, `jobs/locks/`. The runner
 holds `jobs/runner.lock`, and a second runner is refused. The publisher holds

@@ -131,8 +131,8 @@ class Checkpoints:
 
     def has(self, run: str, served: Served) -> bool:
         """Whether the served checkpoint is still the run's checkpoint of step `served.step`. Opens
-        the manifest only if the inode or mtime of its file differs from that in the record
-        `served`."""
+        the manifest only if the inode or mtime of the manifest's file differs from
+        `served.manifest`."""
         with suppress(NotFound, CheckpointDamaged):
             if served.manifest is not None and served.manifest == self.manifest_identity(
                 run, served.step

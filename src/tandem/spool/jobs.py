@@ -265,8 +265,8 @@ class Jobs:
         self, job: str | JobKey | JobDir, *, sure: bool = True
     ) -> tuple[JobState, Job] | None:
         """The job and its state, or None. A decided job whose directory has not moved yet counts as
-        `running`. `sure`: see `fs.read_bytes`. A lookup by key or by entry is faster than by id,
-        because it need not search the live jobs."""
+        `running`. The argument `sure` is explained at `fs.read_bytes`. A lookup by key or by entry
+        is faster than by id, because it need not search the live jobs."""
         if isinstance(job, str):
             key, entry = None, self._paths.find(job)
         else:

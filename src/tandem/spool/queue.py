@@ -199,7 +199,8 @@ class Queue:
         _remove(self._paths.active_file(key))
 
     def _remove_empty(self, key: JobKey) -> None:
-        """Removes the directories of a job that has been moved or removed, if they are empty."""
+        """Removes the parent directories of a job that has been moved or removed, if they are
+        empty: the bucket and the run's directory."""
         directory = self._paths.live_dir(key).parent
         fs.remove_empty(directory, directory.parent)
 

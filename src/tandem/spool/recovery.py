@@ -8,7 +8,8 @@ from tandem.spool import Spool, fs
 from tandem.spool.jobs import JobList
 from tandem.spool.schema import TERMINAL, Job, JobError, JobState
 
-# Newer files may belong to a living process, for example to a submission that is being packed.
+# Temporary files that were written within this many seconds are kept: they may belong to a living
+# process, for example to a submission that is being packed.
 STALE_SECONDS = 3600.0
 
 

@@ -55,7 +55,7 @@ def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
 def prune(spool: Spool, settings: Settings) -> None:
     """Removes everything that the settings `keep_*` don't keep, and whole merged weights that are
     no longer served."""
-    limit = max(0.0, time.time() - (settings.keep_days or math.inf) * 86400)  # 0: nothing is too old
+    limit = max(0.0, time.time() - (settings.keep_days or math.inf) * 86400)  # 0: nothing is old
     for run in spool.runs.names():
         try:
             doomed, whole = (
@@ -81,8 +81,8 @@ def prune(spool: Spool, settings: Settings) -> None:
 
 
 def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -> list[Path]:
-    """Sets aside the checkpoints that are not kept, and discarded checkpoints from before `limit`,
-    Unix seconds."""
+    """Sets aside the checkpoints that the settings don't keep, and the checkpoints that rollbacks
+    discarded before `limit`, in Unix seconds."""
     checkpoints = spool.checkpoints
     doomed = _set_aside(
         [path for path in checkpoints.discarded(run) if _set_aside_before(limit, path)]
@@ -189,10 +189,10 @@ def _prune_sessions(spool: Spool, limit: float) -> None:
 
 
 def _remove_jobs(spool: Spool, entries: Sequence[JobDir]) -> None:
-    """Removes ended jobs of one directory."""
+    """Removes the ended jobs `entries`, which are in the same directory."""
     doomed = []
     for entry in entries:
-        # Another removal, or a reader that found the job damaged, may have moved it meanwhile.
+        # Another removal, or a reader that found the job damaged, may have moved the job.
         with spool.job_lock(entry.key.id), suppress(FileNotFoundError):
             doomed += _set_aside([entry.directory])
     for directory in doomed:

@@ -135,9 +135,9 @@ class Replicas:
         """Write the step on which the ready replicas agree to the run's `served.json`. The caller
         holds `lock`.
 
-        `one_step`: with merged weights, a replica serves only one step at a time, and the oldest of
-        the ready replicas' steps is announced. With adapters, a step is announced only if all ready
-        replicas serve it.
+        `one_step` is true for merged weights: a replica serves only one step at a time, and the
+        oldest of the ready replicas' steps is announced. `one_step` is false for adapters: a step
+        is announced only if all ready replicas serve the step.
         """
         ready = [name for name, record in self.living().items() if record.ready]
         records = {name: self.serves(run, name) for name in ready}

@@ -122,7 +122,7 @@ class Runs:
         exists. The run appears completely or not at all.
 
         Args:
-            write_files: `write_files(directory)` writes the files of that checkpoint.
+            write_files: `write_files(directory)` writes the files of the checkpoint of step 0.
             sha256: the known hashes of files, as for `write_manifest`.
             details: the manifest's other fields.
         """

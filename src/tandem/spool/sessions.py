@@ -43,7 +43,7 @@ class TrainingSessions:
     def create(
         self, *, submitted_by: str | None = None, labels: Mapping[str, str] | None = None
     ) -> SessionRecord:
-        """A new session. The session's client counts as alive now."""
+        """A new session. The session's client counts as alive from its creation on."""
         record = SessionRecord(
             id=fs.new_ulid().lower(),
             created=time.time(),

@@ -89,8 +89,8 @@ class RLLoss(Record):
     # The reference policy: the base model with the adapter off, or a checkpoint (step) of the same
     # run.
     kl_reference: Literal["base"] | Step = "base"
-    # Measures the KL even if kl_coef is 0. The measurement costs one more forward pass without
-    # gradients.
+    # If `kl_metric` is true, the KL is measured even if kl_coef is 0. The measurement costs one
+    # more forward pass without gradients.
     kl_metric: bool = False
     entropy_coef: float = Field(default=0.0, ge=0)
     # The trajectories' sampling temperature; logits are divided by it.
