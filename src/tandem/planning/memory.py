@@ -44,8 +44,8 @@ _BF16, _INT16, _FP32 = 2, 2, 4
 
 @dataclass(frozen=True)
 class Workload:
-    """The properties of a training that planning needs: the trained weights, and the rows. `lora`:
-    the adapter's shape; None: all weights are trained."""
+    """The properties of a training that planning needs: the trained weights, and the rows. `lora`
+    is the adapter's shape, or None if all weights are trained."""
 
     arch: Arch
     lora: LoraShape | None
@@ -110,8 +110,8 @@ class Memory:
         return self.weights + self.adapter + self.gradients + self.optimizer
 
     def activations(self, levels: tuple[int, int]) -> int:
-        """Bytes of the kept activations. `levels`: the number of layers that keep everything, and
-        the number of other layers that keep their attention block."""
+        """Bytes of the kept activations. The argument `levels` has the number of layers that keep
+        everything, and the number of other layers that keep their attention block."""
         everything, attention = levels
         least = self.layers - everything - attention
         saved = (

@@ -142,8 +142,9 @@ def servers_to_keep_busy(trained: float, generated: float, share: float) -> int:
 def automatic(settings: Settings, gpu_memory: int) -> Plan:
     """The choice of `TANDEM_TOPOLOGY=auto` for the trainer's ranks: the first topology of the plan.
     The plan is for rows of `ROW` slots (or the model's number of positions, if it is smaller) and
-    for the largest LoRA that a run may have by default. `gpu_memory`: memory in bytes of the
-    smallest of the ranks' GPUs. Raises InvalidInput if `gpu_memory` is 0 or no topology fits."""
+    for the largest LoRA that a run may have by default. The argument `gpu_memory` is the memory in
+    bytes of the smallest of the ranks' GPUs. Raises InvalidInput if `gpu_memory` is 0 or no
+    topology fits."""
     if gpu_memory == 0:
         problem = (
             "auto plans the memory of GPUs, and the trainer has none whose memory is known; leave"

@@ -30,7 +30,7 @@ _AGAIN_STATUSES = (408, 429, 502, 503, 504)
 
 
 class SampleFailed(TandemError, code="inference_refused", http_status=502):
-    """vLLM did not sample. `user`: whether the client's request is the cause."""
+    """Raised when vLLM did not sample. `user` says whether the client's request is the cause."""
 
     def __init__(self, message: str, *, user: bool) -> None:
         super().__init__(message)
