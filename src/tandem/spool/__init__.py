@@ -87,7 +87,8 @@ Commit by rename (`fs.py`): a name that exists is complete. On NFS, a reader ope
 directory before it relies on the absence of a name. `checkpoints.py` commits a checkpoint, and
 `runs.py` writes its manifest. A submission writes a job's directory under a temporary name, and one
 rename creates the job. When the job has ended, the files that only a living job needs are removed.
-Then one rename moves the directory to `jobs/ended/`, with the state in its name.
+Then one rename moves the job's directory to `jobs/ended/`. The directory's new name contains the
+job's state.
 
 Names contain the order of jobs: a job's key contains its submission time, base step, run and id. So
 the queue, lists and counts of jobs are computed from names, and a program opens only the files of
@@ -127,7 +128,7 @@ attempts.
 Locks are fcntl locks on separate files (`locks.py`): `runs/<run>/lock`, `jobs/locks/`. The runner
 holds `jobs/runner.lock`, and a second runner is refused. The publisher holds
 `jobs/locks/publisher`; a second publisher reports the holder and waits. With several inference
-servers, each server has a name and a publisher of its own, and this publisher holds
+servers, each server has its own name and its own publisher, which holds the server's lock
 `replicas/<id>.lock`.
 
 Events are appended under the job's lock. Readers tolerate a half-written last line.

@@ -11,8 +11,8 @@ from tandem.spool.schema import Beat, EventType
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt to run a job. Runner, launcher and ranks get the paths of its files from this
-    object.
+    """One attempt to run a job. Runner, launcher and ranks get the paths of the attempt's files
+    from this object.
 
     The files are in the directory `work`. A claim creates the directory, and the attempt's end
     removes it.

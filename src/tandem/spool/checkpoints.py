@@ -299,7 +299,7 @@ class Checkpoints:
 
 class MergedFiles:
     """Complete merged weights as Hugging Face models. The `manifest.json` of merged weights is the
-    checkpoint's manifest with the list of these files."""
+    checkpoint's manifest, but lists the files of the merged weights."""
 
     def __init__(
         self, runs: Runs, served: ServedRecords, replicas: Callable[[str], Collection[int]]
@@ -321,9 +321,9 @@ class MergedFiles:
         return {directory / name: int(name[:8]) for name in listing(directory) if _is_merged(name)}
 
     def _path(self, checkpoint: Manifest) -> Path:
-        """The directory of the checkpoint's whole weights. Its name contains 12 hexadecimal digits
-        that identify the checkpoint, so the weights of a discarded checkpoint of the same step have
-        another name."""
+        """The directory of the checkpoint's whole weights. The directory's name contains 12
+        hexadecimal digits that identify the checkpoint, so the weights of a discarded checkpoint of
+        the same step have another name."""
         made = hashlib.sha256(f"{checkpoint.job} {checkpoint.created!r}".encode()).hexdigest()[:12]
         return self._dir(checkpoint.run) / f"{step_name(checkpoint.step)}-{made}"
 

@@ -1,12 +1,12 @@
 """Changes jobs: submit, claim, cancel, requeue, finish.
 
-A change of the state is one rename of the job's `job.json`. A job is created, and ends, by one
-rename of its directory. Each change holds the job's lock. The steps of a change are ordered so that
-a crash leaves either the state before the change or the state after it. The same call, the next
-claim, or a new runner's `recover` completes a change that a crash interrupted. `jobs/active/` has
-the names of the live jobs that run or are being ended. A job's name is added before its state
-changes from `queued`, and removed after the job is queued again or has ended. Locks are taken in
-this order: the run's lock, the lock of claims, the job's lock.
+A change of the state is one rename of the job's `job.json`. One rename of a job's directory creates
+the job, and another rename of the directory ends the job. Each change holds the job's lock. The
+steps of a change are ordered so that a crash leaves either the state before the change or the state
+after it. The same call, the next claim, or a new runner's `recover` completes a change that a crash
+interrupted. `jobs/active/` has the names of the live jobs that run or are being ended. A job's name
+is added before its state changes from `queued`, and removed after the job is queued again or has
+ended. Locks are taken in this order: the run's lock, the lock of claims, the job's lock.
 """
 
 import socket
@@ -38,8 +38,8 @@ from tandem.spool.schema import (
     SessionJob,
 )
 
-# The least difference in seconds between the `created` times of two jobs of a run. It is more than
-# one microsecond, because keys have whole microseconds and floats are not exact.
+# The least difference in seconds between the `created` times of two jobs of a run. The difference
+# is more than one microsecond, because keys have whole microseconds and floats are not exact.
 _APART = 2e-6
 
 
@@ -226,8 +226,9 @@ class Queue:
                         located = self._jobs.locate(head)
                         if located is not None and located[0] == "queued":
                             return self._start(located[1], runner)
-                        # The job was set aside; or it is damaged, and its directory stays until the
-                        # volume accepts the writes that end the job.
+                        # `locate` does not find a job that was set aside. It also does not find a
+                        # damaged job whose directory stays until the volume accepts the writes that
+                        # end the job.
                         if located is None:
                             passed.add(head.id)
                         else:

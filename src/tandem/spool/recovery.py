@@ -23,8 +23,9 @@ def recover(
 
     Args:
         runner: the name of the caller, which is a runner.
-        adopts: `adopts(job)` says whether the caller continues the attempt of a running job. Such a
-            job stays running. By default, the caller continues no attempt.
+        adopts: `adopts(job)` says whether the caller continues the attempt of a running job. A job
+            whose attempt the caller continues stays running. By default, the caller continues no
+            attempt.
     """
     index = spool.jobs.index
     # a power loss may have removed names in `jobs/active/`

@@ -32,8 +32,8 @@ RESULT_SECONDS = 3600.0
 def delete_run(spool: Spool, run: str) -> Path:
     """Removes a run with its ended jobs. Returns the directory that the caller still has to remove
     (`shutil.rmtree`). Raises Conflict if jobs of the run are queued or running, and NotFound if the
-    run does not exist. If the process dies in the middle, the run is complete but lacks some of its
-    ended jobs; another call completes the removal."""
+    run does not exist. If the process dies in the middle, some of the run's ended jobs are removed
+    but the run itself is complete; another call completes the removal."""
     with spool.runs.lock(run):
         spool.jobs.check_none_pending(run, "run")
         for entries in spool.jobs.index.ended().values():

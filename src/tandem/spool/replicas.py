@@ -32,8 +32,9 @@ FORGET_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Announcement:
-    """`served`: the step of the run that every ready replica serves, together with the newest step
-    that all of them refused; `verified`: all steps that every ready replica serves."""
+    """The field `served` has the step of the run that every ready replica serves, together with the
+    newest step that all ready replicas refused. The field `verified` has all steps that every ready
+    replica serves."""
 
     served: Served | None
     verified: tuple[Served, ...]
@@ -117,7 +118,7 @@ class Replicas:
         """Writes the steps of a run that a replica serves, unless the record is unchanged."""
         path = self._of_run(run, replica)
         if fs.read_undamaged(path, ReplicaServed) != record:
-            # if the run was deleted meanwhile, its directory is gone
+            # `mkdir` makes no parents, so it does not make the directory of a deleted run again.
             path.parent.mkdir(exist_ok=True)
             fs.write_json_atomic(path, record)
 

@@ -56,7 +56,7 @@ def write_manifest(
 def verify_files(directory: Path, manifest: Manifest) -> None:
     """Compares every file with the manifest. Raises CheckpointDamaged that names each file that is
     missing, truncated, altered or not a regular file. Raises CheckpointIncomplete if files are
-    missing and the others are right."""
+    missing and all other files match the manifest."""
     paths = {name: directory / name for name in manifest.files}
     sizes = dict[str, int]()
     strange = dict[str, str]()

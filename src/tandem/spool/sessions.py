@@ -27,7 +27,7 @@ from tandem.spool.schema import (
 _RECORD, _BEAT, _END = "session.json", "beat.json", "end.json"
 
 
-# cached, because the runner checks whether every session has ended in each turn of its loop
+# The result is cached, because the runner reads the end of every session in each turn of its loop.
 @remembered
 def _read_end(path: Path) -> SessionEnd | None:
     return fs.read_undamaged(path, SessionEnd)

@@ -252,7 +252,7 @@ class Hold(Record):
     job: JobId
     attempt: int
     phase: HoldPhase
-    since: float  # Unix seconds by the runner's clock, as are `beat` and `deadline`
+    since: float  # `since`, `beat` and `deadline` are Unix seconds by the runner's clock
     beat: float
     lease: float  # the runner counts as lost after this many seconds without a new `beat`
     # if the runner is lost, vLLM may be woken after this time regardless of the memory in use
