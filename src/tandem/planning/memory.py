@@ -64,10 +64,10 @@ class SavedBytes(NamedTuple):
 
 
 def choose_levels(saved: SavedBytes, layers: int, budget: float) -> tuple[int, int]:
-    """Two numbers of layers: the layers that keep everything, and the other layers that keep their
-    attention block. The remaining layers keep only their inputs. The kept tensors fit into the
-    budget. As many layers as possible keep everything, because that saves more time per byte than
-    keeping the attention block alone.
+    """Two counts: the number of layers that keep everything, and the number of other layers that
+    keep their attention block. The remaining layers keep only their inputs. The kept tensors fit
+    into the budget. As many layers as possible keep everything, because that saves more time per
+    byte than keeping the attention block alone.
 
     Args:
         saved: bytes of one layer at each level.
@@ -101,8 +101,8 @@ class Memory:
     layer: int
     layer_recomputing: int  # memory of the largest pass of a layer that keeps only its input
     context: int  # memory of CUDA and NCCL, outside of torch's allocator
-    # The value of `Sizes.layers_shared`. If it is true, `recompute=auto` leaves memory for the pass
-    # of one more layer.
+    # The value of `Sizes.layers_shared`. If `layers_shared` is true, `recompute=auto` leaves memory
+    # for the pass of one more layer.
     shared: bool = False
 
     @property
@@ -373,8 +373,8 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     log_sums = slots * arch.num_heads // sizes.tensor * _FP32
     saved = SavedBytes(*(level * _BF16 + log_sums for level in (least, attention, everything)))
 
-    # The MLP's backward pass: the gradients of its output and of the activated features, the
-    # activated features, and the normalised input. In a mixture, the output's gradient and the
+    # The MLP's backward pass needs the gradients of the MLP's output and of the activated features,
+    # the activated features, and the normalised input. In a mixture, the output's gradient and the
     # normalised input exist once for each assignment of a token to an expert.
     working = 2 * rows * features + 2 * slots * hidden
     clamped = moe is not None and moe.biases

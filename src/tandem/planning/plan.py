@@ -72,7 +72,7 @@ class Candidate:
     """A topology that the trainer builds, on GPUs of a given size."""
 
     sizes: Sizes
-    # `memory` and `levels` are those of the fullest pipeline stage.
+    # The fields `memory` and `levels` describe the fullest pipeline stage.
     memory: Memory
     levels: tuple[int, int] | None  # see `Memory.levels`; None if the topology does not fit
     # Speed of all GPUs together, limited by the slowest pipeline stage; 0 if the topology does not

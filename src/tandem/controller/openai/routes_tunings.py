@@ -225,8 +225,8 @@ def _page_of(everything: list[dict[str, Any]], after: str | None, limit: int) ->
 
 @router.post("/jobs/{job_id}/cancel")
 def cancel_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
-    """Cancel a job: its waiting part stops at once, its running part soon. A cancelled job stays
-    cancelled."""
+    """Cancel a fine-tuning job. A queued Tandem job of the fine-tuning ends at once; a running one
+    ends soon. A cancelled fine-tuning job can't be resumed."""
 
     def cancel(now: Tuning) -> Tuning:
         return now if now.cancelled else now.model_copy(update={"cancelled": time.time()})

@@ -67,7 +67,7 @@ class Tuner:
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
         self._ended = set[str]()
-        # The chains with open files, of the fine-tunings that train.
+        # The chains of the fine-tunings that train; the chains' files are open.
         self._chains: dict[str, ChainPlan] = {}
         # Finished plans that could not be written to the record yet, because the volume refused the
         # write. Plans are kept because measuring all examples again takes minutes.

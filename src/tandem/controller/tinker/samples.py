@@ -12,7 +12,7 @@ MOST = 20_000
 # Seconds for which a result is kept after a client has fetched it, because a client whose
 # connection broke asks again.
 TAKEN_SECONDS = 60.0
-# Seconds for which a result is kept that no client has asked for.
+# Seconds for which the controller keeps a result that no client has asked for.
 LEFT_SECONDS = 900.0
 _SWEEP_SECONDS = 10.0
 

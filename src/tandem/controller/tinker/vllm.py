@@ -240,7 +240,7 @@ def _sequence(choice: Mapping[str, Any], k: int) -> Sampled:
     if ids is None or values is None or len(ids) != len(values):
         raise SampleFailed("vLLM's answer has no token ids with their log-probs", user=False)
     if choice["finish_reason"] not in ("stop", "length"):
-        # vLLM went to sleep, or is about to stop.
+        # vLLM aborts requests when it goes to sleep or is about to stop.
         raise _Again(f"vLLM ended the request: {choice['finish_reason']}")
     top = None
     if k:
