@@ -342,8 +342,8 @@ class MergedFiles:
             with suppress(FileExistsError):
                 fs.rename_dir(staged, target)
         served, steps = self._served.get(run), self.steps(run)
-        # vLLM may still read the weights of the previous step. On NFS a reader on another host
-        # loses files that are removed.
+        # vLLM may still read the weights of the previous step. On NFS, a reader on another host
+        # can't read a file after its removal.
         before = [step for step in steps.values() if step < checkpoint.step][-1:]
         keep = {*before, served.step if served else None, *self._replicas(run)}
         for path, step in steps.items():

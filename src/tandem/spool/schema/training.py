@@ -62,7 +62,7 @@ class RLLoss(Record):
     off_policy_threshold: float | None = Field(default=None, gt=0)
     # The weight of an item in the weighted mean: 1 (token), 1/items of the trajectory, or 1/items
     # of the group. `constant` divides the plain sum by `normalisation_constant` times the number of
-    # trajectories (Dr. GRPO); `sum` does not divide. None: the policy's own default (see
+    # trajectories, as in Dr. GRPO. `sum` does not divide. None: the policy's own default (see
     # `mean_over`).
     normalisation: Literal["token", "trajectory", "group", "constant", "sum"] | None = None
     normalisation_constant: float | None = Field(default=None, gt=0)
@@ -262,7 +262,7 @@ class Schedule(Record):
     Step k (0, 1, ...) of `total` has the factor (k + 1) / (warmup + 1) while k < warmup. Then, with
     x = (k - warmup) / (total - warmup), the factor is 1 (constant), floor + (1 - floor) (1 - x)
     (linear), or floor + (1 - floor) (1 + cos(pi x)) / 2 (cosine; Loshchilov and Hutter, 2016,
-    arXiv:1608.03983, eq. 5).
+    arXiv:1608.03983, equation 5).
     """
 
     shape: Literal["constant", "linear", "cosine"] = "constant"
