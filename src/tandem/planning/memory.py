@@ -281,8 +281,8 @@ def _delta_net(
     flash-linear-attention). The first result is the tensors that the layer keeps. The second result
     is the part of these tensors that belongs to the autograd graph between the layer's input and
     output projections. The third result is the extra memory of this graph's backward pass. The
-    values are computed, not measured. `others`: the memory that a layer with attention keeps; its
-    MLP is the same."""
+    values are computed, not measured. `others` is the memory that a layer with attention keeps; its
+    MLP is the same as this layer's."""
     slots, parts, hidden = workload.sequence_length, sizes.tensor, workload.arch.hidden_size
     own = -(-slots // parts) if sizes.sequence else slots  # number of slots in the residual stream
     features, value, heads = sum(gdn.sections) // parts, gdn.value_size // parts, gdn.value_heads
@@ -309,8 +309,8 @@ def _delta_net(
 
 def _mlp_rows(workload: Workload, sizes: Sizes, slots: int, residual_slots: int) -> int:
     """The number of rows in the MLP's products. For a mixture's experts, the number assumes that
-    all experts get equally many rows. The ranks over which experts are cut gather their slots. Of
-    the rows of all these slots, each rank has 1 / `expert`."""
+    all experts get equally many rows. The ranks over which experts are cut gather their slots. Each
+    rank has the fraction 1 / `expert` of the rows of all gathered slots."""
     moe = workload.arch.moe
     return slots if moe is None else residual_slots * sizes.expert_tensor * moe.experts_per_token
 

@@ -210,7 +210,8 @@ def _share(workload: Workload, sizes: Sizes) -> float:
 def _step_seconds(
     workload: Workload, sizes: Sizes, needs: Memory, levels: tuple[int, int]
 ) -> float:
-    """Seconds of one optimizer step. With LoRA, Adam's 2 ms are left out."""
+    """Seconds of one optimizer step. With LoRA, the estimate leaves out the 2 ms of Adam's
+    update."""
     arch, slots, hidden, moe = (
         workload.arch,
         workload.sequence_length,
@@ -313,8 +314,8 @@ def _exchange_bytes(workload: Workload, sizes: Sizes) -> float:
     def gathered(group: int, elements: float) -> float:
         return elements * (group - 1) / group * _BF16
 
-    # The residual stream is summed twice in the forward and twice in the backward pass. A sum is a
-    # scatter and a gather.
+    # The residual stream is summed twice in the forward and twice in the backward pass. Each sum is
+    # a reduce-scatter and an all-gather.
     layer = 8 * gathered(sizes.tensor, slots * arch.hidden_size)
     # Keys and values are gathered in the forward pass and again in the backward pass, and their
     # gradients are exchanged.
