@@ -77,7 +77,7 @@ def create_app(settings: Settings) -> FastAPI:
         description=_DESCRIPTION,
         generate_unique_id_function=lambda route: route.name,
         separate_input_output_schemas=False,
-        docs_url=None,  # FastAPI's page loads its scripts from a CDN
+        docs_url=None,  # FastAPI's documentation page loads scripts from a CDN
         redoc_url=None,
         lifespan=_run_threads,
     )
@@ -104,8 +104,8 @@ def create_app(settings: Settings) -> FastAPI:
 
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     _install_metrics(app, app.state.deployment)
-    # The middleware that is added last is the outermost, so it also counts requests that the others
-    # refuse.
+    # The middleware that is added last is the outermost, so `CountRequests` also counts requests
+    # that the other middleware refuses.
     app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes)
     app.add_middleware(Authentication, keys=settings.named_keys)
     app.add_middleware(CountRequests, counts=app.state.deployment.counts)

@@ -33,7 +33,7 @@ class _File:
     """The last seen state of a job's event file, for all followers of the job."""
 
     size: int = 0
-    ended: bool = False  # the job has a terminal state, or is gone
+    ended: bool = False  # the job has a terminal state, or was removed
     state_read: float = field(default_factory=time.monotonic)
 
 
@@ -42,7 +42,8 @@ class EventStreams:
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
-        # Job -> its file, while at least one reader follows the job.
+        # Job -> the state of the job's event file. A job is listed while at least one reader
+        # follows it.
         self._files = WeakValueDictionary[str, _File]()
         self._looked = 0.0  # monotonic
         # The streams have their own threads, so that they don't wait for heavy requests.
@@ -58,8 +59,8 @@ class EventStreams:
         """The job's events as Server-Sent Events, up to the terminal event.
 
         The stream also ends if the job has ended without a terminal event, because the writer of
-        the event died. Clients then reconnect, or ask for the job's state. An event's `id` is its
-        seq; clients send it as Last-Event-ID.
+        the event died. After the end of a stream without a terminal event, clients reconnect, or
+        ask for the job's state. An event's `id` is its seq; clients send it as Last-Event-ID.
 
         Args:
             after: only events with a higher sequence number; -1: all.

@@ -23,8 +23,8 @@ from tandem.spool.fs import volume_error
 from tandem.spool.schema import JobKind
 from tandem.system.logs import Log
 
-# The value of `Retry-After` in seconds. After this time, too many open files may be closed, or the
-# volume may have free space.
+# The value of `Retry-After` in seconds. A request may succeed after this time, because the process
+# has closed files, or because the volume has free space again.
 RETRY_SECONDS = 2
 
 # If a body has more errors than this, the answer contains only the number of errors.
@@ -37,7 +37,7 @@ log = Log("controller")
 
 
 def response_of(error: TandemError, path: str) -> JSONResponse:
-    """The answer to a request for `path`."""
+    """The response for an error of a request for the URL path `path`."""
     headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
     if error.http_status == HTTPStatus.SERVICE_UNAVAILABLE:
         headers["Retry-After"] = str(RETRY_SECONDS)
@@ -87,7 +87,7 @@ def _path_in(data: Any, error: Mapping[str, Any]) -> list[str | int]:
     """Like `_keys`, for a small body `data` that FastAPI has parsed.
 
     The last part of a "missing" error is a key that `data` lacks. If the body is not an object, the
-    path is empty.
+    result is the part "body" alone.
     """
     if not isinstance(data, dict):
         return ["body"]

@@ -93,7 +93,7 @@ def list_files(
 
 
 def after_id(ids: list[str], after: str | None) -> list[str]:
-    """The ids after `after`. Raises BadRequest if `after` is not one of the ids."""
+    """The ids that follow the id `after`. Raises BadRequest if `after` is not one of the ids."""
     if after is None:
         return ids
     if after not in ids:

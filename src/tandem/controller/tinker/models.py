@@ -156,5 +156,5 @@ class Numbers:
             logged: the request's number on the volume.
             reason: as for `void`.
         """
-        with suppress(Conflict):  # another request is there, or the session has ended
+        with suppress(Conflict):  # the number is taken by another request, or the session has ended
             self._deployment.spool.requests.append(run, logged, VoidRequest(reason=reason[:1000]))

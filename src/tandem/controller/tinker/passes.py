@@ -88,7 +88,8 @@ def _decompressed(body: bytes, most: int) -> bytes:
         with zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(
             body
         ) as reader:
-            # The size in a frame's header may be wrong, so it is not used.
+            # The size in the header of a zstd frame may be wrong, so this code does not use the
+            # size.
             content = reader.read(most + 1)
     except zstandard.ZstdError as error:
         raise InvalidInput(f"the body is not zstd: {error}", field="body") from error

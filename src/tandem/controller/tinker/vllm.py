@@ -273,7 +273,8 @@ def _top(entries: Sequence[Mapping[int, float]], k: int) -> Top:
 
 
 def _number(value: float | None) -> float:
-    """The number; vLLM sends null for NaN and infinity, which JSON lacks."""
+    """The value as a number; None becomes NaN. vLLM sends null for NaN and infinity, because JSON
+    has neither."""
     return float("nan") if value is None else float(value)
 
 
