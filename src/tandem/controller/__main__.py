@@ -34,15 +34,15 @@ def main() -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit status: 0 if the process was stopped, 2 if
     the settings are wrong, 3 if it could not listen."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        # The exit status is 0 if a signal arrives before uvicorn handles signals, and also for the
-        # signal that uvicorn raises again when it ends.
+        # This handler makes the exit status 0 if a signal arrives before uvicorn handles signals.
+        # uvicorn also raises the signal again when it ends, and the exit status is then 0 too.
         signal.signal(number, lambda *_: sys.exit(0))
     with suppress(OSError, AttributeError):  # another C library
         # With one arena per thread, glibc keeps more freed memory after each burst of requests or
         # streams.
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
-    # Without this line, transformers imports torch, if torch is installed, together with any
-    # tokenizer. The import costs seconds and gigabytes.
+    # This line keeps transformers from importing torch together with a tokenizer. Where torch is
+    # installed, the import costs seconds and gigabytes.
     sys.modules["torch"] = None  # type: ignore[assignment]
     # transformers also prints that torch is missing, in lines that are not JSON.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -57,7 +57,7 @@ def main() -> int:
     # Probes and scrapes come as often as once a second, and their lines would hide all other lines.
     logging.getLogger("uvicorn.access").addFilter(_is_news)
     logging.getLogger("uvicorn.access").addFilter(name_in_log)
-    allow_many_open_files()  # each event stream is a connection
+    allow_many_open_files()  # each event stream needs an open socket
     config = uvicorn.Config(
         app,
         host=settings.controller_host,

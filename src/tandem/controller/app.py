@@ -36,9 +36,9 @@ from tandem.spool.removal import prune
 from tandem.system.logs import Log
 
 SWEEP_SECONDS = 600.0
-# The APIs of other products. Their clients have types of their own, so these routes are not in the
-# OpenAPI document. The last router is last because its last route answers all paths below Tinker's
-# prefix that have no other route.
+# The routes of the APIs of other products. The clients of these APIs have types of their own, so
+# the routes are not in the OpenAPI document. The order of the routers matters: the last route of
+# the last router answers all paths below Tinker's prefix that have no other route.
 _FOREIGN = (
     routes_files.router,
     routes_tunings.router,
@@ -70,14 +70,14 @@ log = Log("controller")
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The application of one deployment. Raises as `Deployment` does."""
+    """The application of one deployment. Raises the errors of `Deployment`."""
     app = FastAPI(
         title="Tandem",
         version=tandem.__version__,
         description=_DESCRIPTION,
         generate_unique_id_function=lambda route: route.name,
         separate_input_output_schemas=False,
-        docs_url=None,  # FastAPI's page loads its scripts from a CDN
+        docs_url=None,  # FastAPI's documentation page loads scripts from a CDN
         redoc_url=None,
         lifespan=_run_threads,
     )
@@ -104,8 +104,8 @@ def create_app(settings: Settings) -> FastAPI:
 
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     _install_metrics(app, app.state.deployment)
-    # The middleware that is added last is the outermost, so it also counts requests that the others
-    # refuse.
+    # The middleware that is added last is the outermost, so `CountRequests` also counts requests
+    # that the other middleware refuses.
     app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes)
     app.add_middleware(Authentication, keys=settings.named_keys)
     app.add_middleware(CountRequests, counts=app.state.deployment.counts)
@@ -163,8 +163,8 @@ def _remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -
     keep, until `stop` is set.
 
     Also returns the memory of closed streams to the system, because glibc alone would keep freed
-    memory. Python's allocator keeps a MiB while any byte of it is in use, and reuses the MiB for
-    later streams.
+    memory. Python's allocator keeps a block of 1 MiB while any byte of the block is in use, and
+    reuses the block for later streams.
     """
     while not stop.wait(SWEEP_SECONDS):
         gc.collect()
@@ -177,7 +177,7 @@ def _remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -
                 prune(spool, settings)
             finally:
                 sweep(spool)
-        except Exception as error:  # the next round may succeed
+        except Exception as error:  # the next removal may succeed
             log.warning("can't remove old or stale files", error=f"{type(error).__name__}: {error}")
 
 

@@ -37,8 +37,8 @@ class Deployment:
         self.packing_threads = anyio.CapacityLimiter(PACKING_THREADS)
         self.small_packing_threads = anyio.CapacityLimiter(SMALL_PACKING_THREADS)
         self.large_bodies = anyio.CapacityLimiter(1)
-        # Held while a run with merged weights is checked and created, because only one such run may
-        # exist.
+        # A request holds this lock while it checks and creates a run with merged weights, because
+        # only one such run may exist.
         self.merged_runs = threading.Lock()
         self.event_streams = EventStreams(self.spool)
         self.counts = Samples(HTTP_METRICS)
@@ -50,13 +50,13 @@ class Deployment:
 
     @cached_property
     def arch(self) -> Arch:
-        """The base model's architecture, read once. Raises as `read_arch` does, and tries again at
-        the next access."""
+        """The base model's architecture, read once. Raises the errors of `read_arch`; the next
+        access then reads the architecture again."""
         return read_arch(self.model_path)
 
     def is_base_model(self, name: str) -> bool:
-        """Whether `name` is the deployment's base model, by its name or by the path it resolves
-        to."""
+        """Whether `name` is the name of the deployment's base model, or resolves to the base
+        model's path."""
         return name == self.base_model or resolve_model(self.settings.root, name) == self.model_path
 
 

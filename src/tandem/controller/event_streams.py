@@ -1,6 +1,6 @@
 """Event streams: each reader follows the event file of one job. All readers of a file share one
-check for new events, and each reader uses bounded memory: it has one part of its file in memory at
-a time, and reads the next part after its client has received this part.
+check for new events. Each reader uses bounded memory: it reads one part of the file, and reads the
+next part only after its client has received the first part.
 """
 
 import os
@@ -33,7 +33,7 @@ class _File:
     """The last seen state of a job's event file, for all followers of the job."""
 
     size: int = 0
-    ended: bool = False  # the job has a terminal state, or is gone
+    ended: bool = False  # the job has a terminal state, or was removed
     state_read: float = field(default_factory=time.monotonic)
 
 
@@ -42,7 +42,8 @@ class EventStreams:
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
-        # Job -> its file, while at least one reader follows the job.
+        # Job -> the state of the job's event file. A job is listed while at least one reader
+        # follows it.
         self._files = WeakValueDictionary[str, _File]()
         self._looked = 0.0  # monotonic
         # The streams have their own threads, so that they don't wait for heavy requests.
@@ -58,8 +59,8 @@ class EventStreams:
         """The job's events as Server-Sent Events, up to the terminal event.
 
         The stream also ends if the job has ended without a terminal event, because the writer of
-        the event died. Clients then reconnect, or ask for the job's state. An event's `id` is its
-        seq; clients send it as Last-Event-ID.
+        the event died. After the end of a stream without a terminal event, clients reconnect, or
+        ask for the job's state. An event's `id` is its seq; clients send it as Last-Event-ID.
 
         Args:
             after: only events with a higher sequence number; -1: all.
@@ -76,7 +77,7 @@ class EventStreams:
             part = await to_thread.run_sync(self._read, job, offset, after, limiter=self._threads)
             block, next_offset, size, terminal = part
             if terminal:
-                wait = False  # events after the terminal one are sent if they exist
+                wait = False  # events after the terminal event are still sent if they exist
             if block:
                 yield block
             if next_offset != offset:
@@ -84,10 +85,10 @@ class EventStreams:
                 continue
             if ended or not wait:
                 return
-            file.size = size  # the shared check may be older than this read
+            file.size = size  # the shared check may have seen an older size
             while file.size == size and not file.ended and not stopping.is_set():
                 await sleep(POLL_SECONDS)
-                # True if no other reader has checked in the meantime.
+                # This reader checks the files unless another reader has done so in the meantime.
                 if time.monotonic() >= self._looked + POLL_SECONDS:
                     self._looked = time.monotonic()
                     await to_thread.run_sync(

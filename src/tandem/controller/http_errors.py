@@ -1,5 +1,6 @@
 """Turns errors into HTTP responses. A response has the body {"error": {"type", "message", "field"}}
-and the status of the TandemError. On the routes of OpenAI's API, it has OpenAI's body."""
+and the status of the TandemError. On the routes of OpenAI's API, the response has the body of
+OpenAI's errors."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,8 +23,8 @@ from tandem.spool.fs import volume_error
 from tandem.spool.schema import JobKind
 from tandem.system.logs import Log
 
-# The value of `Retry-After` in seconds. After this time, too many open files may be closed, or the
-# volume may have free space.
+# The value of `Retry-After` in seconds. A request may succeed after this time, because the process
+# has closed files, or because the volume has free space again.
 RETRY_SECONDS = 2
 
 # If a body has more errors than this, the answer contains only the number of errors.
@@ -36,7 +37,7 @@ log = Log("controller")
 
 
 def response_of(error: TandemError, path: str) -> JSONResponse:
-    """The answer to a request for `path`."""
+    """The response for an error of a request for the URL path `path`."""
     headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
     if error.http_status == HTTPStatus.SERVICE_UNAVAILABLE:
         headers["Retry-After"] = str(RETRY_SECONDS)
@@ -54,8 +55,8 @@ def refuse(error: TandemError, path: str) -> JSONResponse:
 
 
 def parse_body[T](adapter: TypeAdapter[T], body: bytes) -> T:
-    """Parses the JSON text `body` as the adapter's type. Raises InvalidInput that names the
-    mistake."""
+    """Parses the JSON text `body` as the type of the pydantic `adapter`. Raises InvalidInput that
+    names the mistake."""
     try:
         return adapter.validate_json(body)
     except ValidationError as error:
@@ -72,9 +73,9 @@ def parse_body[T](adapter: TypeAdapter[T], body: bytes) -> T:
 
 
 def _keys(loc: Sequence[str | int]) -> list[str | int]:
-    """The parts of pydantic's `loc` that are keys and indices of the body. The body is not parsed
-    again for this. The other parts of `loc` are pydantic's own: the tag of a request's kind, and
-    the names of a union's members.
+    """The parts of pydantic's `loc` that are keys and indices of the body. The function needs only
+    `loc` and does not parse the body again. The other parts of `loc` are pydantic's own: the tag of
+    a request's kind, and the names of a union's members.
     """
     parts = list(loc)
     if parts and parts[0] in get_args(JobKind):
@@ -86,7 +87,7 @@ def _path_in(data: Any, error: Mapping[str, Any]) -> list[str | int]:
     """Like `_keys`, for a small body `data` that FastAPI has parsed.
 
     The last part of a "missing" error is a key that `data` lacks. If the body is not an object, the
-    path is empty.
+    result is the part "body" alone.
     """
     if not isinstance(data, dict):
         return ["body"]
@@ -131,7 +132,7 @@ def install_handlers(app: FastAPI) -> None:
         # FastAPI wraps errors that are raised while it reads a body.
         if isinstance(error.__cause__, TandemError):
             return await _tandem_error(request, error.__cause__)
-        if isinstance(error.__cause__, ValueError):  # also the errors of a body that is not UTF-8
+        if isinstance(error.__cause__, ValueError):  # such as the error of a body that is not UTF-8
             return response_of(_NOT_JSON, request.url.path)
         status, message, headers = HTTPStatus(error.status_code), str(error.detail), error.headers
         if message == status.phrase:

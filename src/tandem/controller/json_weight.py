@@ -7,9 +7,10 @@ module counts the characters that create objects.
 
 from typing import IO
 
-# Bytes of memory per character of the text: for an object, an array, another value in a list (after
-# a comma), and a key, including the error message that the key may cause.
-# `tests/controller/test_body_memory.py` compares these numbers with a controller's memory.
+# Each character of the text -> the bytes of memory of the parsed value that it creates. "{" creates
+# an object, "[" an array, "," another value in a list, and ":" a key. The bytes of a key include
+# the error message that the key may cause. `tests/controller/test_body_memory.py` compares these
+# numbers with a controller's memory.
 _WEIGHTS = {b"{": 576, b"[": 192, b",": 64, b":": 640}
 _CHUNK_BYTES = 2**20
 

@@ -20,7 +20,7 @@ from tandem.system.loopback import foreign_header
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
 SMALL_BODY_BYTES = 2**20
-OTHER_ROUTE = "other"  # unknown paths, and requests refused before routing
+OTHER_ROUTE = "other"  # the label of unknown paths and of requests refused before routing
 _LARGE_BODIES = re.compile(
     r"^/v1/(runs/[^/]+/train|data/render|files)$|^/api/v1/(forward_backward|asample|telemetry)$"
 )

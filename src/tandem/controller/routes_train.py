@@ -157,8 +157,9 @@ async def received(request: Request, directory: Path) -> AsyncIterator[SpooledTe
 def queue_job(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]:
     """Queue the job that the JSON `body` asks for. Returns the job, and whether the job is new.
 
-    Raises InvalidInput with the wrong field, NotFound for an unknown run, and Conflict for `id` or
-    `base_step`. A refused request leaves nothing on the spool.
+    Raises InvalidInput that names the wrong field, NotFound for an unknown run, and Conflict if the
+    request's `id` or `base_step` conflicts with the run's jobs. A refused request leaves nothing on
+    the spool.
     """
     of_run = deployment.spool.runs.get(run)
     base_model = of_run.base_model
@@ -264,7 +265,8 @@ def _pack(
         )
         return RLJob.model_validate(spec | {"data": packed})
     arguments |= {"tokenizer_path": deployment.model_path, "held_out": request.held_out}
-    # All jobs of a run render with the run's creation date, whenever they are submitted.
+    # Chat templates may contain today's date. All jobs of a run use the run's creation date as this
+    # date, whenever they are submitted.
     arguments["day"] = datetime.fromtimestamp(of_run.created, UTC).date()
     if isinstance(request, DPORequest):
         return DPOJob.model_validate(spec | {"data": prepare_dpo(request.pairs, **arguments)})

@@ -44,8 +44,8 @@ _BF16, _INT16, _FP32 = 2, 2, 4
 
 @dataclass(frozen=True)
 class Workload:
-    """The properties of a training that planning needs: the trained weights, and the rows. `lora`:
-    the adapter's shape; None: all weights are trained."""
+    """The properties of a training that planning needs: the trained weights, and the rows. `lora`
+    is the adapter's shape, or None if all weights are trained."""
 
     arch: Arch
     lora: LoraShape | None
@@ -64,10 +64,10 @@ class SavedBytes(NamedTuple):
 
 
 def choose_levels(saved: SavedBytes, layers: int, budget: float) -> tuple[int, int]:
-    """Two numbers of layers: the layers that keep everything, and the other layers that keep their
-    attention block. The remaining layers keep only their inputs. The kept tensors fit into the
-    budget. As many layers as possible keep everything, because that saves more time per byte than
-    keeping the attention block alone.
+    """Two counts: the number of layers that keep everything, and the number of other layers that
+    keep their attention block. The remaining layers keep only their inputs. The kept tensors fit
+    into the budget. As many layers as possible keep everything, because that saves more time per
+    byte than keeping the attention block alone.
 
     Args:
         saved: bytes of one layer at each level.
@@ -101,8 +101,8 @@ class Memory:
     layer: int
     layer_recomputing: int  # memory of the largest pass of a layer that keeps only its input
     context: int  # memory of CUDA and NCCL, outside of torch's allocator
-    # The value of `Sizes.layers_shared`. If it is true, `recompute=auto` leaves memory for the pass
-    # of one more layer.
+    # The value of `Sizes.layers_shared`. If `layers_shared` is true, `recompute=auto` leaves memory
+    # for the pass of one more layer.
     shared: bool = False
 
     @property
@@ -110,8 +110,8 @@ class Memory:
         return self.weights + self.adapter + self.gradients + self.optimizer
 
     def activations(self, levels: tuple[int, int]) -> int:
-        """Bytes of the kept activations. `levels`: the number of layers that keep everything, and
-        the number of other layers that keep their attention block."""
+        """Bytes of the kept activations. The argument `levels` has the number of layers that keep
+        everything, and the number of other layers that keep their attention block."""
         everything, attention = levels
         least = self.layers - everything - attention
         saved = (
@@ -191,7 +191,7 @@ def _stage_memory(workload: Workload, sizes: Sizes, stage: int) -> Memory:
     in_flight = min(sizes.pipeline - stage, max(1, workload.rows // sizes.data))
     slots = -(-workload.sequence_length // sizes.context)
     chunk = min(slots * arch.vocab_size // sizes.tensor, CHUNK_ELEMENTS)
-    logits = (chunk + 4 * slots * arch.hidden_size) * _BF16  # if every slot has a loss
+    logits = (chunk + 4 * slots * arch.hidden_size) * _BF16  # as if every slot had a loss
     channels = _channels(workload, sizes)
     communicators = FIRST_CHANNEL + (channels - 1) * FURTHER_CHANNEL if channels else 0
     # A tied embedding's table is on the first and the last pipeline stage.
@@ -215,9 +215,9 @@ def _stage_memory(workload: Workload, sizes: Sizes, stage: int) -> Memory:
 
 def _channels(workload: Workload, sizes: Sizes) -> int:
     """The number of times that NCCL allocates memory on a rank: once for each process group of
-    several ranks in which the rank computes (`parallel.Topology`), and once more for each group
-    that exchanges not only sums, but also parts. A pipeline counts as three; this number was
-    measured."""
+    several ranks in which the rank computes (`parallel.Topology`). A group that not only sums
+    tensors, but also gathers or scatters their parts, counts twice. A pipeline counts three times;
+    this number was measured."""
     data = sizes.data * sizes.context
     channels = [sizes.tensor, sizes.context, sizes.context, data, *3 * [sizes.pipeline]]
     if sizes.sequence:
@@ -232,13 +232,13 @@ def _channels(workload: Workload, sizes: Sizes) -> int:
 
 
 def _adapter(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
-    """The number of elements of this rank's adapters. Of A and B, one is cut over tensor-parallel
-    ranks (`model/lora.py`)."""
+    """The number of elements of this rank's adapters. Either A or B of an adapter is cut over the
+    tensor-parallel ranks (`model/lora.py`)."""
     total = 0
     for rule in rules:
         experts, cut = rule.num_experts or 1, rule.num_parts(sizes)
         a, b = (cut, 1) if rule.cut == "columns" else (1, cut)
-        # The sources of the first expert represent all experts.
+        # All experts have equal shapes, so the sources of the first expert are enough.
         for name, shape in islice(rule.sources.items(), len(rule.sources) // experts):
             if in_targets(name, lora.targets):
                 elements = lora.rank * (shape[1] // a + shape[0] // b)
@@ -278,10 +278,11 @@ def _delta_net(
     workload: Workload, gdn: GatedDeltaNet, sizes: Sizes, others: SavedBytes
 ) -> tuple[SavedBytes, int, int]:
     """Memory in bytes of a layer with a delta net (`DeltaNetSublayer`, with
-    flash-linear-attention). The first result is the tensors that the layer keeps. The second is the
-    part of these tensors that belongs to the autograd graph between the two products, and the third
-    the extra memory of this graph's backward pass. The values are computed, not measured. `others`:
-    the memory that a layer with attention keeps; its MLP is the same."""
+    flash-linear-attention). The first result is the tensors that the layer keeps. The second result
+    is the part of these tensors that belongs to the autograd graph between the layer's input and
+    output projections. The third result is the extra memory of this graph's backward pass. The
+    values are computed, not measured. `others` is the memory that a layer with attention keeps; its
+    MLP is the same as this layer's."""
     slots, parts, hidden = workload.sequence_length, sizes.tensor, workload.arch.hidden_size
     own = -(-slots // parts) if sizes.sequence else slots  # number of slots in the residual stream
     features, value, heads = sum(gdn.sections) // parts, gdn.value_size // parts, gdn.value_heads
@@ -307,18 +308,18 @@ def _delta_net(
 
 
 def _mlp_rows(workload: Workload, sizes: Sizes, slots: int, residual_slots: int) -> int:
-    """The number of rows in the MLP's products. For experts, it is the number if all experts get
-    equally many rows. The ranks over which experts are cut gather their slots. Of the rows of all
-    these slots, each rank has 1 / `expert`."""
+    """The number of rows in the MLP's products. For a mixture's experts, the number assumes that
+    all experts get equally many rows. The ranks over which experts are cut gather their slots. Each
+    rank has the fraction 1 / `expert` of the rows of all gathered slots."""
     moe = workload.arch.moe
     return slots if moe is None else residual_slots * sizes.expert_tensor * moe.experts_per_token
 
 
 def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     """Memory in bytes of a layer for one row. The first result is the tensors that the layer keeps
-    (`AttentionSublayer`, `MlpSublayer` and `MoeSublayer` in `model/layer/`). The second is the
-    extra memory of the backward pass if the layer keeps everything, and the third the extra memory
-    if it keeps only its input."""
+    (`AttentionSublayer`, `MlpSublayer` and `MoeSublayer` in `model/layer/`). The second result is
+    the extra memory of the backward pass if the layer keeps everything. The third result is this
+    extra memory if the layer keeps only its input."""
     arch, moe, hidden = workload.arch, workload.arch.moe, workload.arch.hidden_size
 
     def adapted(*targets: str) -> int:
@@ -346,7 +347,7 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     query = sum(kind.output_size for kind in kinds) // len(kinds) // sizes.tensor
     sent = sum(kind.query_size + kind.kv_size + kind.value_size for kind in kinds)
     qkv = sent // len(kinds) // sizes.tensor
-    gates = query if arch.output_gate else 0  # kept besides the output, or in the rows of qkv
+    gates = query if arch.output_gate else 0  # the gate is kept beside the output, or in qkv's rows
     least = (
         residual_slots * hidden
         + slots * (query + gates + adapted("o_proj"))
@@ -372,9 +373,9 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     log_sums = slots * arch.num_heads // sizes.tensor * _FP32
     saved = SavedBytes(*(level * _BF16 + log_sums for level in (least, attention, everything)))
 
-    # The MLP's backward pass: the gradients of its output and of the activated features, the
-    # activated features, and the normalised input. In a mixture, the output's gradient and the
-    # normalised input exist for each row of an assignment.
+    # The MLP's backward pass needs the gradients of the MLP's output and of the activated features,
+    # the activated features, and the normalised input. In a mixture, the output's gradient and the
+    # normalised input exist once for each assignment of a token to an expert.
     working = 2 * rows * features + 2 * slots * hidden
     clamped = moe is not None and moe.biases
     working += (
@@ -391,8 +392,9 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     # A layer that keeps only its input also has gate and up, and the MLP's input.
     recomputing = working + 2 * rows * features + 2 * slots * hidden
     if arch.mla is not None:
-        # The gradients of the heads and of their inputs, and besides them the heads and their
-        # inputs. The values are computed, not measured.
+        # The backward pass has the gradients of the heads and of the heads' inputs. If the layer
+        # keeps only its input, the pass also has the heads and their inputs. The values are
+        # computed, not measured.
         gradients = slots * 2 * qkv + 2 * slots * hidden
         working, recomputing = max(working, gradients), max(recomputing, 2 * gradients)
     return saved, working * _BF16, recomputing * _BF16

@@ -72,13 +72,13 @@ class Candidate:
     """A topology that the trainer builds, on GPUs of a given size."""
 
     sizes: Sizes
-    # `memory` and `levels` are those of the fullest pipeline stage.
+    # The fields `memory` and `levels` describe the fullest pipeline stage.
     memory: Memory
     levels: tuple[int, int] | None  # see `Memory.levels`; None if the topology does not fit
     # Speed of all GPUs together, limited by the slowest pipeline stage; 0 if the topology does not
     # fit.
     tokens_per_second: float
-    measured: bool  # whether the estimate is without an assumed rate or bandwidth
+    measured: bool  # whether the estimate needs no assumed rate or bandwidth
 
     @property
     def total(self) -> int:
@@ -142,8 +142,9 @@ def servers_to_keep_busy(trained: float, generated: float, share: float) -> int:
 def automatic(settings: Settings, gpu_memory: int) -> Plan:
     """The choice of `TANDEM_TOPOLOGY=auto` for the trainer's ranks: the first topology of the plan.
     The plan is for rows of `ROW` slots (or the model's number of positions, if it is smaller) and
-    for the largest LoRA that a run may have by default. `gpu_memory`: memory in bytes of the
-    smallest of the ranks' GPUs. Raises InvalidInput if `gpu_memory` is 0 or no topology fits."""
+    for the largest LoRA that a run may have by default. The argument `gpu_memory` is the memory in
+    bytes of the smallest of the ranks' GPUs. Raises InvalidInput if `gpu_memory` is 0 or no
+    topology fits."""
     if gpu_memory == 0:
         problem = (
             "auto plans the memory of GPUs, and the trainer has none whose memory is known; leave"
@@ -209,7 +210,8 @@ def _share(workload: Workload, sizes: Sizes) -> float:
 def _step_seconds(
     workload: Workload, sizes: Sizes, needs: Memory, levels: tuple[int, int]
 ) -> float:
-    """Seconds of one optimizer step. With LoRA, Adam's 2 ms are left out."""
+    """Seconds of one optimizer step. With LoRA, the estimate leaves out the 2 ms of Adam's
+    update."""
     arch, slots, hidden, moe = (
         workload.arch,
         workload.sequence_length,
@@ -245,7 +247,7 @@ def _step_seconds(
     everything, some = levels
     least = needs.layers - everything - some
     # The recomputation as a fraction of a forward pass. Layers that keep only their input recompute
-    # everything except down.
+    # everything except the down projection.
     recomputed = (least * (qkv + proj + gate_up) + some * gate_up) / (layer * needs.layers)
     seconds = (
         linear * (passes + recomputed) + head * passes
@@ -261,7 +263,7 @@ def _step_seconds(
     if workload.lora is None:
         step += needs.optimizer / ADAM_RATE
         if sizes.data * sizes.context > 1:
-            # The bytes of summing the gradients, and of gathering the updated weights.
+            # The ranks sum the bytes of the gradients, and gather the bytes of the updated weights.
             step += (needs.gradients + needs.weights) / EXCHANGE_RATE
     return step
 
@@ -289,8 +291,8 @@ def _attention_weights(arch: Arch) -> tuple[float, float]:
 
 def _features_that_see_all(arch: Arch, slots: int) -> float:
     """The total features of queries and of outputs over all layers. The features of a layer with a
-    window are multiplied by a fraction: of the pairs of a query and a key in a row of one sequence,
-    the pairs that the window leaves."""
+    window are multiplied by the fraction of query-key pairs that the window leaves. The fraction
+    assumes that each row is one sequence."""
     if arch.gdn is not None:
         return (arch.query_size + arch.output_size) * arch.gdn.layers.count(False)
     seen = 1.0
@@ -312,8 +314,8 @@ def _exchange_bytes(workload: Workload, sizes: Sizes) -> float:
     def gathered(group: int, elements: float) -> float:
         return elements * (group - 1) / group * _BF16
 
-    # The residual stream is summed twice in the forward and twice in the backward pass. A sum is a
-    # scatter and a gather.
+    # The residual stream is summed twice in the forward and twice in the backward pass. Each sum is
+    # a reduce-scatter and an all-gather.
     layer = 8 * gathered(sizes.tensor, slots * arch.hidden_size)
     # Keys and values are gathered in the forward pass and again in the backward pass, and their
     # gradients are exchanged.
@@ -331,8 +333,8 @@ def _exchange_bytes(workload: Workload, sizes: Sizes) -> float:
 def _order(one: Candidate) -> tuple[float, int, int]:
     """The sort key of candidates. The fastest candidate comes first; the speed of a topology that
     was not measured counts a tenth less. Of equally fast candidates, the candidate that cuts each
-    expert into fewer parts comes first, because its products are larger. Then the candidate that
-    needs less memory comes first."""
+    expert into fewer parts comes first, because its products are larger. Of candidates that are
+    equal in both, the candidate that needs less memory comes first."""
     worth = one.tokens_per_second * (1 if one.measured else UNMEASURED)
     return -round(worth), one.sizes.expert_tensor, one.total
 

@@ -66,7 +66,7 @@ settings don't keep. No other package builds a path on the volume.
           cancel                          a request to cancel the job
           attempts/<n>/                   logs, heartbeats, errors and the staged checkpoint of one
                                           attempt; hosts/ has the records of its hosts' agents
-      jobs/active/<key>                   names the live jobs that do more than wait
+      jobs/active/<key>                   names a live job that runs or is being ended
       jobs/ended/<digit>/<key>,<state>/   a job that has ended: job.json, events.jsonl, log; <digit>
                                           is the first of the SHA-256 of its id
       jobs/damaged/<key>.<ULID>/          a job whose job.json could not be read, set aside; removed
@@ -87,24 +87,25 @@ Commit by rename (`fs.py`): a name that exists is complete. On NFS, a reader ope
 directory before it relies on the absence of a name. `checkpoints.py` commits a checkpoint, and
 `runs.py` writes its manifest. A submission writes a job's directory under a temporary name, and one
 rename creates the job. When the job has ended, the files that only a living job needs are removed.
-Then one rename moves the directory to `jobs/ended/`, with the state in its name.
+Then one rename moves the job's directory to `jobs/ended/`. The directory's new name contains the
+job's state.
 
 Names contain the order of jobs: a job's key contains its submission time, base step, run and id. So
-queue, lists and counts are computed from names, and a program opens only the jobs that it needs. A
-claim takes the oldest queued job whose run has no running job. A program that needs the running
-jobs reads the jobs that `jobs/active/` names. A name in `jobs/active/` is written before the job's
-state changes, and removed after the job is queued again or has ended. The next claim removes a name
-in `jobs/active/` whose job no longer runs. A directory that has not changed is not listed again
-(`listing` in `paths.py`, `Index` in `jobs.py`). These lists are caches: a process may drop them at
-any time.
+the queue, lists and counts of jobs are computed from names, and a program opens only the files of
+the jobs that it needs. A claim takes the oldest queued job whose run has no running job. A program
+that needs the running jobs reads the jobs that `jobs/active/` names. A name in `jobs/active/` is
+written before the job's state changes, and removed after the job is queued again or has ended. The
+next claim removes a name in `jobs/active/` whose job no longer runs. A directory that has not
+changed is not listed again (`listing` in `paths.py`, `Index` in `jobs.py`). The lists of names are
+caches: a process may drop them at any time.
 
 Removal by rename (`removal.py`): the controller removes files that the settings don't keep. A run,
 a checkpoint or an ended job is renamed to a temporary name, and then its files are removed.
 
 Damage stays local. The directory of a job whose `job.json` can't be read is moved to
 `jobs/damaged/`, and the job ends as `failed` with `job_damaged`. A job's file with keys that only a
-newer version knows is left unchanged, and its job waits. This happens during an upgrade, while the
-trainer still runs the old image. Lists leave out names that are not the name of a job, and runs
+newer version knows is left unchanged, and its job waits. Such files exist during an upgrade, while
+the trainer still runs the old image. Lists leave out names that are not the name of a job, and runs
 without a readable `run.json`. The log, `tandem_spool_damaged` and `tandem doctor` report such
 damage. `python -m tests.fuzz.files` damages one file after another and lets every program read it.
 
@@ -116,17 +117,18 @@ If a process died after it wrote the result and before it wrote the terminal eve
 that finds the job completes the change.
 
 The fence (`fence.py`): before an attempt ends without success, its staged directories lose their
-names. Then the attempt's directory is removed, repeatedly until the volume confirms that it is
-gone. A commit is a rename out of that directory, so either the commit or the fence succeeds, never
-both. The fence also stops a rank that was frozen and continues a day later, and for an NFS client
-that still has the names in its cache. After the fence, the checkpoint is looked for again: if it
-exists, the job succeeded. A rank whose attempt was ended can't append events (`Attempt.event`), and
-readers of events skip the events of ended attempts.
+names. Then the attempt's directory is removed. The removal is repeated until the volume confirms
+that the directory no longer exists. A commit is a rename out of the attempt's directory, so either
+the commit or the fence succeeds, never both. The fence also stops a rank that was frozen and
+continues a day later, even if the rank's NFS client still has the old names in its cache. After the
+fence, the checkpoint is looked for again: if it exists, the job succeeded. A rank whose attempt was
+ended can't append events (`Attempt.event`), and readers of events skip the events of ended
+attempts.
 
 Locks are fcntl locks on separate files (`locks.py`): `runs/<run>/lock`, `jobs/locks/`. The runner
 holds `jobs/runner.lock`, and a second runner is refused. The publisher holds
 `jobs/locks/publisher`; a second publisher reports the holder and waits. With several inference
-servers, each server has a name and a publisher of its own, and this publisher holds
+servers, each server has its own name and its own publisher, which holds the server's lock
 `replicas/<id>.lock`.
 
 Events are appended under the job's lock. Readers tolerate a half-written last line.
@@ -202,8 +204,8 @@ class Spool:
 
     @classmethod
     def create(cls, root: Path | str) -> "Spool":
-        """Makes the directories that a spool lacks, and opens it. Raises SpoolUnusable if that
-        fails; the next call continues from there."""
+        """Makes the directories that a spool lacks, and opens it. Raises SpoolUnusable if the
+        volume refuses to do so; another call then makes the directories that are still missing."""
         paths = Paths(real_root(root))
         with fs.volume_errors(paths.root):
             if fs.exists(paths.version_file):

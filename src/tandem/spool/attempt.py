@@ -11,8 +11,8 @@ from tandem.spool.schema import Beat, EventType
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt to run a job. Runner, launcher and ranks get the paths of its files from this
-    object.
+    """One attempt to run a job. Runner, launcher and ranks get the paths of the attempt's files
+    from this object.
 
     The files are in the directory `work`. A claim creates the directory, and the attempt's end
     removes it.
@@ -64,7 +64,8 @@ class Attempt:
         return self.work / "meeting"
 
     def event(self, kind: EventType, **data: Any) -> None:
-        """Append an event of this attempt to the job's events. Raises Conflict as `check` does."""
+        """Append an event of this attempt to the job's events. Raises Conflict if the attempt was
+        ended."""
         with self.spool.job_lock(self.job):
             self.check()
             self.spool.events.append(self.job, kind, attempt=self.number, **data)

@@ -80,7 +80,7 @@ class Checkpoints:
         return self._dir(run).stat().st_mtime
 
     def newest(self, run: str) -> int:
-        """The newest step. Raises CheckpointDamaged if the run has none."""
+        """The newest step. Raises CheckpointDamaged if the run has no checkpoint."""
         newest = next(filter(_is_step, reversed(listing(self._dir(run)))), None)
         if newest is None:
             raise CheckpointDamaged(
@@ -112,7 +112,7 @@ class Checkpoints:
         except ValidationError as error:
             raise CheckpointDamaged(f"{path} is truncated or altered ({error})") from error
         if manifest is None:
-            self.path(run, step)  # the checkpoint may be gone by now
+            self.path(run, step)  # NotFound if the checkpoint was removed meanwhile
             raise CheckpointDamaged(f"{path} is missing")
         if (manifest.run, manifest.step) != (run, step):
             raise CheckpointDamaged(
@@ -131,8 +131,8 @@ class Checkpoints:
 
     def has(self, run: str, served: Served) -> bool:
         """Whether the served checkpoint is still the run's checkpoint of step `served.step`. Opens
-        the manifest only if the inode or mtime of its file differs from that in the record
-        `served`."""
+        the manifest only if the inode or mtime of the manifest's file differs from
+        `served.manifest`."""
         with suppress(NotFound, CheckpointDamaged):
             if served.manifest is not None and served.manifest == self.manifest_identity(
                 run, served.step
@@ -240,7 +240,8 @@ class Checkpoints:
         is verified.
 
         Raises Conflict (field `name`) if `new.name` exists, InvalidInput if `new` has another base
-        model or LoRA shape, CheckpointDamaged, and NotFound. The source run may change during the
+        model or LoRA shape, CheckpointDamaged if the checkpoint or its copy is damaged, and
+        NotFound if the run or the checkpoint does not exist. The source run may change during the
         copy, because open files outlive their names.
 
         Args:
@@ -284,12 +285,12 @@ class Checkpoints:
             verify_files(copy, manifest.model_copy(update={"files": {name: manifest.files[name]}}))
         except CheckpointDamaged:
             with suppress(NotFound):
-                self.verify(run, manifest.step)  # raises if the source itself is damaged
+                self.verify(run, manifest.step)  # names the source if the source is damaged
             raise
 
     def _open(self, run: str, step: int, name: str, size: int) -> IO[bytes]:
         try:
-            # a longer file is damaged, and would be copied whole
+            # `most` refuses a longer file, which is damaged and would be copied whole
             return open_plain(self.path(run, step) / name, most=size)
         except (FileNotFoundError, NotPlainError):
             self.verify(run, step)
@@ -298,7 +299,7 @@ class Checkpoints:
 
 class MergedFiles:
     """Complete merged weights as Hugging Face models. The `manifest.json` of merged weights is the
-    checkpoint's manifest with the list of these files."""
+    checkpoint's manifest, but lists the files of the merged weights."""
 
     def __init__(
         self, runs: Runs, served: ServedRecords, replicas: Callable[[str], Collection[int]]
@@ -320,9 +321,9 @@ class MergedFiles:
         return {directory / name: int(name[:8]) for name in listing(directory) if _is_merged(name)}
 
     def _path(self, checkpoint: Manifest) -> Path:
-        """The directory of the checkpoint's whole weights. Its name contains 12 hexadecimal digits
-        that identify the checkpoint, so the weights of a discarded checkpoint of the same step have
-        another name."""
+        """The directory of the checkpoint's whole weights. The directory's name contains 12
+        hexadecimal digits that identify the checkpoint, so the weights of a discarded checkpoint of
+        the same step have another name."""
         made = hashlib.sha256(f"{checkpoint.job} {checkpoint.created!r}".encode()).hexdigest()[:12]
         return self._dir(checkpoint.run) / f"{step_name(checkpoint.step)}-{made}"
 
@@ -341,8 +342,8 @@ class MergedFiles:
             with suppress(FileExistsError):
                 fs.rename_dir(staged, target)
         served, steps = self._served.get(run), self.steps(run)
-        # vLLM may still read the weights of the previous step. On NFS a reader on another host
-        # loses files that are removed.
+        # vLLM may still read the weights of the previous step. On NFS, a reader on another host
+        # can't read a file after its removal.
         before = [step for step in steps.values() if step < checkpoint.step][-1:]
         keep = {*before, served.step if served else None, *self._replicas(run)}
         for path, step in steps.items():

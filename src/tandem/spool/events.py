@@ -85,8 +85,8 @@ class Events:
         removed: such damage must not prevent the job's end from being recorded."""
         try:
             fd = descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-            # Readers ignore such a large file, so nobody would see an appended event. The file is
-            # emptied.
+            # Readers ignore a file of more than EVENTS_BYTES, so nobody would see an appended
+            # event. So a larger file is emptied.
             if os.fstat(fd).st_size > EVENTS_BYTES:
                 os.ftruncate(fd, 0)
         except NotPlainError:

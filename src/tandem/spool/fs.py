@@ -1,8 +1,8 @@
-"""Files on the volume: durable writes that are committed by rename. Errors say what to do.
+"""Files on the volume: durable writes that are committed by rename. Error messages say what to do.
 
 A write goes to a temporary name in the directory of its target (`.tmp-…`, which listings leave
-out). Then the file is fsynced and renamed, and the directory is fsynced. So a file that exists
-under its final name is complete. A failed write removes its temporary file.
+out). Then the temporary file is fsynced and renamed, and the directory is fsynced. So a file that
+exists under its final name is complete. A failed write removes its temporary file.
 """
 
 import errno

@@ -9,8 +9,8 @@ from tandem.spool.schema import Hold, HoldAnswer, SharedVllm, VllmPlace
 
 
 class InferenceRecords:
-    """The records need not be durable, because a power loss also ends the publisher, which then
-    writes them again."""
+    """Writes and reads the publisher's records. The writes need not be durable: a power loss also
+    ends the publisher, and the publisher writes the records again when it starts."""
 
     def __init__(self, paths: Paths, replicas: Replicas) -> None:
         self._paths, self._replicas = paths, replicas

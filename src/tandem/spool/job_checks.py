@@ -8,7 +8,7 @@ from tandem.spool.schema import JobSpec, SessionJob
 
 def check_reference(spec: JobSpec, steps: Sequence[int]) -> None:
     """Raises InvalidInput if the loss refers to a checkpoint that will not exist when the job
-    starts. `steps`: the run's steps, ascending."""
+    starts. `steps` has the run's steps in ascending order."""
     if isinstance(spec, SessionJob):
         return
     reference = spec.loss.reference_step
@@ -21,8 +21,8 @@ def check_reference(spec: JobSpec, steps: Sequence[int]) -> None:
 
 def check_age(spec: JobSpec, most: int | None) -> None:
     """Raises InvalidInput if a turn was sampled more than `most` steps before the job's base step.
-    `data.prepare` has already compared the turns with the base step that was expected then, but the
-    base step is later if other jobs have been queued since."""
+    `data.prepare` has already compared the turns with the base step that was expected before
+    packing. The base step is later if other jobs have been queued since then."""
     oldest = None if isinstance(spec, SessionJob) else spec.data.policy_step_min
     if most is not None and oldest is not None and (age := spec.base_step - oldest) > most:
         behind = (

@@ -35,9 +35,9 @@ log = Log("spool")
 
 
 class Index:
-    """The list of jobs. The list is computed from the names of the jobs' directories. For jobs that
-    were claimed it is computed from their files too. A directory that has not changed is not listed
-    again (`listing`), so answers stay fast with many jobs."""
+    """The list of jobs. The list is computed from the names of the jobs' directories. The states of
+    claimed jobs are read from the jobs' files. A directory that has not changed is not listed again
+    (`listing`), so answers stay fast with many jobs."""
 
     def __init__(
         self, paths: Paths, locate: Callable[[JobKey], tuple[JobState, Job] | None]
@@ -57,7 +57,7 @@ class Index:
 
     def active(self) -> list[JobKey]:
         """The jobs that are named in `jobs/active/`, in the order of submission. Some of these jobs
-        may have been removed meanwhile, or wait again."""
+        may have been removed or queued again meanwhile."""
         return [key for name in listing(self._paths.active) if (key := JobKey.parse(name))]
 
     def running(self, run: str | None = None) -> list[JobKey]:
@@ -128,7 +128,7 @@ class Index:
         """The lowest base step, not below `step`, for which the run has no job.
 
         Args:
-            decided: jobs that are ignored.
+            decided: jobs to ignore, because they already have a result.
         """
         while True:
             entries = self._paths.entries(self._paths.bucket(run, step))
@@ -265,8 +265,8 @@ class Jobs:
         self, job: str | JobKey | JobDir, *, sure: bool = True
     ) -> tuple[JobState, Job] | None:
         """The job and its state, or None. A decided job whose directory has not moved yet counts as
-        `running`. `sure`: see `fs.read_bytes`. A lookup by key or by entry is faster than by id,
-        because it need not search the live jobs."""
+        `running`. The argument `sure` is explained at `fs.read_bytes`. A lookup by key or by entry
+        is faster than by id, because it need not search the live jobs."""
         if isinstance(job, str):
             key, entry = None, self._paths.find(job)
         else:
@@ -323,7 +323,7 @@ class Jobs:
         )
         with suppress(OSError, TandemError), file_lock(self._paths.job_lock(key.id)):
             if self._paths.find(key.id) != entry:
-                return  # another process did it first
+                return  # another process has already moved the directory
             if not entry.ended and not self._events.ended(key.id):
                 failure = JobError(type="job_damaged", message=f"{message}; submit the job again")
                 self._events.append(key.id, "failed", error=failure.model_dump())

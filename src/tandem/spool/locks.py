@@ -50,8 +50,8 @@ _process_locks_lock = threading.Lock()
 
 
 def _forget_in_child() -> None:
-    """Resets the locks in a forked child, because record locks stay with the parent and the threads
-    that hold the thread locks don't exist in the child."""
+    """Resets the locks in a forked child, because the parent keeps the record locks, and the child
+    lacks the threads that hold the thread locks."""
     global _process_locks_lock
     _process_locks.clear()
     _process_locks_lock = threading.Lock()
@@ -201,8 +201,9 @@ class Leases:
 class HoldRecord:
     """The hold, `jobs/hold.json`, records that the GPUs that trainer and vLLM share belong to the
     trainer now. While the hold is *live*, no program wakes vLLM, starts it, or loads anything into
-    it. The hold is live while its runner holds the runner lock and renews the hold's beat. If the
-    runner dies, the kernel releases the lock; if the runner hangs, it stops renewing the beat.
+    it. The hold is live while its runner holds the runner lock and renews the hold's heartbeat
+    (`beat`). If the runner dies, the kernel releases the lock; if the runner hangs, the heartbeat
+    becomes old.
     """
 
     def __init__(self, paths: Paths) -> None:

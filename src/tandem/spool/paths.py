@@ -124,8 +124,8 @@ class Paths:
         return self.ended / _digit(key.id) / f"{key.name},{state}"
 
     def active_file(self, key: JobKey) -> Path:
-        """A file that exists while a live job does more than wait. Programs that list running jobs
-        read the `job.json` of the jobs with such a file."""
+        """A file that exists while a live job runs or is being ended, but not while the job is only
+        queued. Programs that list running jobs read the `job.json` of the jobs with such a file."""
         return self.active / key.name
 
     def live_buckets(self, run: str | None = None) -> list[Path]:

@@ -1,12 +1,12 @@
 """Changes jobs: submit, claim, cancel, requeue, finish.
 
-A change of the state is one rename of the job's `job.json`. A job is created, and ends, by one
-rename of its directory. Each change holds the job's lock. The steps of a change are ordered so that
-a crash leaves either the state before the change or the state after it. The same call, the next
-claim, or a new runner's `recover` completes a change that a crash interrupted. `jobs/active/` has
-the names of the jobs that do more than wait. A job's name is added before its state changes from
-`queued`, and removed after the job is queued again or has ended. Locks are taken in this order: the
-run's lock, the lock of claims, the job's lock.
+A change of the state is one rename of the job's `job.json`. One rename of a job's directory creates
+the job, and another rename of the directory ends the job. Each change holds the job's lock. The
+steps of a change are ordered so that a crash leaves either the state before the change or the state
+after it. The same call, the next claim, or a new runner's `recover` completes a change that a crash
+interrupted. `jobs/active/` has the names of the live jobs that run or are being ended. A job's name
+is added before its state changes from `queued`, and removed after the job is queued again or has
+ended. Locks are taken in this order: the run's lock, the lock of claims, the job's lock.
 """
 
 import socket
@@ -38,8 +38,8 @@ from tandem.spool.schema import (
     SessionJob,
 )
 
-# The least difference in seconds between the `created` times of two jobs of a run. It is more than
-# one microsecond, because keys have whole microseconds and floats are not exact.
+# The least difference in seconds between the `created` times of two jobs of a run. The difference
+# is more than one microsecond, because keys have whole microseconds and floats are not exact.
 _APART = 2e-6
 
 
@@ -76,8 +76,8 @@ class Queue:
         most_behind: int | None = None,
         now: Callable[[], float] = time.time,
     ) -> tuple[Job, bool]:
-        """Queues a job. Returns the job, and whether the job is new. A failure, including one in
-        `make`, leaves nothing behind.
+        """Queues a job. Returns the job, and whether the job is new. If the call or `make` fails,
+        no file of the job stays on the volume.
 
         A known id with the same run and fingerprint returns the known job.
 
@@ -99,8 +99,8 @@ class Queue:
             job_id = fs.new_ulid()
         elif (known := self._known(job_id, run, fingerprint)) is not None:
             return known, False
-        # The first check only refuses early. `base_step` is certain only after the data has been
-        # written.
+        # This first check of `base_step` only refuses early. The job's base step is certain only
+        # after the data has been written, because other jobs may be queued meanwhile.
         expected = (
             self._checkpoints.newest(run) if base_step is None else self._check_base(run, base_step)
         )
@@ -149,7 +149,8 @@ class Queue:
         return job.model_copy(update={"spec": job.spec.model_copy(update={"data": placed})})
 
     def _check_base(self, run: str, base_step: int | None) -> int:
-        """`next_base`. Raises Conflict if `base_step` is another step."""
+        """The result of `next_base`. Raises Conflict if `base_step` is given and differs from
+        this result."""
         expected = self.next_base(run)
         if base_step is not None and base_step != expected:
             newest = self._checkpoints.newest(run)
@@ -198,7 +199,8 @@ class Queue:
         _remove(self._paths.active_file(key))
 
     def _remove_empty(self, key: JobKey) -> None:
-        """Removes the directories of a job that has been moved or removed, if they are empty."""
+        """Removes the parent directories of a job that has been moved or removed, if they are
+        empty: the bucket and the run's directory."""
         directory = self._paths.live_dir(key).parent
         fs.remove_empty(directory, directory.parent)
 
@@ -224,8 +226,9 @@ class Queue:
                         located = self._jobs.locate(head)
                         if located is not None and located[0] == "queued":
                             return self._start(located[1], runner)
-                        # The job was set aside; or it is damaged, and its directory stays until the
-                        # volume accepts the writes that end the job.
+                        # `locate` does not find a job that was set aside. It also does not find a
+                        # damaged job whose directory stays until the volume accepts the writes that
+                        # end the job.
                         if located is None:
                             passed.add(head.id)
                         else:
@@ -273,7 +276,7 @@ class Queue:
                 self._clear_attempts(self._paths.live_dir(key))
                 self._unmark(key)
             elif located is not None and not fs.exists(self._paths.active_file(key)):
-                self._mark(key)  # a power loss has undone the name
+                self._mark(key)  # a power loss has removed the job's name
 
     def cancel(self, job_id: str) -> JobState:
         """Cancels a queued job immediately. If the job runs, asks the runner to stop the job.

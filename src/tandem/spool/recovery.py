@@ -8,7 +8,8 @@ from tandem.spool import Spool, fs
 from tandem.spool.jobs import JobList
 from tandem.spool.schema import TERMINAL, Job, JobError, JobState
 
-# Newer files may belong to a living process, for example to a submission that is being packed.
+# Temporary files that were written within this many seconds are kept: they may belong to a living
+# process, for example to a submission that is being packed.
 STALE_SECONDS = 3600.0
 
 
@@ -18,12 +19,13 @@ def recover(
     """Settles the jobs of a dead runner, and removes the files that dead processes left. The caller
     holds the runner lock, and has ended orphaned ranks. Returns the jobs whose state changed, with
     their new states. A running job with a result is finished, and a running job that made its
-    checkpoint succeeds; all others are requeued.
+    checkpoint succeeds. All other running jobs are queued again.
 
     Args:
         runner: the name of the caller, which is a runner.
-        adopts: `adopts(job)` says whether the caller continues the attempt of a running job. Such a
-            job stays running. By default, the caller continues no attempt.
+        adopts: `adopts(job)` says whether the caller continues the attempt of a running job. A job
+            whose attempt the caller continues stays running. By default, the caller continues no
+            attempt.
     """
     index = spool.jobs.index
     # a power loss may have removed names in `jobs/active/`
@@ -78,7 +80,8 @@ def _remove_if_stale(path: Path) -> None:
     with fs.volume_errors(path):
         try:
             clock.touch(exist_ok=False)
-            # A directory's own time does not show writes deep inside it.
+            # The mtime of a directory does not change when a file deep inside the directory is
+            # written.
             newest = max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
             age = clock.stat().st_mtime - newest
         except FileNotFoundError:

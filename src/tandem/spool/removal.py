@@ -32,8 +32,8 @@ RESULT_SECONDS = 3600.0
 def delete_run(spool: Spool, run: str) -> Path:
     """Removes a run with its ended jobs. Returns the directory that the caller still has to remove
     (`shutil.rmtree`). Raises Conflict if jobs of the run are queued or running, and NotFound if the
-    run does not exist. If the process dies in the middle, the run is complete but lacks some of its
-    ended jobs; another call completes the removal."""
+    run does not exist. If the process dies in the middle, some of the run's ended jobs are removed
+    but the run itself is complete; another call completes the removal."""
     with spool.runs.lock(run):
         spool.jobs.check_none_pending(run, "run")
         for entries in spool.jobs.index.ended().values():
@@ -81,8 +81,8 @@ def prune(spool: Spool, settings: Settings) -> None:
 
 
 def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -> list[Path]:
-    """Sets aside the checkpoints that are not kept, and discarded checkpoints from before `limit`,
-    Unix seconds."""
+    """Sets aside the checkpoints that the settings don't keep, and the checkpoints that rollbacks
+    discarded before `limit`, in Unix seconds."""
     checkpoints = spool.checkpoints
     doomed = _set_aside(
         [path for path in checkpoints.discarded(run) if _set_aside_before(limit, path)]
@@ -189,10 +189,10 @@ def _prune_sessions(spool: Spool, limit: float) -> None:
 
 
 def _remove_jobs(spool: Spool, entries: Sequence[JobDir]) -> None:
-    """Removes ended jobs of one directory."""
+    """Removes the ended jobs `entries`, which are in the same directory."""
     doomed = []
     for entry in entries:
-        # Another removal, or a reader that found the job damaged, may have moved it meanwhile.
+        # Another removal, or a reader that found the job damaged, may have moved the job.
         with spool.job_lock(entry.key.id), suppress(FileNotFoundError):
             doomed += _set_aside([entry.directory])
     for directory in doomed:

@@ -32,8 +32,9 @@ FORGET_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Announcement:
-    """`served`: the step of the run that every ready replica serves, together with the newest step
-    that all of them refused; `verified`: all steps that every ready replica serves."""
+    """The field `served` has the step of the run that every ready replica serves, together with the
+    newest step that all ready replicas refused. The field `verified` has all steps that every ready
+    replica serves."""
 
     served: Served | None
     verified: tuple[Served, ...]
@@ -45,8 +46,8 @@ class Replicas:
     ) -> None:
         self._paths, self._runs = paths, runs
         self._announced, self._checkpoints = served, checkpoints
-        # Replica -> the last beat seen in its record, and the monotonic time at which that beat was
-        # first seen.
+        # Replica -> the last heartbeat (`beat`) in its record, and the monotonic time at which this
+        # process first saw that heartbeat.
         self._seen: dict[str, tuple[float, float]] = {}
 
     def lock(self) -> AbstractContextManager[int]:
@@ -79,8 +80,9 @@ class Replicas:
 
     def living(self) -> dict[str, Replica]:
         """The replicas whose records changed within DEAD_SECONDS. A replica whose record this
-        process reads for the first time counts as living, even if it died long ago. `fresh`
-        compares the time in the record with this machine's clock instead."""
+        process reads for the first time counts as living, even if it died long ago. The method
+        `fresh` does not have this weakness: it compares the time in the record with this machine's
+        clock."""
         records = self.all()
         return {
             name: records[name] for name, age in self._ages(records).items() if age <= DEAD_SECONDS
@@ -116,7 +118,7 @@ class Replicas:
         """Writes the steps of a run that a replica serves, unless the record is unchanged."""
         path = self._of_run(run, replica)
         if fs.read_undamaged(path, ReplicaServed) != record:
-            # if the run was deleted meanwhile, its directory is gone
+            # `mkdir` makes no parents, so it does not make the directory of a deleted run again.
             path.parent.mkdir(exist_ok=True)
             fs.write_json_atomic(path, record)
 
@@ -134,9 +136,9 @@ class Replicas:
         """Write the step on which the ready replicas agree to the run's `served.json`. The caller
         holds `lock`.
 
-        `one_step`: with merged weights, a replica serves only one step at a time, and the oldest of
-        the ready replicas' steps is announced. With adapters, a step is announced only if all ready
-        replicas serve it.
+        `one_step` is true for merged weights: a replica serves only one step at a time, and the
+        oldest of the ready replicas' steps is announced. `one_step` is false for adapters: a step
+        is announced only if all ready replicas serve the step.
         """
         ready = [name for name, record in self.living().items() if record.ready]
         records = {name: self.serves(run, name) for name in ready}

@@ -1,14 +1,14 @@
-"""The requests of a session's run: `runs/<run>/requests/<seq>/`. A request is a file that is
-committed by one rename before the request is answered. So a repeated request is recognised, and a
+"""The requests of a session's run: `runs/<run>/requests/<seq>/`. A request is a directory that is
+committed by one rename before the client gets an answer. So a repeated request is recognised, and a
 process that computes requests can die and start again.
 
-Two requests with the same number and the same content are one request; with other content, the
-second is a conflict. Requests are computed in the order of their numbers, without gaps.
-`Manifest.seq` is the last request whose effect is in the checkpoint. New ranks, which start after
-an idle time or a `kill -9`, compute the requests after `Manifest.seq` again, to the same bits.
-Gradients that no optimizer step has applied are not stored. The ranks write a checkpoint every ten
-minutes, which limits the work that is repeated. A request's arrays are removed once a checkpoint
-contains its effect.
+Two requests with the same number and the same content are one request. A second request with the
+same number and other content is a conflict. Requests are computed in the order of their numbers,
+without gaps. `Manifest.seq` is the last request whose effect is in the checkpoint. New ranks, which
+start after an idle time or a `kill -9`, compute the requests after `Manifest.seq` again, to the
+same bits. Gradients that no optimizer step has applied are not stored. The ranks write a checkpoint
+every ten minutes, which limits the work that is repeated. A request's arrays are removed once a
+checkpoint contains its effect.
 
 A request that can't be computed has an error as its result. A request with an error has not changed
 the weights or the gradients, except that a failed optimizer step discards the gradients. A request
@@ -37,7 +37,8 @@ _is_seq = re.compile("[0-9]{8}").fullmatch
 
 
 class RequestLog:
-    """`seq` counts a run's requests from 1. Requests are computed in this order, without gaps."""
+    """The log of requests. `seq` counts a run's requests from 1. The requests are computed in the
+    order of `seq`, without gaps."""
 
     def __init__(self, paths: Paths, runs: Runs, sessions: TrainingSessions) -> None:
         self._paths, self._runs, self._sessions = paths, runs, sessions
@@ -61,7 +62,7 @@ class RequestLog:
 
         Args:
             write: `write(directory)` writes the packed arrays of a `PassRequest` and returns the
-                file's SHA-256. None for other requests.
+                file's SHA-256. None for a request without arrays.
         """
         if (session := self._runs.get(run).session) is None:
             raise Conflict(f"run {run!r} is of no session; submit jobs to it", field="run")

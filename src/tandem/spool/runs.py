@@ -56,7 +56,7 @@ def write_manifest(
 def verify_files(directory: Path, manifest: Manifest) -> None:
     """Compares every file with the manifest. Raises CheckpointDamaged that names each file that is
     missing, truncated, altered or not a regular file. Raises CheckpointIncomplete if files are
-    missing and the others are right."""
+    missing and all other files match the manifest."""
     paths = {name: directory / name for name in manifest.files}
     sizes = dict[str, int]()
     strange = dict[str, str]()
@@ -122,7 +122,7 @@ class Runs:
         exists. The run appears completely or not at all.
 
         Args:
-            write_files: `write_files(directory)` writes the files of that checkpoint.
+            write_files: `write_files(directory)` writes the files of the checkpoint of step 0.
             sha256: the known hashes of files, as for `write_manifest`.
             details: the manifest's other fields.
         """
@@ -176,7 +176,7 @@ class Runs:
         names = listing(self._paths.runs)
         for at in range(bisect_right(names, name), len(names)):
             if is_run_name(names[at]):
-                # `damaged` reports the run, or it was removed meanwhile
+                # `damaged` reports a damaged run. A run that is not found was removed meanwhile.
                 with suppress(RunDamaged, NotFound):
                     yield self.get(names[at])
 
@@ -253,8 +253,8 @@ class ServedRecords:
         return self._runs.directory(run) / "refused.json"
 
     def refused(self, run: str) -> Refused | None:
-        """The step that vLLM refused. None if vLLM serves a step of the run, or has refused
-        none."""
+        """The step that vLLM refused. None if vLLM serves a step of the run, or has refused no
+        step."""
         return fs.read_undamaged(self._refused(run), Refused)
 
     def put_refused(self, run: str, refused: Refused) -> None:

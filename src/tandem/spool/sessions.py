@@ -27,7 +27,7 @@ from tandem.spool.schema import (
 _RECORD, _BEAT, _END = "session.json", "beat.json", "end.json"
 
 
-# cached, because the runner checks whether every session has ended in each turn of its loop
+# The result is cached, because the runner reads the end of every session in each turn of its loop.
 @remembered
 def _read_end(path: Path) -> SessionEnd | None:
     return fs.read_undamaged(path, SessionEnd)
@@ -43,7 +43,7 @@ class TrainingSessions:
     def create(
         self, *, submitted_by: str | None = None, labels: Mapping[str, str] | None = None
     ) -> SessionRecord:
-        """A new session. The session's client counts as alive now."""
+        """A new session. The session's client counts as alive from its creation on."""
         record = SessionRecord(
             id=fs.new_ulid().lower(),
             created=time.time(),
@@ -206,7 +206,7 @@ class CheckpointNames:
         name.
 
         Args:
-            group: "weights" or "sampler"; each has names of its own.
+            group: "weights" or "sampler"; each group has its own names.
         """
         for saved in self.list(run):
             if (saved.group, saved.name) == (group, name):
@@ -214,13 +214,14 @@ class CheckpointNames:
         raise NotFound(f"run {run!r} has no checkpoint {json.dumps(name)}", field="name")
 
     def put(self, run: str, saved: SavedName) -> None:
-        """Gives the name to this checkpoint; a checkpoint that had the name loses it."""
+        """Gives the name `saved.name` to the checkpoint `saved.step`; another checkpoint that had
+        the name in the same group loses it."""
         self._checkpoints.pin(run, saved.step)
         self._replace(run, saved, saved)
 
     def remove(self, run: str, group: str, name: str) -> None:
-        """Forgets a name. Raises NotFound if the name does not exist. The checkpoint may then be
-        removed.
+        """Forgets the name of a checkpoint. Raises NotFound if no checkpoint has the name. A
+        checkpoint without any name may be removed.
 
         Args:
             group: as for `find`.

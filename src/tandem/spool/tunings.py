@@ -58,8 +58,8 @@ class Uploads:
         return self.directory / upload.id / f"{upload.id}.{suffix}"
 
     def reader(self, upload: Upload) -> BinaryIO:
-        """The file's content, opened. Raises NotFound if it was removed or is not a regular
-        file."""
+        """The opened content of the uploaded file. Raises NotFound if the content was removed or is
+        not a regular file."""
         try:
             return open_plain(self.path(upload))
         except (FileNotFoundError, NotPlainError) as error:
@@ -98,8 +98,8 @@ class Tunings:
             fs.write_json_atomic(self._path(tuning.id), tuning)
 
     def get(self, tuning_id: str) -> Tuning:
-        """The fine-tuning's record. Raises NotFound (field `fine_tuning_job_id`) if it does not
-        exist or is damaged."""
+        """The fine-tuning's record. Raises NotFound (field `fine_tuning_job_id`) if the record does
+        not exist or is damaged."""
         tuning = None
         if _is_tuning(tuning_id):
             tuning = fs.read_undamaged(self._path(tuning_id), Tuning)

@@ -71,10 +71,10 @@ def checkpoint_every(batch: int, examples: int, size: int) -> int:
 
 
 def row_length(longest: int, tokens: int, steps: int, positions: int) -> int:
-    """The number of slots of a row: a power of two into which the longest example fits, or
-    `positions` if that is less. Rows are longer if one optimizer step has more tokens than the
-    longest example, up to ROW_SLOTS. Still longer rows would have empty slots, because a row has
-    only tokens of one optimizer step.
+    """The number of slots of a row: a power of two into which the longest example fits, but at most
+    `positions`. If one optimizer step has more tokens than the longest example, a row has room for
+    the tokens of the step, up to ROW_SLOTS. Still longer rows would have empty slots, because a row
+    has only tokens of one optimizer step.
 
     Args:
         longest: tokens of the longest example.

@@ -101,8 +101,8 @@ def _check_record(record: dict[str, Any], method: TuningMethod, number: int) -> 
 
 
 def _check_shapes(path: Path, method: TuningMethod) -> None:
-    """Refuses a record that no job can train, with the checks that Tandem applies to its own
-    requests."""
+    """Refuses a record that no job can train. The checks are the checks of requests to Tandem's own
+    API."""
     try:
         examples = Examples(path, FORMATS[method], "sft" if method == "supervised" else "dpo")
         for index in range(len(examples)):

@@ -19,7 +19,7 @@ from tandem.errors import NotFound
 from tandem.spool.schema.tuning import Upload
 from tandem.spool.tunings import new_id
 
-# OpenAI's clients have their own types for this API, so it is not in the OpenAPI document.
+# OpenAI's clients have their own types for OpenAI's API, so the API is not in the OpenAPI document.
 router = APIRouter(prefix="/v1/files", tags=["openai"], include_in_schema=False)
 MOST_LISTED = 10_000
 _CHUNK_BYTES = 2**20
@@ -93,7 +93,7 @@ def list_files(
 
 
 def after_id(ids: list[str], after: str | None) -> list[str]:
-    """The ids after `after`. Raises BadRequest if `after` is not one of the ids."""
+    """The ids that follow the id `after`. Raises BadRequest if `after` is not one of the ids."""
     if after is None:
         return ids
     if after not in ids:

@@ -49,8 +49,8 @@ def status_object(deployment: Deployment, tuning: Tuning) -> dict[str, Any]:
 
 @router.post("/jobs")
 def create_tuning(request: CreateTuning, deployment: CurrentDeployment) -> dict[str, Any]:
-    """Create a job. Its files are validated next, and then a chain of Tandem's jobs trains the
-    run."""
+    """Create a fine-tuning job. The tuner then validates the job's files, and trains the job's run
+    by a chain of Tandem's jobs."""
     if request.integrations:
         raise BadRequest(
             "the server sends nothing to Weights & Biases. Follow the run from where your key is:"
@@ -106,7 +106,7 @@ def _method(request: CreateTuning) -> tuple[TuningMethod, Hyperparameters]:
 
 
 def _origin(deployment: Deployment, model: str) -> Origin | None:
-    """The checkpoint with this name of a fine-tuned model; None for the base model."""
+    """The checkpoint that the fine-tuned model `model` names; None if `model` is the base model."""
     if model == VLLMS_BASE or deployment.is_base_model(model):
         return None
     code = "model_not_available"
@@ -225,8 +225,8 @@ def _page_of(everything: list[dict[str, Any]], after: str | None, limit: int) ->
 
 @router.post("/jobs/{job_id}/cancel")
 def cancel_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
-    """Cancel a job: its waiting part stops at once, its running part soon. A cancelled job stays
-    cancelled."""
+    """Cancel a fine-tuning job. A queued Tandem job of the fine-tuning ends at once; a running one
+    ends soon. A cancelled fine-tuning job can't be resumed."""
 
     def cancel(now: Tuning) -> Tuning:
         return now if now.cancelled else now.model_copy(update={"cancelled": time.time()})
@@ -238,8 +238,8 @@ def cancel_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
 
 @router.post("/jobs/{job_id}/pause")
 def pause_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
-    """Pause a fine-tuning job. Its Tandem job that trains continues to the checkpoint; its next
-    Tandem job is not submitted until `resume`."""
+    """Pause a fine-tuning job. The Tandem job that trains at the moment continues to its
+    checkpoint. The next Tandem job is submitted only after `resume`."""
 
     def pause(now: Tuning) -> Tuning:
         if now.paused or now.cancelled:
@@ -271,8 +271,8 @@ def resume_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
 def _change(
     deployment: Deployment, job_id: str, update: Callable[[Tuning], Tuning], *, refuse: str
 ) -> Tuning:
-    """Changes the job's record by `update`. Raises BadRequest if the job has already ended, unless
-    its status is `refuse`."""
+    """Changes the job's record by `update`. Raises BadRequest if the job has ended with another
+    status than `refuse`."""
     tuning = deployment.spool.tunings.change(job_id, update)
     if tuning.end is not None and tuning.end.status != refuse:
         problem = f"{job_id} has ended already: {tuning.end.status}"

@@ -54,7 +54,8 @@ class DPO(Record):
 
 
 class Method(Record):
-    """Only the settings that `type` names may be given."""
+    """A fine-tuning method and its settings. A request may contain only the settings of the method
+    `type`."""
 
     type: Literal["supervised", "dpo", "reinforcement"]
     supervised: Supervised | None = None

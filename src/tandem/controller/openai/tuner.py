@@ -67,10 +67,10 @@ class Tuner:
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
         self._ended = set[str]()
-        # The chains with open files, of the fine-tunings that train.
+        # The chains of the fine-tunings that train; the chains' files are open.
         self._chains: dict[str, ChainPlan] = {}
         # Finished plans that could not be written to the record yet, because the volume refused the
-        # write. Plans are kept because measuring again takes minutes.
+        # write. Plans are kept because measuring all examples again takes minutes.
         self._plans: dict[str, TuningPlan] = {}
         # the last problem of each fine-tuning, so that each problem is logged once
         self._said = dict[str, str]()
@@ -85,7 +85,7 @@ class Tuner:
                 for tuning_id in reversed(self._deployment.spool.tunings.ids()):
                     if tuning_id not in self._ended:
                         self._look(tuning_id)
-            except Exception as error:  # the volume may come back
+            except Exception as error:  # the volume may work again later
                 self._say("", f"{type(error).__name__}: {error}")
             pause = min(_LONGEST_PAUSE, max(POLL_SECONDS, _REST * (time.monotonic() - begin)))
 
@@ -99,7 +99,7 @@ class Tuner:
                 self._chains.pop(tuning_id, None)
                 self._plans.pop(tuning_id, None)
             self._said.pop(tuning_id, None)
-        # A record is damaged, or the volume refuses the change; the other fine-tunings continue.
+        # If a record is damaged or the volume refuses a change, the other fine-tunings continue.
         except Exception as error:
             self._say(tuning_id, f"{type(error).__name__}: {error}")
 
@@ -176,8 +176,8 @@ class Tuner:
     def _measure(
         self, tuning: Tuning, chain: ChainPlan, positions: int, together: int
     ) -> tuple[int, int]:
-        """Slots of the longest example, and the number of tokens of all trained examples. Raises
-        _Failed that names the line of an example that can't be trained."""
+        """The number of slots of the longest example, and the number of tokens of all trained
+        examples. Raises _Failed that names the line of an example that can't be trained."""
         tokenizer = load_tokenizer(self._deployment.model_path)
         day = datetime.fromtimestamp(tuning.created, UTC).date()
         longest = tokens = number = 0
@@ -218,11 +218,11 @@ class Tuner:
         spool = self._deployment.spool
         uploads = [one for one in self._uploads(tuning) if one is not None]
         for one in uploads:
-            spool.uploads.reader(one).close()  # raises if the file is no longer a regular file
+            spool.uploads.reader(one).close()  # an error if the upload is no longer a regular file
         config = training(tuning, values, list(map(spool.uploads.path, uploads)), **more)
         try:
             return ChainPlan(config)
-        except InvalidInput as error:  # the file was altered
+        except InvalidInput as error:  # the uploaded file was altered
             raise _bad_file(tuning, error) from error
 
     def _train(self, tuning: Tuning, plan: TuningPlan) -> None:
@@ -248,7 +248,7 @@ class Tuner:
                 except Conflict:
                     if part == done:
                         raise
-                    return  # the state of the previous part has changed meanwhile
+                    return  # the previous part's job has changed its state meanwhile
 
     def _state(self, tuning: Tuning, part: int) -> JobState | None:
         """The state of the part's job; None if the job has yet to be submitted. Raises _Failed if
@@ -324,8 +324,8 @@ class Tuner:
 
     def _change(self, tuning: Tuning, **update: Any) -> None:
         """Changes the record, unless the client has paused, resumed or cancelled the fine-tuning
-        since the record was read. If the client has done so, the state of the jobs that led to this
-        change may be the effect of the client's request."""
+        since the record was read. After such a request, the change may be wrong: it follows from
+        states of jobs that the request itself may have caused."""
 
         def changed(now: Tuning) -> Tuning:
             same = _steered(now) == _steered(tuning)
@@ -344,8 +344,8 @@ class Tuner:
 
 
 def spec_of(deployment: Deployment, tuning: Tuning) -> RunSpec:
-    """The run that the fine-tuning trains. The run's creation time is the fine-tuning's, because
-    the run's creation day is the date with which its lines are rendered."""
+    """The run that the fine-tuning trains. The run gets the creation time of the fine-tuning,
+    because examples are rendered with the run's creation day as the date."""
     rank = min(LoraShape().rank, deployment.settings.max_lora_rank)
     request = CreateRun(name=tuning.run, lora=LoraShape(rank=rank), seed=tuning.seed)
     spec = run_spec(deployment, request)
@@ -353,7 +353,7 @@ def spec_of(deployment: Deployment, tuning: Tuning) -> RunSpec:
 
 
 def cancel_jobs(spool: Spool, tuning: Tuning, *, states: Collection[str] = PENDING) -> bool:
-    """Cancels the fine-tuning's jobs. Returns whether there were any.
+    """Cancels the fine-tuning's jobs. Returns whether there were any jobs to cancel.
 
     Args:
         states: only jobs in these states are cancelled: "queued", "running" or both.
@@ -376,7 +376,8 @@ def _bad_file(tuning: Tuning, error: InvalidInput) -> _Failed:
 
 
 def _steered(tuning: Tuning) -> tuple[object, ...]:
-    """The pauses, resumptions and cancellations that the client has requested."""
+    """The fields of the record that change when the client pauses, resumes or cancels the
+    fine-tuning."""
     return tuning.paused, tuning.pauses, tuning.cancelled
 
 

@@ -1,4 +1,4 @@
-"""Finds the results of logged requests. Clients ask for these results as futures."""
+"""Finds the results of logged requests. Clients ask for the results as futures."""
 
 import time
 from collections.abc import Mapping
@@ -115,8 +115,8 @@ class Futures:
         return Unfinished("vLLM loads the checkpoint and verifies it")
 
     def _waiting(self, model: Name) -> Outcome:
-        """The outcome of a request without a result, with the reason. If a request with a lower
-        number is missing for GAP_SECONDS, logs a void request in its place."""
+        """The outcome of a request that has no result yet, with the reason why it has none. If a
+        request with a lower number is missing for GAP_SECONDS, logs a void request in its place."""
         spool, run = self._deployment.spool, model.run
         if (ended := spool.sessions.ended(model.session)) is not None:
             return Failure(f"the session has ended: {ended.reason}", "user")
@@ -133,8 +133,8 @@ class Futures:
         return Unfinished("a request before it has not come yet")
 
     def _holdup(self, run: str) -> str:
-        """The reason why the run's requests wait; empty if they are being computed, or about to
-        be."""
+        """The reason why the run's requests wait; empty if the trainer computes the requests or
+        will soon begin to compute them."""
         index = self._deployment.spool.jobs.index
         others = index.running() and not index.running(run)
         return "another job has the trainer" if others else ""

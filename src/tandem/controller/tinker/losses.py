@@ -1,5 +1,5 @@
-"""Turns a pass of Tinker's API into a request for the session's request log. Has the reasons why
-some losses are not served."""
+"""Turns a pass of Tinker's API into a request for the session's request log. The module also has
+the reasons why some of Tinker's losses are not served."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -71,8 +71,8 @@ def check_optimizer(config: OptimizerConfig | None, field: str) -> None:
 def make_model(
     deployment: Deployment, model: Name, base_model: str, lora: LoraShape, seed: int | None
 ) -> None:
-    """Makes the model's run, unless it exists. Raises InvalidInput if another model has its
-    name.
+    """Makes the model's run, unless it exists. Raises InvalidInput if a model with this name and
+    another LoRA shape exists.
 
     Args:
         base_model: the base model's name in the form that the client sent.
@@ -99,7 +99,8 @@ def model_run(deployment: Deployment, model: Name) -> RunSpec:
 
 
 def saved_step(deployment: Deployment, path: SavedPath, field: str) -> int:
-    """The step that the path names. Raises NotFound if the step does not exist.
+    """The run's step that the checkpoint's path `path` names. Raises NotFound if the step does not
+    exist.
 
     Args:
         field: the error's field.
@@ -123,11 +124,11 @@ def trained_parts(spec: RunSpec) -> dict[str, Any]:
 class Numbers:
     """The numbers of requests. A client counts a model's requests from 1. If a model is created
     from a checkpoint, the load of the checkpoint is a request to which the client gives no number.
-    This request is number 1 on the volume, so the client's request n has number n + 1."""
+    On the volume, the load has number 1, so the client's request n has number n + 1."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
-        self._loaded: dict[str, int] = {}  # run -> 1 if its first request loads a checkpoint
+        self._loaded: dict[str, int] = {}  # run -> 1 if the run's first request is a load, else 0
 
     def logged(self, run: str, seq: int) -> int:
         """The number that the client's request `seq` has on the volume."""
@@ -155,5 +156,5 @@ class Numbers:
             logged: the request's number on the volume.
             reason: as for `void`.
         """
-        with suppress(Conflict):  # another request is there, or the session has ended
+        with suppress(Conflict):  # the number is taken by another request, or the session has ended
             self._deployment.spool.requests.append(run, logged, VoidRequest(reason=reason[:1000]))

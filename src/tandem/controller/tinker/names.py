@@ -1,4 +1,5 @@
-"""Names in Tinker's API. The package makes some of them itself, so their form is fixed.
+"""Names in Tinker's API. The package `tinker` makes some names itself, so the form of the names is
+fixed.
 
 A session's model `<session>:train:<n>` is the run `<session>-train-<n>`. A session's sampler is
 `<session>:sample:<n>`. A request's id is its model's or sampler's name, a colon, and its number.
@@ -61,7 +62,7 @@ def model_of_run(run: str) -> str | None:
 
 class RequestId(NamedTuple):
     of: Name
-    number: int | None  # None: the creation of the model
+    number: int | None  # None: the request that creates the model
 
 
 def request_of(text: str) -> RequestId:

@@ -29,8 +29,8 @@ _WINDOW_BYTES = 2**27
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward pass, with or without a backward pass. `config`: the settings of the loss, which
-    are numbers or texts."""
+    """One forward pass, with or without a backward pass. The field `config` has the settings of the
+    loss, which are numbers or texts."""
 
     model_id: str
     seq: int
@@ -40,9 +40,10 @@ class Pass:
     message: Any
 
     def data(self, names: tuple[str, ...], needed: bool) -> list[Datum]:
-        """The pass's data. `names`: the arrays that each datum has besides its targets; the first
-        name is the array of the factors on the items' losses. `needed`: whether a missing array is
-        an error. Raises InvalidInput with the field, such as `data.3.loss_fn_inputs.weights`."""
+        """The pass's data. The argument `names` has the names of the arrays that each datum has
+        besides its targets; the first name is the array of the factors on the items' losses. If
+        `needed` is true, a missing array is an error. Raises InvalidInput that names the wrong
+        field, such as `data.3.loss_fn_inputs.weights`."""
         if len(self.message.data) > MOST_DATA:
             problem = f"{len(self.message.data)} are more than {MOST_DATA} in one request"
             raise InvalidInput(f"{problem}; send several", field="data")
@@ -50,8 +51,8 @@ class Pass:
 
 
 def read_pass(content_type: str, encoding: str, body: bytes, most: int) -> Pass:
-    """The pass in a body. Raises InvalidInput if the body is not a pass, and RequestTooLarge if the
-    message has more than `most` bytes.
+    """The pass that the body of a request contains. Raises InvalidInput if the body is not a pass,
+    and RequestTooLarge if the message has more than `most` bytes.
 
     Args:
         encoding: the header Content-Encoding.
@@ -87,7 +88,8 @@ def _decompressed(body: bytes, most: int) -> bytes:
         with zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(
             body
         ) as reader:
-            # The size in a frame's header may be wrong, so it is not used.
+            # The size in the header of a zstd frame may be wrong, so this code does not use the
+            # size.
             content = reader.read(most + 1)
     except zstandard.ZstdError as error:
         raise InvalidInput(f"the body is not zstd: {error}", field="body") from error

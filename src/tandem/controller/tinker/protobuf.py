@@ -19,9 +19,10 @@ _TYPES = {
 DTYPE_FLOAT32, DTYPE_INT64 = 1, 2
 STOP_REASON_STOP, STOP_REASON_LENGTH = 0, 1
 
-# Message -> its fields: number, name, type. An enum is written as int32, which has the same bytes.
-# A type that ends with "?" is optional: the reader can tell an absent field from an empty one.
-# With "*" the field is repeated; with "{}" it is a map with texts as keys.
+# The messages by name, and for each message its fields: number, name, type. An enum is written as
+# int32, which has the same bytes. A type that ends with "?" is optional: the reader can tell an
+# absent field from an empty one. A field whose type ends with "*" is repeated. A field whose type
+# ends with "{}" is a map with texts as keys.
 _MESSAGES: dict[str, tuple[tuple[int, str, str], ...]] = {
     "SparseCsr": ((1, "values", "bytes"),),
     "Tensor": (

@@ -30,8 +30,8 @@ class Top:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One sampled sequence. `stopped`: True if a stop token or stop text ended the sequence, False
-    if the length limit did."""
+    """One sampled sequence. `stopped` is True if a stop token or stop text ended the sequence, and
+    False if the length limit ended it."""
 
     tokens: Int32
     logprobs: Float32
@@ -41,8 +41,8 @@ class Sampled:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """The result of a sampling request. `prompt`: the log-prob of each token of the prompt,
-    float32, in nats; NaN if unknown."""
+    """The result of a sampling request. The field `prompt` has the log-prob of each token of the
+    prompt, float32, in nats; an unknown log-prob is NaN."""
 
     sequences: Sequence[Sampled]
     prompt: Float32 | None = None
@@ -51,8 +51,8 @@ class SampleResult:
 
 
 def encode_pass(logprobs: Sequence[bytes], metrics: Mapping[str, float]) -> bytes:
-    """The result of a forward or backward pass as protobuf. `logprobs`: for each datum, the bytes
-    of its log-probs as a little-endian float32 array."""
+    """The result of a forward or backward pass as protobuf. The argument `logprobs` has for each
+    datum the bytes of its log-probs, a little-endian float32 array."""
     message = ForwardBackwardOutput(loss_fn_output_type=_TYPE, metrics=metrics)
     record = message.loss_fn_outputs.add(type_tag=_TYPE, num_datums=len(logprobs))
     offsets = np.cumsum([0, *map(len, logprobs)], dtype="<i8")

@@ -79,13 +79,14 @@ def _sampled_model(api: TinkerApi, name: Name) -> SampledModel:
 
 @router.post("/retrieve_future")
 async def retrieve_future(request: Retrieve, api: CurrentApi) -> Response:
-    """The result of a request; after a while, the answer that there is none yet."""
+    """The result of a request. If the request has no result within HOLD_SECONDS, the answer says
+    so, and the client asks again."""
     return await api.result(request.request_id)
 
 
 @router.post("/cancel_future")
 async def cancel_future(request: Retrieve, api: CurrentApi) -> dict[str, str]:
-    """Give a sample up. Training requests continue."""
+    """Cancel a sample that the client no longer needs. Training requests can't be cancelled."""
     if request_of(request.request_id).of.kind != "sample":
         raise NotFound("only samples can be cancelled", field="request_id")
     api.samples.cancel(request.request_id)

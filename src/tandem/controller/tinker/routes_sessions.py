@@ -43,7 +43,7 @@ def health() -> dict[str, str]:
 @router.post("/client/config")
 def client_config() -> dict[str, bool]:
     """Flags of the package. The package's own defaults fit the front end of another service."""
-    # Training data is mostly small integers.
+    # Compression pays, because training data is mostly small integers.
     return {"proto_compress_fwdbwd": True}
 
 
@@ -68,7 +68,7 @@ def get_server_capabilities(api: CurrentApi) -> dict[str, Any]:
 
 @router.post("/create_session")
 def create_session(request: CreateSession, api: CurrentApi) -> dict[str, Any]:
-    """A session, whose models train until it ends."""
+    """Create a session. The session's models train until the session ends."""
     labels = {"sdk": request.sdk_version} | (
         {"name": request.display_name} if request.display_name else {}
     )
@@ -222,7 +222,8 @@ def list_all_checkpoints(api: CurrentApi, limit: Limit = 100, offset: Offset = 0
 
 @router.delete("/training_runs/{model_id}/checkpoints/{kind}/{name}")
 def delete_checkpoint(model_id: str, kind: str, name: str, api: CurrentApi) -> dict[str, str]:
-    """Forget a checkpoint's name. TANDEM_KEEP_CHECKPOINTS then decides when its files go."""
+    """Forget a checkpoint's name. TANDEM_KEEP_CHECKPOINTS then decides when the checkpoint's files
+    are removed."""
     path = path_of(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
     models.saved_step(api.deployment, path, "checkpoint_id")
     api.deployment.spool.names.remove(path.model.run, path.group, path.name)

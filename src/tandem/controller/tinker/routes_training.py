@@ -150,7 +150,7 @@ def _log(api: TinkerApi, model: Name, seq: int, make: Callable[[], Packed]) -> d
 
 @router.post("/optim_step")
 def optim_step(request: OptimStep, api: CurrentApi) -> dict[str, Any]:
-    """An optimizer step over the gradients since the last one."""
+    """An optimizer step with the gradients that were computed since the last optimizer step."""
 
     def make() -> Packed:
         models.check_optimizer(request.optimizer_params, "optimizer_params.type")
@@ -177,7 +177,7 @@ def save_weights(request: SaveWeights, api: CurrentApi) -> dict[str, Any]:
 
 def _check_new(api: TinkerApi, model: Name, seq: int, name: str, *, overwrite: bool) -> None:
     spool, logged = api.deployment.spool, api.numbers.logged(model.run, seq)
-    # the request may be a repetition
+    # the client may have repeated the request
     if overwrite or logged <= spool.requests.last(model.run):
         return
     if any((one.group, one.name) == ("weights", name) for one in spool.names.list(model.run)):

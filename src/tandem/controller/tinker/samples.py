@@ -12,14 +12,14 @@ MOST = 20_000
 # Seconds for which a result is kept after a client has fetched it, because a client whose
 # connection broke asks again.
 TAKEN_SECONDS = 60.0
-# Seconds for which a result is kept that no client has asked for.
+# Seconds for which the controller keeps a result that no client has asked for.
 LEFT_SECONDS = 900.0
 _SWEEP_SECONDS = 10.0
 
 
 class TooManySamples(TandemError, code="too_many_samples", http_status=429):
-    """The error if clients ask for more samples than are kept at the same time. Clients send the
-    same request again later."""
+    """Raised if clients ask for more samples than the controller keeps at the same time. Clients
+    send the same request again later."""
 
 
 @dataclass(eq=False)

@@ -107,9 +107,9 @@ class SaveForSampler(Record):
 
 
 class LoadWeights(Record):
-    """The body of `load_weights`. With `model_id` and `seq_id`, it asks to load weights into an
-    existing model, which is refused. With `session_id` and `model_seq_id`, it asks to create a
-    model with the weights."""
+    """The body of `load_weights`. A body with `model_id` and `seq_id` asks to load weights into an
+    existing model; the server refuses this request. A body with `session_id` and `model_seq_id`
+    asks to create a model with the weights."""
 
     model_id: Text | None = None
     seq_id: Seq | None = None

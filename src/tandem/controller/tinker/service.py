@@ -25,7 +25,8 @@ from tandem.vllm_client.names import BASE_MODEL_NAME
 # Seconds for which the server waits for a result before it answers that there is none yet. The
 # package waits 45 s for an answer.
 HOLD_SECONDS = 30.0
-# Seconds between two looks at the volume, at first and after _SOON_SECONDS.
+# While a request has no result, the server looks for the result on the volume every _LOOK_SECONDS,
+# and after _SOON_SECONDS every _LATER_LOOK_SECONDS.
 _LOOK_SECONDS, _LATER_LOOK_SECONDS, _SOON_SECONDS = 0.02, 0.1, 5.0
 _THREADS = 8
 
@@ -92,7 +93,8 @@ class TinkerApi:
         try:
             ended = await self.samples.wait(request_id, HOLD_SECONDS)
         except KeyError:
-            # The controller has restarted, or the result was fetched long ago.
+            # The sample is unknown if the controller has restarted, or if the client fetched the
+            # result long ago.
             return gone("the sample is gone; send the request again")
         if ended is None:
             return self._response(request_id, Unfinished())
@@ -126,7 +128,8 @@ class TinkerApi:
 
 
 def gone(message: str) -> Response:
-    """The answer that tells a client that something has ended."""
+    """The answer (status 410) to a client whose session has ended or whose sample no longer
+    exists."""
     return JSONResponse({"error": {"type": "gone", "message": message, "field": None}}, 410)
 
 

@@ -25,12 +25,12 @@ PATIENCE_SECONDS = 600.0
 # Seconds for which a request is repeated while vLLM does not have the model, for example because it
 # has just started and still loads adapters.
 LOADING_SECONDS = 60.0
-_LENGTH_SECONDS = 60.0  # how long vLLM's context length is remembered
+_LENGTH_SECONDS = 60.0  # seconds for which vLLM's context length is cached
 _AGAIN_STATUSES = (408, 429, 502, 503, 504)
 
 
 class SampleFailed(TandemError, code="inference_refused", http_status=502):
-    """vLLM did not sample. `user`: whether the client's request is the cause."""
+    """Raised when vLLM did not sample. `user` says whether the client's request is the cause."""
 
     def __init__(self, message: str, *, user: bool) -> None:
         super().__init__(message)
@@ -58,7 +58,7 @@ class VllmSampler:
         key = settings.inference_key
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http: aiohttp.ClientSession | None = None
-        self._length: tuple[float, int] | None = None  # when vLLM was asked, and its answer
+        self._length: tuple[float, int] | None = None  # when vLLM was asked, and vLLM's answer
 
     async def close(self) -> None:
         if self._http is not None:
@@ -72,7 +72,7 @@ class VllmSampler:
 
         Args:
             model: the model's name in vLLM.
-            want: asks for the model to be loaded; awaited when vLLM does not have it.
+            want: asks the publisher to load the model; awaited when vLLM does not have the model.
         """
         tokens = [token for chunk in request.prompt.chunks for token in chunk.tokens]
         begin, missing = time.monotonic(), None
@@ -240,7 +240,7 @@ def _sequence(choice: Mapping[str, Any], k: int) -> Sampled:
     if ids is None or values is None or len(ids) != len(values):
         raise SampleFailed("vLLM's answer has no token ids with their log-probs", user=False)
     if choice["finish_reason"] not in ("stop", "length"):
-        # vLLM went to sleep, or is about to stop.
+        # vLLM aborts requests when it goes to sleep or is about to stop.
         raise _Again(f"vLLM ended the request: {choice['finish_reason']}")
     top = None
     if k:
@@ -273,7 +273,8 @@ def _top(entries: Sequence[Mapping[int, float]], k: int) -> Top:
 
 
 def _number(value: float | None) -> float:
-    """The number; vLLM sends null for NaN and infinity, which JSON lacks."""
+    """The value as a number; None becomes NaN. vLLM sends null for NaN and infinity, because JSON
+    has neither."""
     return float("nan") if value is None else float(value)
 
 

@@ -8,8 +8,8 @@ from tandem.spool.schema.base import JobId, Record
 
 class HoldAnswer(Record):
     """The publisher's answer to a hold, with which a runner asks for shared GPUs. `refused`: vLLM
-    stays awake. `gone`: vLLM died while it was put to sleep. `why`: the reason if it is refused or
-    gone."""
+    stays awake. `gone`: vLLM died while it was put to sleep. `why`: the reason for `refused` or
+    `gone`."""
 
     runner: str
     job: JobId
@@ -29,8 +29,8 @@ class SharedVllm(Record):
     """The time at which the publisher last looked for a hold, before it asked vLLM. The time is in
     seconds of the machine's monotonic clock. The runner is on the same machine and uses the same
     clock."""
-    beat: float  # time of this record, by the same clock
-    answer: HoldAnswer | None = None  # answer to the hold that existed then
+    beat: float  # time of this record, in seconds of the same clock as `looked`
+    answer: HoldAnswer | None = None  # answer to the hold that existed at `looked`
 
 
 class VllmPlace(Record):

@@ -64,7 +64,7 @@ class SessionJob(_JobSpec):
     of checkpoints, and ends when no request has arrived for a while."""
 
     kind: Literal["session"] = "session"
-    deadline_seconds: float = Field(default=86400.0, gt=0)  # the ranks leave before the deadline
+    deadline_seconds: float = Field(default=86400.0, gt=0)  # the ranks exit before the deadline
     max_attempts: int = Field(default=100, ge=1, le=100)
 
 
@@ -193,13 +193,14 @@ class Lease(BaseModel):
     attempt: int
     phase: str
     beat: float  # Unix seconds, by the runner's clock
-    # The time since which the attempt has waited for its ranks to start, by the same clock; None if
-    # the ranks run.
+    # The time since which the attempt has waited for its ranks to start, in Unix seconds by the
+    # runner's clock; None if the ranks run.
     waits_since: float | None = None
 
     @property
     def waited(self) -> float | None:
-        """Seconds that the attempt had waited at the last beat; None if it does not wait."""
+        """Seconds for which the attempt had waited for its ranks at the last heartbeat; None if it
+        does not wait."""
         return None if self.waits_since is None else max(self.beat - self.waits_since, 0.0)
 
 
@@ -251,9 +252,9 @@ class Hold(Record):
     job: JobId
     attempt: int
     phase: HoldPhase
-    since: float  # Unix seconds by the runner's clock, as are `beat` and `deadline`
+    since: float  # `since`, `beat` and `deadline` are Unix seconds by the runner's clock
     beat: float
-    lease: float  # the runner counts as lost after this many seconds without a beat
+    lease: float  # the runner counts as lost after this many seconds without a new `beat`
     # if the runner is lost, vLLM may be woken after this time regardless of the memory in use
     deadline: float
     # Device UUID -> bytes in use while vLLM sleeps and no rank runs. Empty until the memory is

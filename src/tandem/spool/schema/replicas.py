@@ -26,8 +26,8 @@ ReplicaId = Annotated[str, Field(pattern=REPLICA_PATTERN)]
 class Replica(Record):
     """`replicas/<id>.json`: one vLLM with its publisher, which rewrites the record while it lives.
 
-    `ready`: whether a step is announced only if this replica serves it. `why`: the reason if it is
-    not ready.
+    `ready` is true if a step is announced only when this replica serves the step. `why` is the
+    reason why the replica is not ready.
     """
 
     replica: ReplicaId

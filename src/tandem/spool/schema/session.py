@@ -94,7 +94,8 @@ class SaveRequest(Record):
 
 class LoadRequest(Record):
     """Loads the weights of a checkpoint of any run with the same base model and LoRA shape.
-    `optimizer`: whether Adam's state is loaded too; if not, Adam starts with a new state."""
+    If `optimizer` is true, Adam's state is loaded too. If it is false, Adam starts with a new
+    state."""
 
     kind: Literal["load"] = "load"
     run: RunName
@@ -127,8 +128,8 @@ class LoggedRequest(Record):
 
 
 class RequestError(Record):
-    """The error with which a request ended. `category`: who can fix the error, the user or the
-    server's operator."""
+    """The error with which a request ended. The field `category` says who can fix the error: the
+    user or the server's operator."""
 
     category: Literal["user", "server"]
     message: str

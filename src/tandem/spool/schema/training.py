@@ -23,7 +23,7 @@ class _Own(NamedTuple):
 
 _OWN = {
     "cispo": _Own("token", "token", 1.0, 4.0),
-    "ppo": _Own("token", "token", 0.2, 0.28),  # mean and clip-higher as in DAPO
+    "ppo": _Own("token", "token", 0.2, 0.28),  # mean and raised upper bound of DAPO
     "gspo": _Own("sequence", "trajectory", 3e-4, 4e-4),
     "gspo_token": _Own("sequence", "trajectory", 3e-4, 4e-4),
     "dro": _Own("token", "token", 1.0, math.inf),  # no bounds
@@ -62,7 +62,7 @@ class RLLoss(Record):
     off_policy_threshold: float | None = Field(default=None, gt=0)
     # The weight of an item in the weighted mean: 1 (token), 1/items of the trajectory, or 1/items
     # of the group. `constant` divides the plain sum by `normalisation_constant` times the number of
-    # trajectories (Dr. GRPO); `sum` does not divide. None: the policy's own default (see
+    # trajectories, as in Dr. GRPO. `sum` does not divide. None: the policy's own default (see
     # `mean_over`).
     normalisation: Literal["token", "trajectory", "group", "constant", "sum"] | None = None
     normalisation_constant: float | None = Field(default=None, gt=0)
@@ -89,8 +89,8 @@ class RLLoss(Record):
     # The reference policy: the base model with the adapter off, or a checkpoint (step) of the same
     # run.
     kl_reference: Literal["base"] | Step = "base"
-    # Measures the KL even if kl_coef is 0. The measurement costs one more forward pass without
-    # gradients.
+    # If `kl_metric` is true, the KL is measured even if kl_coef is 0. The measurement costs one
+    # more forward pass without gradients.
     kl_metric: bool = False
     entropy_coef: float = Field(default=0.0, ge=0)
     # The trajectories' sampling temperature; logits are divided by it.
@@ -246,7 +246,7 @@ class PreferenceLoss(Record):
 
     @property
     def mean_over(self) -> Literal["group"]:
-        return "group"  # a group of the packer is one pair
+        return "group"  # for the packer, each pair is a group
 
     @property
     def reference_step(self) -> int | None:
@@ -262,7 +262,7 @@ class Schedule(Record):
     Step k (0, 1, ...) of `total` has the factor (k + 1) / (warmup + 1) while k < warmup. Then, with
     x = (k - warmup) / (total - warmup), the factor is 1 (constant), floor + (1 - floor) (1 - x)
     (linear), or floor + (1 - floor) (1 + cos(pi x)) / 2 (cosine; Loshchilov and Hutter, 2016,
-    arXiv:1608.03983, eq. 5).
+    arXiv:1608.03983, equation 5).
     """
 
     shape: Literal["constant", "linear", "cosine"] = "constant"
@@ -336,9 +336,9 @@ class PackedData(Record):
     num_trajectories: int = Field(ge=1)
     num_groups: int = Field(ge=1)
     dropped_groups: int = Field(default=0, ge=0)  # groups dropped because their rewards are equal
-    # Trajectories that are too long, or have no trained token left after truncation.
+    # Trajectories that are left out: they are too long, or have no trained token after truncation.
     dropped_trajectories: int = Field(default=0, ge=0)
-    truncated_trajectories: int = Field(default=0, ge=0)  # cut to the length of a row
+    truncated_trajectories: int = Field(default=0, ge=0)  # trajectories cut to a row's length
     # Examples or pairs that are only evaluated. Of the counts above, only num_rows,
     # dropped_trajectories and truncated_trajectories include these examples.
     num_held_out: int = Field(default=0, ge=0)

@@ -90,7 +90,8 @@ class Tuning(Record):
     submitted_by: str | None = None  # the name of the API key
     plan: TuningPlan | None = None  # None until the files are validated
     paused: bool = False
-    # number of pauses so far; after each, cancelled parts get new ids
+    # Number of pauses so far. After a pause, a job that the pause cancelled is replaced by a job
+    # with a new id.
     pauses: int = Field(default=0, ge=0)
     cancelled: float | None = None  # time of the client's request to cancel, Unix seconds
     notices: list[Notice] = Field(default_factory=list)
