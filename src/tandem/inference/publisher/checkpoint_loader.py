@@ -128,7 +128,8 @@ class CheckpointLoader:
                 and served.record.manifest == identity
                 and self._lists(name, served.path)
             ):
-                return served  # saves the milliseconds that reading a manifest takes, in every turn
+                # The manifest is not read again in every turn, because reading takes milliseconds.
+                return served
             manifest = self.spool.checkpoints.manifest(run.name, step)
             path = self.transport.copies.path(name, manifest, run)
         except CheckpointDamaged as error:

@@ -86,10 +86,10 @@ class OnlyServer:
                 self._spool.served.withdraw(run)
 
     def turn_begins(self) -> None:
-        """Nothing to do, because the only server has no readiness."""
+        """Nothing to do, because readiness is recorded only if there are several servers."""
 
     def turn_done(self, runs: Collection[str]) -> None:
-        """Nothing to do: no other replica waits."""
+        """Nothing to do, because there is no other replica."""
 
 
 def tell_job(spool: Spool, job: str, served: Served) -> None:

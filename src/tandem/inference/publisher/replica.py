@@ -90,7 +90,7 @@ class Member:
         threading.Thread(target=self._beat_forever, name="replica", daemon=True).start()
 
     def stop(self) -> None:
-        """Send no more beats, as if this process had died."""
+        """Stop renewing this replica's record, as if this process had died."""
         self._ended.set()
 
     def served(self, run: str) -> Served | None:
@@ -241,7 +241,7 @@ class Member:
         return ""
 
     def _newest(self, run: str, record: ReplicaServed) -> int:
-        """The newest step of the record that no rollback has discarded; -1 if there is none."""
+        """The newest step in `record` that no rollback has discarded; -1 if there is none."""
         has = self._spool.checkpoints.has
         return max((served.step for served in record.steps if has(run, served)), default=-1)
 

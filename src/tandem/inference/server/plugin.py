@@ -55,7 +55,7 @@ def register() -> None:
     also change how the API server starts its engine."""
     parent = multiprocessing.parent_process()
     if parent is None or multiprocessing.current_process().name.startswith(API_SERVER):
-        patches.bound_http_requests()  # only here, because the patch imports uvicorn
+        patches.bound_http_requests()  # imports uvicorn, which other processes don't need
         gc.set_threshold(*COLLECTIONS)
     if parent is None:
         _fork_the_engine_on_the_cpu()

@@ -33,8 +33,8 @@ class Rectangle:
 
     parameter: str
     names: tuple[str, ...]
-    in_parameter: tuple[slice, ...]  # within the parameter; for experts, within each matrix
-    in_tensor: tuple[slice, ...]  # within the Hugging Face tensor
+    in_parameter: tuple[slice, ...]  # place in the parameter; for experts, in each matrix
+    in_tensor: tuple[slice, ...]  # place in the Hugging Face tensor
     stacked: bool = False
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -92,8 +92,8 @@ def _rectangles(path: str, module: Any) -> Iterator[Rectangle]:
 
 
 def _rows(path: str, module: Any, length: int) -> Iterator[tuple[str, slice, slice]]:
-    """For each Hugging Face tensor that is in the parameter: the tensor's path, its rows in the
-    parameter, and the rows of the tensor that are there."""
+    """For each Hugging Face tensor of which rows are in the parameter: the tensor's path, the rows
+    of the parameter, and the same rows' place in the tensor."""
     parent, _, name = path.rpartition(".")
     match type(module).__name__:
         case "QKVParallelLinear":
