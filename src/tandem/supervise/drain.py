@@ -25,8 +25,8 @@ two checks, 0.5 s apart."""
 def drain(settings: Settings, seconds: float) -> bool:
     """Waits until the server has no request left. Returns False if `seconds` pass first."""
     end = time.monotonic() + seconds
-    # The file still exists after a restart of this container. It contains a time limit, so that it
-    # does not keep the next server out of service.
+    # The file still exists after a restart of this container. The file contains a time limit, so
+    # that the file does not keep the next server out of service.
     leaving_file(settings.root).write_text(str(time.time() + seconds))
     client = VllmClient(settings, timeout=5.0)
     quiet_since = None
