@@ -281,7 +281,7 @@ class JobsCollector(SpoolCollector):
         return found
 
     def _follow(self, spool: Spool, job_id: str) -> None:
-        with suppress(NotFound):  # its record was damaged and has been set aside
+        with suppress(NotFound):  # the job's record was damaged and has been set aside
             spec = spool.jobs.get(job_id)[1].spec
             self._followed[job_id] = _Followed(spec.kind, spec.run, spec.created)
         self._unread.discard(job_id)
