@@ -151,7 +151,7 @@ def send(process: Process, sig: signal.Signals) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """An exit status in the form of `subprocess`, in words."""
+    """Words for an exit status of `subprocess`, where -N stands for signal N."""
     if code >= 0:
         return f"exit code {code}"
     with suppress(ValueError):
