@@ -10,8 +10,8 @@ This package and `vllm_client/` protect vLLM from faults that were found in vLLM
   runs. So the LoRA targets are listed without `lm_head`.
 - An evicted adapter whose files are gone ends the engine. So adapters are loaded from local copies,
   and a copy's name contains a hash of its content.
-- Cached prefixes survive a reload of an adapter under the same name. So the path contains the
-  content's hash.
+- Cached prefixes survive a reload of an adapter under the same name. So the path of an adapter's
+  copy contains the content's hash.
 - `kill -9` of the API server leaves the engine on the GPU. So a plugin makes the engine end when
   its server ends.
 - A call to the workers never returns if the engine dies during it. So `merged_server.py` checks

@@ -18,12 +18,12 @@ name, `TANDEM_REPLICA`. The last publisher to verify a step announces the step a
 (`spool/replicas.py`). vLLM answers requests only with permission from its publisher. A permission
 is valid for 15 s, and the publisher renews it. The other publishers consider a publisher dead after
 30 s of silence. By then, the permission of the dead publisher's vLLM has ended. Each process
-measures these times with its own monotonic clock, because the hosts' clocks differ and may be
-changed. A publisher first withdraws the permission, and then records that its replica isn't ready.
-So a replica that answers requests has every announced step. Merged weights change in all servers at
-almost the same time. No answer comes from weights older than the announced step, and the header
-`x-tandem-weights` names the weights. A replica that can't write to the volume answers with status
-503 after 15 s, because it can't know which steps the other replicas announce. The announced steps
-stay loaded, even beyond `TANDEM_KEEP_SERVED`. A checkpoint that a living replica serves is not
-removed. With only one server, the records of replicas do not exist.
+measures the 15 s and the 30 s with its own monotonic clock, because the hosts' clocks differ and
+may be changed. A publisher first withdraws the permission, and then records that its replica isn't
+ready. So a replica that answers requests has every announced step. Merged weights change in all
+servers at almost the same time. No answer comes from weights older than the announced step, and the
+header `x-tandem-weights` names the weights. A replica that can't write to the volume answers with
+status 503 after 15 s, because it can't know which steps the other replicas announce. The announced
+steps stay loaded, even beyond `TANDEM_KEEP_SERVED`. A checkpoint that a living replica serves is
+not removed. With only one server, the records of replicas do not exist.
 """

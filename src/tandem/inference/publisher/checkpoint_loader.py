@@ -113,8 +113,8 @@ class CheckpointLoader:
 
         Raises CheckpointNotVisible for a new checkpoint whose files are missing. The publisher
         tries such a checkpoint again in every turn. A refused checkpoint is tried again when its
-        files change, or when vLLM's server is lost. If it was refused because vLLM answered with
-        status 500, it is also tried again after a pause.
+        files change, or when vLLM's server is lost. If the checkpoint was refused because vLLM
+        answered with status 500, it is also tried again after a pause.
 
         Args:
             name: the model's name in vLLM, `<run>@<step>`.

@@ -110,8 +110,8 @@ class Publisher:
         return True
 
     def wait(self, seconds: float) -> None:
-        """Waits until the next `once`; on shared GPUs also until a trainer asks for the GPUs or
-        gives them back."""
+        """Waits until the next call of `once` is due. On shared GPUs, the wait ends earlier if a
+        trainer asks for the GPUs or gives them back."""
         if self._shared is not None:
             self._shared.wait(seconds)
         else:
@@ -278,7 +278,8 @@ class Publisher:
                 continue
             wanted.add(name)
             kept.append(served.record)
-            # Clients wait for this record, so it is written before older steps are loaded.
+            # Clients wait for the record of served steps, so it is written before older steps are
+            # loaded.
             self._records.put(run.name, self._serves(run.name, kept), refused)
             self._records.tell(run.name, served)
         if not kept and refused is not None:

@@ -31,8 +31,8 @@ class Records(Protocol):
         """Names that vLLM must keep, even if the publisher would unload them."""
 
     def unload(self, run: str, name: str) -> bool:
-        """Remove a step from the records before it is unloaded from vLLM. Returns False if the step
-        must stay loaded."""
+        """Remove a step from the records before the step is unloaded from vLLM. Returns False if
+        the step must stay loaded."""
 
     def withdraw(self, listed: Collection[str]) -> None:
         """Remove the records of steps that are not among the names in `listed`, for example after a

@@ -4,8 +4,8 @@ answer.
 A replica is *ready* when it serves every announced step. The replica's vLLM answers requests only
 while the replica is ready (`inference.server.readiness`). No step is announced before every ready
 replica has verified it. One lock protects three actions: a replica becomes ready, a replica stops
-being ready, and a step is announced. So no client asks a ready replica for a step that it lacks,
-and with merged weights no client gets an answer from an older step.
+being ready, and a step is announced. So no client asks a ready replica for a step that the replica
+lacks, and with merged weights no client gets an answer from an older step.
 
 vLLM's permission to answer ends by itself before the other replicas consider this replica dead. So
 if a publisher stops, or loses the volume, its vLLM stops answering.

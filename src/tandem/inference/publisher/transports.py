@@ -234,8 +234,8 @@ class LoraTransport:
 
 class MergedTransport:
     """vLLM's own weights, which belong to one checkpoint at a time. If the job's ranks offer whole
-    weights, the weights come from the ranks or from the files that the ranks have written. If not,
-    vLLM's workers merge the adapter, or read a whole model's files."""
+    weights, the weights come from the ranks or from the files that the ranks have written. If the
+    ranks offer none, vLLM's workers merge the adapter, or read a whole model's files."""
 
     # vLLM has no second model to compare with, so `identity` is empty. The comparison of rows
     # proves the weights.

@@ -203,7 +203,7 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
     if device == "cpu":
         # In vLLM 0.32, a seeded request whose prefill is split ends the engine: vLLM sets the
         # random generator back, and torch's CPU generator does not support this ("CPU Generator
-        # does not use offset"). So prefills are not split.
+        # does not use offset"). So vLLM on the CPU does not split prefills.
         argv.append("--no-enable-chunked-prefill")
         if settings.inference_tensor_parallel == 1:
             # The worker runs in the engine's process. Without a separate process, torch and vLLM
@@ -289,8 +289,8 @@ def _environment(
     settings: Settings, device: Device, model: str, environ: Mapping[str, str]
 ) -> dict[str, str]:
     defaults = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    # vLLM 0.32 samples the calls of strict tools under a grammar. These tokens would come from
-    # another distribution than the trainer's, so the grammar is switched off.
+    # vLLM 0.32 samples the calls of strict tools under a grammar. Tokens under a grammar would come
+    # from another distribution than the trainer's, so the grammar is switched off.
     defaults["VLLM_ENFORCE_STRICT_TOOL_CALLING"] = "0"
     if Path(model).is_dir():
         defaults |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
@@ -307,12 +307,12 @@ def _environment(
         # first request takes 6 to 18 s longer.
         defaults["TORCH_COMPILE_DISABLE"] = "1"
         if settings.inference_tensor_parallel == 1:
-            # vLLM on the CPU keeps the "uni" executor only with this setting. The engine still
-            # runs in its own process.
+            # vLLM on the CPU keeps the "uni" executor only with VLLM_ENABLE_V1_MULTIPROCESSING=0.
+            # The engine still runs in its own process.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     env = {**defaults, **environ}
-    # These two variables make vLLM serve the admin routes. The guard requires the admin token on
-    # the admin routes.
+    # VLLM_SERVER_DEV_MODE and VLLM_ALLOW_RUNTIME_LORA_UPDATING make vLLM serve the admin routes.
+    # The guard requires the admin token on the admin routes.
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if settings.weights == "merged":
         options = {
@@ -320,8 +320,8 @@ def _environment(
             "second_copy": ordered_copy(settings),
         }
         env[MERGED_VARIABLE] = json.dumps(options)
-    # This variable makes CUDA number the GPUs in NVML's order, in which Tandem finds and measures
-    # the devices.
+    # CUDA_DEVICE_ORDER makes CUDA number the GPUs in NVML's order, in which Tandem finds and
+    # measures the devices.
     env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if settings.inference_devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(settings.inference_devices)

@@ -1,5 +1,5 @@
-"""ASGI middleware in vLLM's API server, inside the guard. It serves the merged weights of one run
-as the model `<run>@<step>`.
+"""ASGI middleware in vLLM's API server, inside the guard. The middleware serves the merged weights
+of one run as the model `<run>@<step>`.
 
 The publisher swaps weights, verifies the weights and announces them. From the swap to the
 announcement new requests wait, so no client samples from unverified weights. Running requests

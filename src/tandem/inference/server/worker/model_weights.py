@@ -247,8 +247,8 @@ class MergedWeights(ModelWeights):
             self._staged[version] = self._threads.submit(self._factors, version, scale)
 
     def staged(self, version: str) -> str:
-        """Returns "merge" if the version's adapter has arrived; empty while it is still being read.
-        Raises RuntimeError if the adapter can't be read."""
+        """Returns "merge" if the version's adapter has arrived; empty while the adapter is still
+        being read. Raises RuntimeError if the adapter can't be read."""
         staged = self._staged[version]
         if not staged.done():
             return ""

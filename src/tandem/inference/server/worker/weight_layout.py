@@ -53,8 +53,8 @@ def weight_layout(model: torch.nn.Module) -> list[Rectangle]:
     fused layers that Tandem does not know, and for a parameter that vLLM has removed or whose place
     in the checkpoint is unknown.
     """
-    # `named_parameters` has each parameter once. This matters for a tied lm_head, which is the same
-    # parameter as the embedding.
+    # `named_parameters` lists each parameter once. So a tied lm_head, which is the same parameter
+    # as the embedding, is not listed a second time.
     parameters = dict(model.named_parameters())
     rectangles = [
         rectangle
