@@ -1,9 +1,10 @@
 """Removes one of several inference servers from the proxy before the server is stopped, and waits
 up to SECONDS until its requests have ended (`python -m tandem.supervise.drain SECONDS`).
 
-This program writes a file with the order to leave. The server's publisher reads the file, and
-withdraws vLLM's permission to answer. The proxy then sends no more requests to this server, and
-running requests continue. The program never fails, because the server is stopped in any case.
+The drain program writes a file with the order to leave the proxy. The server's publisher reads the
+file, and withdraws vLLM's permission to answer. The proxy then sends no more requests to this
+server, and running requests continue. The program never fails, because the server is stopped in any
+case.
 """
 
 import sys

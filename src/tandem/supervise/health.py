@@ -11,7 +11,7 @@ counts as healthy.
 `--live`, for a liveness probe, only checks that the programs' own loops still run
 (`tandem.system.liveness`), so that no program is killed while a model loads, a step is published or
 a volume is away. If vLLM's engine hangs, `tandem up` ends it. If a job's ranks hang, the runner
-ends them.
+ends the ranks.
 """
 
 import json

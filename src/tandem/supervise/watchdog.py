@@ -171,7 +171,7 @@ class Watchdog(threading.Thread):
             answer = self._http.get("/is_paused")
             return answer.status_code == 200 and answer.json()["is_paused"] is True
         except (httpx.HTTPError, ValueError, LookupError, TypeError):
-            return False  # an engine that hangs doesn't answer this request either
+            return False  # an engine that hangs doesn't answer /is_paused either
 
     def _may_sleep(self) -> bool:
         """Whether vLLM sleeps for a good reason. Without shared GPUs, vLLM may always sleep: the

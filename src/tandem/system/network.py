@@ -16,8 +16,8 @@ from tandem.errors import InvalidInput
 
 LOOPBACK = "127.0.0.1"
 _BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-# Addresses that are reserved for documentation (RFC 5737, RFC 3849). No host has them, so the route
-# to them is the default route, which leads to all other networks.
+# Addresses that are reserved for documentation (RFC 5737, RFC 3849). No host has such a
+# documentation address, so the route to it is the default route, which leads to all other networks.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 
@@ -78,9 +78,9 @@ def interface_addresses() -> list[tuple[str, str]]:
 def host_address(chosen: str | None) -> tuple[str, str]:
     """The address by which other hosts reach this host, and the address's interface. The address is
     `chosen`. If `chosen` is None, the address is that of the interface that leads to other
-    networks. If there is no such interface, it is the first address that is not loopback. No name
-    is looked up. Raises InvalidInput if `chosen` is not an address of this host, or the host has
-    none."""
+    networks. If there is no such interface, the address is the first one that is not loopback. No
+    name is looked up. Raises InvalidInput if `chosen` is not an address of this host, or the host
+    has none."""
     known = interface_addresses()
     names = ", ".join(f"{address} ({interface})" for interface, address in known)
     if chosen is None:

@@ -18,8 +18,8 @@ from typing import Any
 
 from tandem.errors import TandemError
 
-# Errors that only mean that the driver, the GPU or the container does not support a feature. These
-# errors are not failures of the driver.
+# Errors that only mean that the driver, the GPU or the container does not support a feature. Errors
+# about unsupported features are not failures of the driver.
 _NO_ANSWER = (
     "NOT_SUPPORTED",
     "NO_PERMISSION",
