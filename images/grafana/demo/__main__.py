@@ -2,9 +2,9 @@
 
     python -m images.grafana.demo DIRECTORY [--gpus 8]
 
-serves the four pages that Prometheus scrapes of a deployment, each on a free port, until Ctrl-C.
-DIRECTORY gets the shipped configuration of Prometheus with these ports as targets: `cd DIRECTORY &&
-prometheus`.
+This command serves the four pages that Prometheus scrapes of a deployment, each on a free port,
+until Ctrl-C. DIRECTORY gets the shipped configuration of Prometheus with these ports as targets:
+`cd DIRECTORY && prometheus`.
 """
 
 import argparse

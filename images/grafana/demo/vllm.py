@@ -104,8 +104,8 @@ def new_samples() -> Samples:
 
 
 def count_second(samples: Samples, draw: random.Random, *, busy: bool) -> None:
-    """Adds the events of one second to the counters of `samples`. `busy`: clients sample in this
-    second."""
+    """Adds the events of one second to the counters of `samples`. `busy`: whether clients sample in
+    this second."""
     requests, iterations = (draw.randint(6, 14), 60) if busy else (draw.randint(0, 1), 4)
     prompt, generated = requests * 180, iterations * (110 if busy else 4)
     totals = {

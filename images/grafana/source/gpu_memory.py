@@ -1,4 +1,5 @@
-"""How much GPU memory is in use, by which program, and whether jobs give it back."""
+"""The dashboard shows how much GPU memory is in use by which program, and whether jobs give the
+memory back."""
 
 from limits import LIMITS
 from panels import (

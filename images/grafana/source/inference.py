@@ -1,4 +1,4 @@
-"""What vLLM does, and which policy it serves."""
+"""The dashboard shows what vLLM does, and which policy it serves."""
 
 from limits import LIMITS
 from panels import (

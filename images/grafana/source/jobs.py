@@ -1,4 +1,4 @@
-"""Jobs, programs, exporters, volumes and the controller."""
+"""The dashboard shows jobs, programs, exporters, volumes and the controller."""
 
 from limits import LIMITS
 from panels import (

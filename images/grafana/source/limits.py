@@ -1,4 +1,5 @@
-"""The thresholds of alerts that panels show; tests/monitoring compares them with the rules."""
+"""The thresholds of alerts that panels show; tests/monitoring compares these thresholds with the
+rules."""
 
 LIMITS: dict[str, float] = {
     "TandemGPUMemoryNearlyFull": 0.97,

@@ -1,4 +1,4 @@
-"""Whether everything works, which job runs, and how training goes."""
+"""The dashboard shows whether everything works, which job runs, and how training goes."""
 
 from limits import LIMITS
 from panels import (

@@ -7,7 +7,8 @@ from typing import Any
 
 Json = dict[str, Any]
 
-SCHEMA_VERSION = 42  # of Grafana 12.1 and later; older versions show it, too
+# Grafana 12.1 and later have this version of the schema; older versions show the dashboards, too.
+SCHEMA_VERSION = 42
 DATASOURCE: Json = {"type": "prometheus", "uid": "${datasource}"}
 MATCHERS = {
     "@ns": 'namespace=~"$namespace"',
@@ -45,8 +46,8 @@ def query(expr: str, legend: str = "", *, kind: str = "range") -> Json:
 
 
 def gpu(expr: str) -> str:
-    """`expr` with the label `gpu`, which is the beginning of the device's UUID. It distinguishes
-    the devices of one machine."""
+    """`expr` with the label `gpu`, which is the beginning of the device's UUID. The label
+    distinguishes the devices of one machine."""
     return f'label_replace({expr}, "gpu", "$1", "uuid", "(?:GPU-|MIG-)?(.{{0,8}}).*")'
 
 

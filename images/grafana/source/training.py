@@ -1,4 +1,4 @@
-"""Speed of training, what the policy learns, ranks and checkpoints."""
+"""The dashboard shows the speed of training, what the policy learns, ranks and checkpoints."""
 
 from limits import LIMITS
 from panels import RED, UP_DOWN, Json, dashboard, query, row, stat, timeline, timeseries

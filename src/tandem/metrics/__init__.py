@@ -2,7 +2,7 @@
 collectors, with one file for each source of metrics.
 
 Ranks write their numbers into their heartbeat files, and the exporter reads these files. So ranks
-need no HTTP server, and the exporter also works after they have ended. Prometheus scrapes four
+need no HTTP server, and the exporter also works after the ranks have ended. Prometheus scrapes four
 jobs: `tandem-controller`, `tandem-trainer`, `tandem-inference`, and vLLM itself as `tandem-vllm`.
 The inference exporter publishes the address of each vLLM for Prometheus at `/targets`. The scrape
 configuration for compose sets the labels `namespace`, `pod` and `role`, as Kubernetes does in a

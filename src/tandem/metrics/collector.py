@@ -146,7 +146,8 @@ class Collector(abc.ABC):
 
     def describe(self, gauges: Samples) -> None:
         """Sets the metrics COLLECTOR_METRICS for this collector."""
-        began = self._began  # read once, because the collection may end in another thread
+        # `_began` is read once, because another thread may end the collection and clear it.
+        began = self._began
         hangs = began is not None and time.monotonic() - began > STALE_SECONDS
         gauges.set(
             "tandem_collector_success",

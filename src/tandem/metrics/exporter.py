@@ -185,4 +185,5 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     sys.stderr.flush()
-    os._exit(status)  # does not wait for a collector that hangs in a driver or on a volume
+    # A normal exit would wait for a collector that hangs in a driver or on a volume.
+    os._exit(status)

@@ -207,7 +207,7 @@ class _Followed:
     offset: int = 0  # bytes of the job's event file that have been read
     attempts: LivingAttempts = field(default_factory=LivingAttempts)
     first_claimed: float | None = None  # Unix seconds
-    # whether the job's terminal event was read; it is written before the job's directory moves
+    # whether the job's terminal event was read; the event is written before the directory moves
     ended: bool = False
 
 
@@ -223,8 +223,8 @@ class JobsCollector(SpoolCollector):
         # Directory of ended jobs -> its last listing.
         self._listed: dict[Path, tuple[JobDir, ...]] = {}
         self._caught_up = False
-        # Receives the counts of events that were written before this process started. These events
-        # set gauges, but are not counted.
+        # Receives the counts of events that were written before this process started. Events from
+        # before the start set gauges, but are not counted.
         self._uncounted = Samples(self.metrics)
         self._last: dict[str, float] = {}  # gauges without labels
         # run -> time of the last step of its running job, Unix seconds
@@ -281,7 +281,7 @@ class JobsCollector(SpoolCollector):
         return found
 
     def _follow(self, spool: Spool, job_id: str) -> None:
-        with suppress(NotFound):  # its record was damaged and has been set aside
+        with suppress(NotFound):  # the job's record was damaged and has been set aside
             spec = spool.jobs.get(job_id)[1].spec
             self._followed[job_id] = _Followed(spec.kind, spec.run, spec.created)
         self._unread.discard(job_id)

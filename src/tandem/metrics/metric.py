@@ -81,9 +81,10 @@ observed values."""
 class Samples:
     """The series of a set of metrics.
 
-    A counter or histogram without open labels has all its series from the start, at 0, because
-    PromQL's increase() does not count the event with which a series begins. Every method raises
-    KeyError for an unknown metric, and for labels that the metric does not have.
+    A counter or histogram has all its series from the start, at 0, if the values of all its labels
+    are known in advance, because PromQL's increase() does not count the event with which a series
+    begins. Every method raises KeyError for an unknown metric, and for labels that the metric does
+    not have.
     """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:

@@ -165,7 +165,7 @@ METRICS = (
 class _AttemptSeries:
     job: Job
     number: int
-    waited: float | None  # seconds that the attempt has waited; None: its ranks run
+    waited: float | None  # seconds that the attempt has waited; None if its ranks run
     seen_since: float = field(default_factory=time.time)
     seen_since_monotonic: float = field(default_factory=time.monotonic)
     # Rank -> its last heartbeat, and the monotonic time at which this process first saw it. The

@@ -11,7 +11,7 @@ counts as healthy.
 `--live`, for a liveness probe, only checks that the programs' own loops still run
 (`tandem.system.liveness`), so that no program is killed while a model loads, a step is published or
 a volume is away. If vLLM's engine hangs, `tandem up` ends it. If a job's ranks hang, the runner
-ends them.
+ends the ranks.
 """
 
 import json
@@ -117,7 +117,8 @@ def _get(
     path: str,
     key: str | None = None,
 ) -> tuple[str, bytes]:
-    """The problem, which is an empty string if there is none, and the body of the answer."""
+    """A pair: the problem (an empty string if there is none), and the body of the server's
+    answer."""
     url = local_url(getattr(settings, f"{server}_host"), getattr(settings, f"{server}_port")) + path
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:

@@ -1,4 +1,5 @@
-"""supervisord and its programs, by role: configuration, logs, states and ends."""
+"""Lists the programs of each role, writes supervisord's configuration, prints the programs' logs,
+and finds the programs' states and how they ended."""
 
 import json
 import os
@@ -38,10 +39,11 @@ _NO_ANSWER = (OSError, xmlrpc.client.Error, HTTPException)
 class Program:
     name: str
     module: str
-    stop_seconds: int  # between SIGTERM and SIGKILL
+    stop_seconds: int  # seconds between SIGTERM and SIGKILL
     # a program that is not essential may fail repeatedly without ending `tandem up`
     essential: bool = True
-    costly: bool = False  # whether its state takes minutes to build, so that a restart is costly
+    # whether a restart is costly, because the program's state takes minutes to build
+    costly: bool = False
     # The program listens on settings.<port>_port, or on `number`.
     port: Literal["controller", "inference", "metrics"] | None = None
     number: int | None = None
@@ -160,7 +162,7 @@ class Status:
 
     state: str  # STARTING, RUNNING, BACKOFF, STOPPING, EXITED, FATAL, STOPPED
     pid: int  # 0: not running
-    started: float  # Unix seconds, of its last process
+    started: float  # start of the program's last process, in Unix seconds
 
 
 def socket_path(directory: Path) -> Path:

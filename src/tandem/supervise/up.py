@@ -54,8 +54,9 @@ from tandem.system.gpus import Devices, Side, check_apart, nccl_path
 from tandem.system.nvml import DriverFailed
 from tandem.system.tail import last_lines
 
-EXIT_FATAL, EXIT_CRASH_LOOP, EXIT_SUPERVISORD = 70, 71, 72  # explained by `tandem up --help`
-MOST_CRASHES = 8  # crashes in a row of an essential program
+# `tandem up --help` explains these exit statuses.
+EXIT_FATAL, EXIT_CRASH_LOOP, EXIT_SUPERVISORD = 70, 71, 72
+MOST_CRASHES = 8  # the most crashes in a row of an essential program
 STEADY_SECONDS = 600.0
 """A program that has run for this long before a crash is not in a crash loop, so the count of its
 crashes starts again."""
@@ -69,9 +70,9 @@ LEFTOVER_SECONDS = 3.0
 def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | None = None) -> int:
     """Run the programs of `role` until Ctrl-C, SIGTERM or a crash loop; returns the exit status.
 
-    Call it in a separate process: it changes the environment and umask, and ends all of its
-    descendants. Raises InvalidInput, Conflict (a port is taken, or this role runs on this spool
-    already) or SpoolUnusable before it starts anything.
+    Call this function in a separate process, because it changes the process's environment and
+    umask, and ends all descendants of the process. Raises InvalidInput, Conflict (a port is taken,
+    or this role runs on this spool already) or SpoolUnusable before it starts anything.
 
     Args:
         programs: None: the programs of `role` under these settings.
@@ -89,10 +90,11 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
         check_apart(settings)
     sides: tuple[tuple[str, Side], ...] = (("runner", "trainer"), ("vllm", "inference"))
     for of, side in sides:
-        # The ranks of other executors run on other hosts.
+        # Only the local executor runs its ranks on this host.
         if of in names and (of != "runner" or settings.executor == "local"):
             with suppress(DriverFailed):
-                Devices(settings, side)  # raises for GPUs that this machine does not have
+                # The constructor raises InvalidInput if this machine lacks the GPUs.
+                Devices(settings, side)
     if "controller" in names:
         settings.check_bind("controller")
     if "vllm" in names:
@@ -153,9 +155,10 @@ class _Life:
 
     pid: int = 0
     since: float = 0.0
-    crashes: int = 0  # in a row, without a run of STEADY_SECONDS between them
-    # The time at which supervisord was last asked to restart the program, after it had given the
-    # program up; None: it has not given it up.
+    # the number of crashes in a row, without a run of STEADY_SECONDS between two of them
+    crashes: int = 0
+    # The time of the last request to supervisord to restart the program, after supervisord had
+    # given the program up; None if supervisord has not given the program up.
     tried: float | None = None
 
 

@@ -34,7 +34,7 @@ class Sample:
     """The work of vLLM, read from its `/metrics`."""
 
     requests: float  # number of running or waiting requests
-    tokens: float  # grows with every iteration of the engine
+    tokens: float  # a count that grows with every iteration of the engine
     asleep: bool = False
 
 
@@ -62,7 +62,7 @@ class Progress:
     def __init__(self, stall_seconds: float, poll_seconds: float) -> None:
         self._stall = stall_seconds
         self._longest_gap = 10 * poll_seconds + _TIMEOUT_SECONDS
-        self._process = 0, 0  # pid and start time
+        self._process = 0, 0  # pid and start time of the vLLM that is watched
         self._answered = False
         self._tokens = -1.0
         self._since = self._last = 0.0
@@ -171,7 +171,7 @@ class Watchdog(threading.Thread):
             answer = self._http.get("/is_paused")
             return answer.status_code == 200 and answer.json()["is_paused"] is True
         except (httpx.HTTPError, ValueError, LookupError, TypeError):
-            return False  # an engine that hangs doesn't answer this request either
+            return False  # an engine that hangs doesn't answer /is_paused either
 
     def _may_sleep(self) -> bool:
         """Whether vLLM sleeps for a good reason. Without shared GPUs, vLLM may always sleep: the

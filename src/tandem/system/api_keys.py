@@ -1,5 +1,5 @@
 """API keys and their names: finds the name of a request's key, and adds it to the line of the
-access log. Controller and vLLM's server both use it, so it imports no server framework."""
+access log. Controller and vLLM's server both use this module, so it imports no server framework."""
 
 import hmac
 import logging

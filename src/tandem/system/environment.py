@@ -23,8 +23,8 @@ ROLE_VARIABLE = "TANDEM_ROLE"
 REPLICA_PATTERN = r"^[a-z0-9](?:[a-z0-9.-]{0,61}[a-z0-9])?$"
 INDUCTOR_VARIABLE, TRITON_VARIABLE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 _VLLM_VARIABLE = "VLLM_CACHE_ROOT"
-# The path of a Unix socket has at most 107 bytes. Up to 57 of them are needed for this directory's
-# own name, the socket's name, and the pid that supervisord appends until it listens.
+# The path of a Unix socket has at most 107 bytes. A private directory's own name, the socket's
+# name, and the pid that supervisord appends until it listens take up to 57 bytes of the path.
 _LONGEST_PARENT = 50
 
 
@@ -61,7 +61,7 @@ def scratch_directory(name: str) -> Path:
 
 def _own_directory(name: str, *parents: str | None) -> Path:
     """This user's directory in the first of `parents` that exists and whose path is short enough
-    for sockets. If there is none, the directory is in /tmp."""
+    for sockets. If no parent fits, the directory is in /tmp."""
     short = (Path(parent) for parent in parents if parent and len(parent) <= _LONGEST_PARENT)
     return private_directory(
         next(filter(Path.is_dir, short), Path("/tmp")) / f"tandem-{os.getuid()}-{name}"
@@ -129,7 +129,7 @@ def compiler_caches(environ: Mapping[str, str]) -> dict[str, str]:
 def vllm_caches(environ: Mapping[str, str]) -> dict[str, str]:
     """Like `compiler_caches`, but for vLLM. vLLM, too, unpickles its compiled code. The directory
     belongs to this user alone; it is below the directory that `environ` names, by default `vllm` in
-    the user's cache. The keys of the content contain the versions of vLLM, torch and Triton."""
+    the user's cache. vLLM's cache keys contain the versions of vLLM, torch and Triton."""
     default = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm"
     own = Path(environ.get(_VLLM_VARIABLE) or default) / f"tandem-{os.getuid()}-compiled"
     own.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""The GPUs that the trainer or vLLM uses, and whether they are free. The driver is asked about the
-GPUs, not the processes that use them.
+"""The GPUs that the trainer or vLLM uses, and whether they are free. Tandem asks the driver about
+the GPUs, and does not ask the processes that use the GPUs.
 
 On a machine without GPUs there are no devices, and "free" means that all of Tandem's processes have
 ended.
@@ -26,8 +26,9 @@ Side = Literal["trainer", "inference"]
 
 
 class Devices:
-    """The GPUs of one side, trainer or inference: the GPUs that TANDEM_<SIDE>_DEVICES names. If it
-    is not set, the GPUs that CUDA_VISIBLE_DEVICES names; if neither is set, all GPUs."""
+    """The GPUs of one side, trainer or inference: the GPUs that TANDEM_<SIDE>_DEVICES names. If
+    this variable is not set: the GPUs that CUDA_VISIBLE_DEVICES names. If neither variable is set:
+    all GPUs."""
 
     def __init__(self, settings: Settings, side: Side, most: int | None = None) -> None:
         """Raises InvalidInput if the settings name GPUs that this machine does not have. Raises
@@ -47,7 +48,8 @@ class Devices:
             self.uuids = _selected(settings, side, gpus, failures)[:most]
             return
         names = ", ".join(getattr(settings, f"{side}_devices"))
-        if settings.device == "cuda" or names:  # "auto" would silently choose the CPU
+        # With TANDEM_DEVICE=auto, Tandem would silently choose the CPU.
+        if settings.device == "cuda" or names:
             message = "NVML finds no GPU; give the container one, or set TANDEM_DEVICE=cpu"
             raise InvalidInput(
                 f"names {names}; {message}" if names else message,
@@ -176,7 +178,7 @@ def nccl_path(settings: Settings, side: Side) -> str | None:
     try:
         own = set(Devices(settings, side).uuids)
         if getattr(settings, f"{other}_devices"):
-            with suppress(InvalidInput):  # this container lacks those GPUs
+            with suppress(InvalidInput):  # this container lacks the other side's GPUs
                 theirs = set(Devices(settings, other).uuids) - own
         with closing(Driver()) as driver:
             paths = {"NVLink" if driver.has_nvlink(a, b) else "PCIe" for a in own for b in theirs}

@@ -33,8 +33,8 @@ class _HeadTooLarge(Exception):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's protocol with the limits above. A request beyond the limits is refused, and its
-    connection is closed.
+    """uvicorn's HTTP protocol with the limits of this module. A request beyond the limits is
+    refused, and its connection is closed.
 
     A head (request line and headers) that never ends takes at most HEAD_BYTES of memory, plus the
     bytes of one read of the socket.

@@ -18,12 +18,12 @@ NAME_VARIABLE = "TANDEM_ALIVE_NAME"
 """The name of the variable that has the name of this instance of a program, such as `publisher-1`,
 if the program runs several times."""
 LONGEST_SECONDS = {
-    "up": 60.0,  # this loop never waits for other programs
+    "up": 60.0,  # the loop of `tandem up` never waits for other programs
     # Ending ranks takes half a minute; removing a job's data from a slow volume takes longer.
     "runner": 600.0,
-    # One turn hashes and copies one adapter, makes vLLM load it, and makes vLLM score the probe.
-    # During a swap of merged weights, and while it hashes a whole model, the publisher beats every
-    # 10 s.
+    # One turn of the publisher hashes and copies one adapter, makes vLLM load the adapter, and
+    # makes vLLM score the probe. During a swap of merged weights, and while it hashes a whole
+    # model, the publisher touches its file every 10 s.
     "publisher": 1800.0,
 }
 """The most seconds that one turn of a program's loop may take."""

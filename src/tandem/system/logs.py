@@ -1,4 +1,4 @@
-"""The log format of Tandem's own programs. They log to stderr, one line per event.
+"""The log format of Tandem's own programs. The programs log to stderr, one line per event.
 
 text (the default)  `time level program message key=value ...`
 json                an object with `time`, `level`, `logger`, `message`, and `fields` where there

@@ -1,5 +1,6 @@
-"""Decides which requests a server without a key may answer: requests of programs on this machine.
-It may not answer requests from a web page of another site in a browser on this machine."""
+"""Decides which requests a server without an API key may answer: requests of programs on this
+machine. Such a server may not answer requests from a web page of another site in a browser on this
+machine."""
 
 import ipaddress
 import re

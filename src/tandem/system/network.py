@@ -16,8 +16,8 @@ from tandem.errors import InvalidInput
 
 LOOPBACK = "127.0.0.1"
 _BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-# Addresses that are reserved for documentation (RFC 5737, RFC 3849). No host has them, so the route
-# to them is the default route, which leads to all other networks.
+# Addresses that are reserved for documentation (RFC 5737, RFC 3849). No host has such a
+# documentation address, so the route to it is the default route, which leads to all other networks.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 
@@ -45,8 +45,8 @@ def own_address(host: str, port: int = 80) -> str:
 
 def reachable_address() -> str:
     """The address by which other machines most likely reach this machine: the address of the
-    interface that leads to other networks. If there is none, the address of this machine's name; if
-    there is none either, loopback."""
+    interface that leads to other networks. If there is no such interface: the address of this
+    machine's name. If this name has no address either: loopback."""
     for elsewhere in _ELSEWHERE:
         with suppress(OSError):
             return own_address(elsewhere)
@@ -77,9 +77,10 @@ def interface_addresses() -> list[tuple[str, str]]:
 
 def host_address(chosen: str | None) -> tuple[str, str]:
     """The address by which other hosts reach this host, and the address's interface. The address is
-    `chosen`. If `chosen` is None, it is the address of the interface that leads to other networks;
-    if there is none, the first address that is not loopback. No name is looked up. Raises
-    InvalidInput if `chosen` is not an address of this host, or the host has none."""
+    `chosen`. If `chosen` is None, the address is that of the interface that leads to other
+    networks. If there is no such interface, the address is the first one that is not loopback. No
+    name is looked up. Raises InvalidInput if `chosen` is not an address of this host, or the host
+    has none."""
     known = interface_addresses()
     names = ", ".join(f"{address} ({interface})" for interface, address in known)
     if chosen is None:

@@ -1,8 +1,9 @@
 """The only module that asks the NVIDIA driver about GPUs: NVML, through nvidia-ml-py. NVML creates
 no CUDA context.
 
-A machine without the bindings, the driver's library or the driver has no GPUs. Every other failure
-raises DriverFailed, so that a failing driver never looks like a machine without GPUs.
+A machine without nvidia-ml-py, the driver's library or the driver counts as a machine without GPUs.
+Every other failure raises DriverFailed, so that a failing driver never looks like a machine without
+GPUs.
 
 GPUs are identified by UUID, because an index starts at 0 in each container. The pids that NVML
 reports are the host's. NVML's first call starts a thread that waits for driver events and outlives
@@ -17,8 +18,8 @@ from typing import Any
 
 from tandem.errors import TandemError
 
-# Errors that only mean that the driver, the GPU or the container does not support a feature. These
-# errors are not failures of the driver.
+# Errors that only mean that the driver, the GPU or the container does not support a feature. Errors
+# about unsupported features are not failures of the driver.
 _NO_ANSWER = (
     "NOT_SUPPORTED",
     "NO_PERMISSION",
@@ -39,7 +40,7 @@ class DriverFailed(TandemError):
 class Gpu:
     """A GPU, or one MIG device of a GPU that is divided into MIG devices."""
 
-    index: str  # "0"; "0:1" is the second MIG device of GPU 0
+    index: str  # such as "0", or "0:1" for the second MIG device of GPU 0
     uuid: str
     handle: Any
     whole: Any  # the handle of the whole GPU
@@ -50,16 +51,17 @@ class Gpu:
         return self.uuid != self.whole_uuid
 
     def has_name(self, name: str) -> bool:
-        """Whether `name` is the whole GPU's index, or the beginning of the UUID, which CUDA accepts
-        too."""
+        """Whether `name` is the whole GPU's index, or the beginning of the UUID. CUDA accepts such
+        a beginning, too."""
         return name == self.index.partition(":")[0] or any(
             u.startswith(name) for u in (self.uuid, self.whole_uuid)
         )
 
 
 class Driver:
-    """An open NVML. The constructor opens it and may raise DriverFailed; `close` closes it. Handles
-    are valid until `close`. On a machine without a driver, every answer is None."""
+    """An open connection to NVML. The constructor opens NVML and may raise DriverFailed; `close`
+    closes NVML. Handles are valid until `close`. On a machine without a driver, every answer is
+    None."""
 
     def __init__(self) -> None:
         self.nvml: Any = None
@@ -144,8 +146,8 @@ class Driver:
     def memory(self, handle: Any) -> dict[str, int] | None:
         """Memory in bytes: `total` = `free` + `reserved` + `used`; None if the GPU does not report
         it. Raises DriverFailed. `used` is the number that nvidia-smi shows, without the driver's
-        own reservation (600 MiB on an H200). NVML's first version of this call counts the
-        reservation as used, so it is not used as a fallback."""
+        own reservation (600 MiB on an H200). The first version of NVML's call counts the
+        reservation as used, so this method does not fall back to the first version."""
         if handle is None:
             return None
         memory = self.ask("nvmlDeviceGetMemoryInfo", handle, version=self.nvml.nvmlMemory_v2)

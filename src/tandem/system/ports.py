@@ -18,8 +18,8 @@ from tandem.errors import Conflict
 
 
 class HeldPort(ExitStack):
-    """A port that no other process can get until `close`. Close it once its program listens or has
-    ended."""
+    """A port that no other process can get until `close`. Close the object once its program listens
+    or has ended."""
 
     port = 0
 

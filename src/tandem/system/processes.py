@@ -107,7 +107,7 @@ def reap_orphans(known: Collection[int] = ()) -> None:
     """Collects the exit status of adopted children. `known`: pids of children for which other code
     waits; this function does not collect them."""
     with suppress(ChildProcessError):
-        # This check is cheap and covers the usual case that no child has ended. The function is
+        # `waitid` is cheap and covers the usual case that no child has ended. The function is
         # called several times a second.
         if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
@@ -151,7 +151,7 @@ def send(process: Process, sig: signal.Signals) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """An exit status in the form of `subprocess`, in words."""
+    """Words for an exit status of `subprocess`, where -N stands for signal N."""
     if code >= 0:
         return f"exit code {code}"
     with suppress(ValueError):

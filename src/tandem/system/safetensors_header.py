@@ -43,7 +43,7 @@ class Entry:
 
     dtype: str
     shape: tuple[int, ...]
-    begin: int  # its first byte in the file
+    begin: int  # offset of the tensor's first byte in the file
 
     @property
     def nbytes(self) -> int:

@@ -113,8 +113,8 @@ class CheckpointLoader:
 
         Raises CheckpointNotVisible for a new checkpoint whose files are missing. The publisher
         tries such a checkpoint again in every turn. A refused checkpoint is tried again when its
-        files change, or when vLLM's server is lost. If it was refused because vLLM answered with
-        status 500, it is also tried again after a pause.
+        files change, or when vLLM's server is lost. If the checkpoint was refused because vLLM
+        answered with status 500, it is also tried again after a pause.
 
         Args:
             name: the model's name in vLLM, `<run>@<step>`.
@@ -128,7 +128,8 @@ class CheckpointLoader:
                 and served.record.manifest == identity
                 and self._lists(name, served.path)
             ):
-                return served  # saves the milliseconds that reading a manifest takes, in every turn
+                # The manifest is not read again in every turn, because reading takes milliseconds.
+                return served
             manifest = self.spool.checkpoints.manifest(run.name, step)
             path = self.transport.copies.path(name, manifest, run)
         except CheckpointDamaged as error:

@@ -110,8 +110,8 @@ class Publisher:
         return True
 
     def wait(self, seconds: float) -> None:
-        """Waits until the next `once`; on shared GPUs also until a trainer asks for the GPUs or
-        gives them back."""
+        """Waits until the next call of `once` is due. On shared GPUs, the wait ends earlier if a
+        trainer asks for the GPUs or gives them back."""
         if self._shared is not None:
             self._shared.wait(seconds)
         else:
@@ -173,8 +173,8 @@ class Publisher:
                     changes[run] = self._spool.checkpoints.changed(run)
             except (TandemError, ValidationError, OSError) as error:
                 self._log_change(run, f"run {run} can't be published: {error}")
-        # vLLM has the merged weights of only one run. The other runs were made under an earlier
-        # deployment.
+        # vLLM has the merged weights of only one run. The other runs on the spool were made under
+        # an earlier deployment.
         if self._weights == "merged" and len(changes) > 1:
             run = max(changes, key=lambda run: self._specs[run].created)
             return {run: changes[run]}
@@ -216,7 +216,7 @@ class Publisher:
         if run in self._specs or not is_run_name(run) or not self._transport.copies.has(path):
             return False
         try:
-            self._spool.check()  # without its volume, every run looks deleted
+            self._spool.check()  # if the volume is missing, every run looks deleted
             self._spool.runs.directory(run)
         except NotFound:
             return True
@@ -256,8 +256,8 @@ class Publisher:
         # The newest refused step, if it is newer than all kept steps.
         refused: Refused | None = None
         # If steps are refused, older steps are tried, at most two more steps per turn than `keep`.
-        # If no step can be served, the next turn continues with older steps: it remembers the
-        # refused steps and loads them no more.
+        # If no step can be served, the next turn tries older steps, because the publisher remembers
+        # the refused steps and does not load them again.
         most_steps, most_loads = keep + 2, self._loader.loads + keep + 2
         invisible = ""
         for looked, step in enumerate(reversed(self._spool.checkpoints.steps(run.name))):
@@ -278,7 +278,8 @@ class Publisher:
                 continue
             wanted.add(name)
             kept.append(served.record)
-            # Clients wait for this record, so it is written before older steps are loaded.
+            # Clients wait for the record of served steps, so it is written before older steps are
+            # loaded.
             self._records.put(run.name, self._serves(run.name, kept), refused)
             self._records.tell(run.name, served)
         if not kept and refused is not None:

@@ -31,8 +31,8 @@ class Records(Protocol):
         """Names that vLLM must keep, even if the publisher would unload them."""
 
     def unload(self, run: str, name: str) -> bool:
-        """Remove a step from the records before it is unloaded from vLLM. Returns False if the step
-        must stay loaded."""
+        """Remove a step from the records before the step is unloaded from vLLM. Returns False if
+        the step must stay loaded."""
 
     def withdraw(self, listed: Collection[str]) -> None:
         """Remove the records of steps that are not among the names in `listed`, for example after a
@@ -86,10 +86,10 @@ class OnlyServer:
                 self._spool.served.withdraw(run)
 
     def turn_begins(self) -> None:
-        """Nothing to do, because the only server has no readiness."""
+        """Nothing to do, because readiness is recorded only if there are several servers."""
 
     def turn_done(self, runs: Collection[str]) -> None:
-        """Nothing to do: no other replica waits."""
+        """Nothing to do, because there is no other replica."""
 
 
 def tell_job(spool: Spool, job: str, served: Served) -> None:

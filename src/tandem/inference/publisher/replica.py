@@ -4,8 +4,8 @@ answer.
 A replica is *ready* when it serves every announced step. The replica's vLLM answers requests only
 while the replica is ready (`inference.server.readiness`). No step is announced before every ready
 replica has verified it. One lock protects three actions: a replica becomes ready, a replica stops
-being ready, and a step is announced. So no client asks a ready replica for a step that it lacks,
-and with merged weights no client gets an answer from an older step.
+being ready, and a step is announced. So no client asks a ready replica for a step that the replica
+lacks, and with merged weights no client gets an answer from an older step.
 
 vLLM's permission to answer ends by itself before the other replicas consider this replica dead. So
 if a publisher stops, or loses the volume, its vLLM stops answering.
@@ -90,7 +90,7 @@ class Member:
         threading.Thread(target=self._beat_forever, name="replica", daemon=True).start()
 
     def stop(self) -> None:
-        """Send no more beats, as if this process had died."""
+        """Stop renewing this replica's record, as if this process had died."""
         self._ended.set()
 
     def served(self, run: str) -> Served | None:
@@ -241,7 +241,7 @@ class Member:
         return ""
 
     def _newest(self, run: str, record: ReplicaServed) -> int:
-        """The newest step of the record that no rollback has discarded; -1 if there is none."""
+        """The newest step in `record` that no rollback has discarded; -1 if there is none."""
         has = self._spool.checkpoints.has
         return max((served.step for served in record.steps if has(run, served)), default=-1)
 

@@ -8,15 +8,16 @@ The publisher looks for a hold only between its own turns, never during a load. 
 asleep while an adapter is being loaded: loading an adapter into a sleeping vLLM would end the
 engine.
 
-A hold is live while its runner holds the runner lock and has renewed the hold within
+A hold is live while the runner that wrote it has the runner lock and has renewed the hold within
 `TANDEM_LEASE_SECONDS` (`spool/locks.py`). A runner that starts again has another name, so its
 predecessor's hold is not live. Under a live hold no program wakes vLLM, starts it or loads an
 adapter. The publisher wakes a vLLM that sleeps without a live hold. Before it wakes vLLM, the
-publisher waits until the memory in use is back at the hold's floor, or until the hold's deadline
-has passed. If vLLM is already awake, a hold whose runner is lost is removed immediately, because
-the memory in use is vLLM's. A publisher that starts again finds the hold and its predecessor's
-answer, and continues. If vLLM still sleeps `TANDEM_VLLM_STALL_SECONDS` after the last hold, it
-can't be woken, and `tandem up` restarts it.
+publisher waits until the memory in use is back at the hold's `floor` (bytes in use while vLLM
+sleeps and no rank runs), or until the hold's deadline has passed. If vLLM is already awake, a hold
+whose runner is lost is removed immediately, because the memory in use is vLLM's. A publisher that
+starts again reads the hold and the answer of the previous publisher, and continues from there. If
+vLLM still sleeps `TANDEM_VLLM_STALL_SECONDS` after the last hold, `tandem up` restarts vLLM,
+because the publisher could not wake it.
 """
 
 import time
@@ -40,15 +41,16 @@ _State = Literal["awake", "asleep", "gone"]
 class LentGpus:
     def __init__(self, spool: Spool, client: VllmClient, devices: Devices) -> None:
         self._spool, self._client, self._devices = spool, client, devices
-        # A publisher that was killed may already have answered the hold.
+        # A publisher that was killed may already have answered the runner's request for the GPUs.
         before = spool.inference.shared()
         self._answer = before.answer if before is not None else None
         self._seen: Hold | None = None  # the hold that the last turn found
         self._trouble = ""
 
     def turn(self) -> str:
-        """Act on the hold, or wake vLLM if no hold is live, and record vLLM's state. Returns an
-        empty string if vLLM is awake and stays awake until the next call; if not, the reason.
+        """Put vLLM to sleep if a runner asks for the GPUs (by a live hold), or else wake vLLM.
+        Record vLLM's state. Returns an empty string if vLLM is awake and stays awake until the next
+        call; if not, the reason.
 
         Raises the errors of VllmClient if vLLM can't be woken.
         """
@@ -72,7 +74,7 @@ class LentGpus:
         return why
 
     def wait(self, seconds: float) -> None:
-        """Waits `seconds`, or until a hold appears or disappears."""
+        """Waits `seconds`, or until a runner asks for the GPUs or gives them back."""
         end = time.monotonic() + seconds
         with suppress(TandemError, OSError):  # the next turn reports the error
             while time.monotonic() < end and same_attempt(self._spool.hold.get(), self._seen):
@@ -81,8 +83,9 @@ class LentGpus:
         time.sleep(seconds)
 
     def _answer_hold(self, hold: Hold) -> None:
-        """Answers a hold that has no answer yet. Each hold is answered only once: if vLLM dies
-        after the answer, the vLLM that starts afterwards is not put to sleep."""
+        """Puts vLLM to sleep for a runner that asks for the GPUs by `hold`, and keeps the answer.
+        Each hold is answered only once: if vLLM dies after the answer, the vLLM that starts
+        afterwards is not put to sleep."""
         if same_attempt(self._answer, hold):
             return
         self._answer = None
@@ -93,9 +96,10 @@ class LentGpus:
             log.info(f"a job asked for the GPUs: {outcome}", job=hold.job, why=why or None)
 
     def _put_to_sleep(self) -> tuple[Literal["asleep", "gone", "refused"], str]:
-        """The outcome, with a reason if vLLM does not sleep."""
-        # A vLLM that is still starting looked for a hold before this hold existed, so it would
-        # become awake while the job has the GPUs.
+        """The outcome of the attempt to put vLLM to sleep, and the reason if vLLM does not
+        sleep."""
+        # A vLLM that is still starting looked for a hold before this hold existed. Such a vLLM
+        # would become awake while the job has the GPUs.
         if not self._client.healthy():
             return "refused", "vLLM stopped being ready"
         try:
@@ -112,15 +116,16 @@ class LentGpus:
         return "gone", failure
 
     def _ensure_awake(self, hold: Hold | None) -> str:
-        """Clear a hold that is not live, and wake vLLM. Returns the reason if vLLM can't be woken
-        yet, and an empty string if vLLM is awake.
+        """Remove a hold on the GPUs that is not live, and wake vLLM. Returns the reason if vLLM
+        can't be woken yet, and an empty string if vLLM is awake.
 
         The method waits, over several calls, until the memory of the lost trainer is back at the
         hold's floor, or until the hold's deadline has passed. Then the method wakes vLLM. If vLLM
         is already awake, the method does not wait, because the memory in use is vLLM's own.
         """
         if hold is not None:
-            # A hold without a floor was written before any rank had started.
+            # A hold without a `floor` was written before any rank had started, so no rank's memory
+            # can be in use.
             late = time.time() > hold.deadline
             busy = self._devices.busy(hold.floor) if hold.floor and not late else {}
             if busy and self._state()[0] != "awake":
@@ -141,7 +146,7 @@ class LentGpus:
         return ""
 
     def _state(self) -> tuple[_State, str]:
-        """vLLM's state, and the reason if it is gone."""
+        """vLLM's state, and the reason if vLLM is gone."""
         try:
             if not self._client.healthy():
                 return "gone", "it does not answer, or its engine is dead"

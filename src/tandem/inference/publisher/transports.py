@@ -75,8 +75,8 @@ class AdapterCopies:
 
         Args:
             name: the checkpoint's name in vLLM, `<run>@<step>`.
-            run: the checkpoint's run. If it trains all weights, no copy is made, and the path only
-                identifies the weights.
+            run: the checkpoint's run. If the run trains all weights, no copy is made, and the path
+                only identifies the weights.
         """
         content = manifest.weights_sha256
         if run.lora is not None:
@@ -133,8 +133,8 @@ class AdapterCopies:
 
         Args:
             listed: the paths of the models that vLLM lists.
-            in_use: returns the names of models that running requests use. The copies of these
-                models stay, because vLLM may read them again.
+            in_use: returns the names of models that running requests use. The copies of models in
+                use stay, because vLLM may read them again.
             older_than: seconds since vLLM last used a copy.
         """
         unused = []
@@ -173,7 +173,7 @@ def _have_sizes(directory: Path, files: Manifest) -> bool:
 class LoraTransport:
     """The adapters of one vLLM server. `listed`: name -> path of every model that vLLM lists, as of
     the last `refresh` plus this object's own changes; `name`: the transport's name in records;
-    `identity`: the name of vLLM's model that step 0, whose adapter changes nothing, must equal."""
+    `identity`: the vLLM model that step 0 must equal, because its adapter changes nothing."""
 
     name, identity = "lora", BASE_MODEL_NAME
 
@@ -186,8 +186,8 @@ class LoraTransport:
         self._loaded: dict[str, str] | None = None
 
     def refresh(self) -> bool:
-        """Ask vLLM for its list. Returns whether a previously listed name is missing. A missing
-        name means that vLLM has started again."""
+        """Ask vLLM for its list of models. Returns whether a previously listed name is missing. A
+        missing name means that vLLM has started again."""
         before, self.listed = self.listed, self._client.models()
         return not before.keys() <= self.listed.keys()
 
@@ -217,8 +217,8 @@ class LoraTransport:
             self._loaded[name] = path
 
     def _flush_prefix_cache(self, name: str, path: Path) -> None:
-        """Drop the cached blocks of another adapter with this name. The blocks outlive that adapter
-        if vLLM keys blocks by the name."""
+        """Drop the cached blocks of an earlier adapter with this name. The blocks outlive the
+        adapter if vLLM keys blocks by the name."""
         is_new = self._loaded is not None and self._loaded.get(name, str(path)) == str(path)
         if is_new or self._client.prefix_cache_keyed_by_path():
             return
@@ -234,8 +234,8 @@ class LoraTransport:
 
 class MergedTransport:
     """vLLM's own weights, which belong to one checkpoint at a time. If the job's ranks offer whole
-    weights, the weights come from the ranks or from the files that the ranks have written. If not,
-    vLLM's workers merge the adapter, or read a whole model's files."""
+    weights, the weights come from the ranks or from the files that the ranks have written. If the
+    ranks offer none, vLLM's workers merge the adapter, or read a whole model's files."""
 
     # vLLM has no second model to compare with, so `identity` is empty. The comparison of rows
     # proves the weights.
@@ -247,7 +247,7 @@ class MergedTransport:
         self._client, self.copies, self._settings, self._spool = client, copies, settings, spool
         self._check = SpotCheck(settings.model_path(), serving_dtype(settings))
         self.listed: dict[str, str] = {}
-        # the models that the last `refresh` found; unlike `listed`, `load` does not change them
+        # The models that the last `refresh` found; `load` changes `listed` but not this mapping.
         self._refreshed: dict[str, str] = {}
         # After a swap for which running requests did not end in time: the monotonic time until
         # which no swap is ordered, and the reason.
@@ -343,7 +343,7 @@ class MergedTransport:
 
     def _offered(self, run: RunSpec, checkpoint: Manifest) -> list[dict[str, Any]]:
         """The sources from which vLLM's workers may get whole weights, the best source first. The
-        checkpoint's own files are not among them."""
+        checkpoint's own files are not among these sources."""
         if self._settings.way == "merge" or checkpoint.job is None:
             return []
         sources, deadline = list[dict[str, Any]](), time.monotonic() + self._settings.swap_seconds
@@ -362,7 +362,7 @@ class MergedTransport:
                 way = offer["transport"]
                 sources.append({**offer, "way": way, "meeting": str(meeting), "server": server})
         try:
-            # `find` hashes all files.
+            # `merged.find` hashes all files, so the liveness beats continue meanwhile.
             if (
                 run.lora is not None
                 and (files := _alive(partial(self._spool.merged.find, checkpoint))) is not None
@@ -395,6 +395,6 @@ class MergedTransport:
 
 
 def _alive[T](action: Callable[[], T]) -> T:
-    """The result of `action`. Writes liveness beats while `action` runs, because `action` may take
+    """The result of `action`. Calls `liveness.beat` while `action` runs, because `action` may take
     TANDEM_SWAP_SECONDS, or longer for a large model."""
     return liveness.in_thread(action, lambda: liveness.beat("publisher"), BEAT_SECONDS)

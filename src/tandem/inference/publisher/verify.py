@@ -48,8 +48,8 @@ amount, but wrong weights change all tokens.
 @dataclass(frozen=True)
 class Verification:
     """The result of a verification. `error`: mean |served - expected| over all log-probs, in nats;
-    `tokens`: their number; `allowed`: the limit, in nats, for the mean error of the share COMPARED
-    of tokens with the smallest errors."""
+    `tokens`: their number; `allowed`: the limit for the mean error of the closest tokens, in nats.
+    The closest tokens are the share COMPARED of all tokens with the smallest errors."""
 
     error: float
     allowed: float
@@ -57,8 +57,8 @@ class Verification:
 
 
 class WrongWeights(Exception):
-    """vLLM does not serve a checkpoint's weights, or it can't be verified that it does. The message
-    gives the reason."""
+    """vLLM does not serve a checkpoint's weights, or Tandem can't verify that vLLM serves them. The
+    message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Tolerance:
     def allowed(self, base_error: float, moved: float) -> float:
         """The limit for a checkpoint in nats. `base_error`: vLLM's mean error of the base model, 0
         if vLLM does not serve the base model; `moved`: mean distance between the checkpoint's and
-        the base model's log-probs. All are in nats."""
+        the base model's log-probs. Both arguments are in nats."""
         return min(max(self.rounding, BASE_ERRORS * base_error) + MOVED_SHARE * moved, self.limit)
 
 
@@ -108,8 +108,9 @@ def movement(
 
     Args:
         served, checkpoint, reference: log-probs of the same tokens, [tokens], in nats.
-        contexts: [tokens]. Tokens with the same entry have correlated errors, because rounding
-            moves a token by the same amount in each sequence that contains the same prompt.
+        contexts: [tokens]. Tokens with the same entry in `contexts` have correlated errors, because
+            rounding moves a token by the same amount in each sequence that contains the same
+            prompt.
     """
     direction = [c - r for c, r in zip(checkpoint, reference, strict=True)]
     moved = [abs(d) for d in direction if d]
@@ -250,8 +251,8 @@ def _error(
 
 
 def _closest_mean(one: Sequence[float], other: Sequence[float]) -> float:
-    """The mean |one - other|, in nats, over the share COMPARED of tokens with the smallest
-    differences."""
+    """The mean |one - other| of the closest tokens, in nats. The closest tokens are the share
+    COMPARED of all tokens with the smallest differences."""
     errors = sorted(abs(a - b) for a, b in zip(one, other, strict=True))
     closest = errors[: math.ceil(COMPARED * len(errors))]
     return sum(closest) / len(closest)

@@ -60,8 +60,8 @@ class ChangedAnswer:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        # The headers are sent only with the first event or the whole body, because their values
-        # depend on it.
+        # The headers are sent only with the first event or the whole body, because the headers'
+        # values depend on this content.
         self._start: Message | None = None
         self._body = b""
         self._stream = False

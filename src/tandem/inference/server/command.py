@@ -184,8 +184,8 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         "--disable-fastapi-docs",
         # Logging a line per request takes a fifth of the API server's time if answers are short. If
         # keys have no names, the log is off, because the lines add little to the metrics. If keys
-        # have names, the log leaves out these three paths, which the publisher, the watchdog and
-        # probes request all the time.
+        # have names, the log leaves out /health, /metrics and /v1/models, which the publisher, the
+        # watchdog and probes request all the time.
         *(
             ["--disable-access-log-for-endpoints", "/health,/metrics,/v1/models"]
             if any(settings.named_keys.values())
@@ -194,7 +194,8 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
     ]
     if settings.max_model_len is not None:
         argv += ["--max-model-len", str(settings.max_model_len)]
-    # With LoRA, vLLM does not compile the model on the CPU. The option saves the time of trying.
+    # With LoRA, vLLM does not compile the model on the CPU. `--enforce-eager` saves the time of an
+    # attempt to compile.
     if settings.enforce_eager or device == "cpu":
         argv.append("--enforce-eager")
     if settings.gpu_mode == "shared":
@@ -202,7 +203,7 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
     if device == "cpu":
         # In vLLM 0.32, a seeded request whose prefill is split ends the engine: vLLM sets the
         # random generator back, and torch's CPU generator does not support this ("CPU Generator
-        # does not use offset"). So prefills are not split.
+        # does not use offset"). So vLLM on the CPU does not split prefills.
         argv.append("--no-enable-chunked-prefill")
         if settings.inference_tensor_parallel == 1:
             # The worker runs in the engine's process. Without a separate process, torch and vLLM
@@ -211,8 +212,8 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         return argv
     argv += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
     if settings.weights == "merged" and read_arch(model).moe:
-        # Triton is vLLM's own choice on Hopper. On Blackwell vLLM chooses kernels of FlashInfer,
-        # for which it reorders the weights.
+        # On Hopper, vLLM itself chooses Triton's kernels for experts. On Blackwell, vLLM chooses
+        # FlashInfer's kernels, for which vLLM reorders the weights.
         argv += ["--moe-backend", "triton"]
     return argv
 
@@ -232,7 +233,8 @@ def _scale_out_is_optional() -> bool:
 
 _MERGED_ARGUMENTS = (
     *("--worker-extension-cls", "tandem.inference.server.worker.extension.MergedWorker"),
-    # The guard and the rollout door are added later, so they wrap this middleware.
+    # The guard and the rollout door are added later, so they wrap the middleware for merged
+    # weights.
     *("--middleware", "tandem.inference.server.merged_server.MergedServer"),
 )
 
@@ -247,9 +249,9 @@ def _lora_arguments(settings: Settings) -> list[str]:
         # --max-loras counts the adapters of one batch and costs GPU memory. Further adapters wait
         # in host memory.
         *("--max-loras", str(settings.max_loras), "--max-cpu-loras", str(4 * settings.max_loras)),
-        # The default includes lm_head. With lm_head, vLLM assigns prompt log-probs to the wrong
-        # requests as soon as two requests run together, and on the CPU (0.32) its engine dies. For
-        # fused layers and experts, vLLM's own names are listed.
+        # vLLM's default list of LoRA targets includes lm_head. With lm_head, vLLM assigns prompt
+        # log-probs to the wrong requests as soon as two requests run together, and on the CPU
+        # (0.32) vLLM's engine dies. For fused layers and experts, vLLM's own names are listed.
         *("--lora-target-modules", *LORA_TARGETS, "qkv_proj", "gate_up_proj"),
         *(*DELTA_NET_TARGETS, "in_proj_qkvz", "in_proj_ba"),
         *(*LATENT_TARGETS, "fused_qkv_a_proj"),
@@ -287,8 +289,8 @@ def _environment(
     settings: Settings, device: Device, model: str, environ: Mapping[str, str]
 ) -> dict[str, str]:
     defaults = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    # vLLM 0.32 samples the calls of strict tools under a grammar. These tokens would come from
-    # another distribution than the trainer's, so the grammar is switched off.
+    # vLLM 0.32 samples the calls of strict tools under a grammar. Tokens under a grammar would come
+    # from another distribution than the trainer's, so the grammar is switched off.
     defaults["VLLM_ENFORCE_STRICT_TOOL_CALLING"] = "0"
     if Path(model).is_dir():
         defaults |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
@@ -305,12 +307,12 @@ def _environment(
         # first request takes 6 to 18 s longer.
         defaults["TORCH_COMPILE_DISABLE"] = "1"
         if settings.inference_tensor_parallel == 1:
-            # The CPU platform keeps the "uni" executor only with this setting. The engine still
-            # runs in its own process.
+            # vLLM on the CPU keeps the "uni" executor only with VLLM_ENABLE_V1_MULTIPROCESSING=0.
+            # The engine still runs in its own process.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     env = {**defaults, **environ}
-    # These two variables make vLLM serve the admin routes. The guard requires the admin token on
-    # the admin routes.
+    # VLLM_SERVER_DEV_MODE and VLLM_ALLOW_RUNTIME_LORA_UPDATING make vLLM serve the admin routes.
+    # The guard requires the admin token on the admin routes.
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if settings.weights == "merged":
         options = {
@@ -318,8 +320,8 @@ def _environment(
             "second_copy": ordered_copy(settings),
         }
         env[MERGED_VARIABLE] = json.dumps(options)
-    # CUDA numbers the GPUs in NVML's order, because Tandem finds and measures the devices in this
-    # order.
+    # CUDA_DEVICE_ORDER makes CUDA number the GPUs in NVML's order, in which Tandem finds and
+    # measures the devices.
     env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if settings.inference_devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(settings.inference_devices)
@@ -334,7 +336,8 @@ def _extra_arguments(text: str) -> list[str]:
     try:
         extra = shlex.split(text)
     except ValueError as error:
-        # The argument's text is left out, because it may contain a token.
+        # The error message leaves out the text of TANDEM_VLLM_ARGS, because the text may contain a
+        # token.
         raise InvalidInput(
             f"is not valid shell syntax ({error})", field="TANDEM_VLLM_ARGS"
         ) from error

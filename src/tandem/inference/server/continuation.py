@@ -170,7 +170,7 @@ def follow(engine: Any) -> None:
             original: AsyncIterator[Any] = generate(prompt, params, *args, **kwargs)
             return original
         if params.logprobs is None:
-            params.logprobs = 0  # 0: only the log-probs of sampled tokens
+            params.logprobs = 0  # vLLM returns only the log-probs of the sampled tokens
             request.only_ids = True
         delta = params.output_kind.name == "DELTA"
         return request.record(generate(prompt, params, *args, **kwargs), stops, delta=delta)

@@ -25,11 +25,11 @@ messages as the whole conversation. After this answer, Anthropic's SDK (2.12) se
 history by itself."""
 
 # Options with which the answer would not contain exactly the sampled tokens, or would lack the
-# log-probs of some tokens. Each option has its harmless values.
+# log-probs of some tokens. The mapping gives the harmless values of each option.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "echo": (None, False),
     "include_reasoning": (None, True),
-    # vLLM 0.32 enforces this option by a grammar.
+    # vLLM 0.32 enforces `parallel_tool_calls: false` by a grammar.
     "parallel_tool_calls": (None, True),
     "background": (None, False),
 }

@@ -35,8 +35,8 @@ def family_arguments(model: str, dtype: str, *, on_cpu: bool) -> list[str]:
     vision = arch.weight_prefix != "model."
     argv = ["--language-model-only"] if vision else []
     if (growth := arch.query_growth) is not None:
-        # vLLM 0.32 reads the scaling of queries with the position only from this key, and Hugging
-        # Face's configs do not have the key.
+        # vLLM 0.32 reads the scaling of queries with the position only from the key
+        # `llama_4_scaling`. Hugging Face's configs do not have this key.
         of_text: dict[str, Any] = {
             "llama_4_scaling": {
                 "beta": growth.rate,

@@ -36,7 +36,8 @@ class FineTunedNames:
         async def receive_whole() -> Message:
             nonlocal message
             first, message = message, None
-            return first or await receive()  # later calls ask whether the client is still connected
+            # Calls after the first one ask whether the client is still connected.
+            return first or await receive()
 
         await self.app(scope, receive_whole, send)
 
@@ -44,7 +45,7 @@ class FineTunedNames:
 def _with_last_part(body: bytes) -> bytes:
     try:
         request = json.loads(body)
-    except (ValueError, RecursionError):  # vLLM reports the mistake
+    except (ValueError, RecursionError):  # vLLM reports that the body is not JSON
         return body
     model = request.get("model") if isinstance(request, dict) else None
     if not isinstance(model, str) or not model.startswith(PREFIX):

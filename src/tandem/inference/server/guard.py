@@ -34,7 +34,8 @@ the guard checks it on these paths."""
 
 class AdminGuard:
     """Requires the admin token on every path that is neither public, nor a probe's path, nor in
-    API_KEY_PATHS, nor a path of FINISH. Without a configured token these paths are closed.
+    API_KEY_PATHS, nor a path that FINISH matches. Without a configured admin token, the guard
+    refuses all requests that require it.
 
     Without a configured API key, every path except liveness and metrics answers only requests to
     localhost, and no requests from a web page of another site. The controller has the same rule.

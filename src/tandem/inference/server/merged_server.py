@@ -1,5 +1,5 @@
-"""ASGI middleware in vLLM's API server, inside the guard. It serves the merged weights of one run
-as the model `<run>@<step>`.
+"""ASGI middleware in vLLM's API server, inside the guard. The middleware serves the merged weights
+of one run as the model `<run>@<step>`.
 
 The publisher swaps weights, verifies the weights and announces them. From the swap to the
 announcement new requests wait, so no client samples from unverified weights. Running requests
@@ -80,7 +80,7 @@ class MergedServer:
         self._changed = asyncio.Condition()
         self._swap = asyncio.Lock()
         self._in_flight: set[InFlight] = set()
-        self._state: Any = None  # an object of vLLM's API server
+        self._state: Any = None  # `app.state` of vLLM's API server
         self._engine: Any = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +95,7 @@ class MergedServer:
             await self.app(scope, receive, send)
 
     def _follow(self, state: Any) -> None:
-        """Makes vLLM mark each request in `current_request` when it passes the request to the
+        """Makes vLLM mark each request in `current_request` when vLLM passes the request to the
         engine."""
         if self._state is state:
             return

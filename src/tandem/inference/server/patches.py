@@ -90,8 +90,8 @@ def replace_hash_root() -> None:
 def renew_hashes(request: Any) -> None:
     """Renews the block hashes of a request that enters the engine, if they are out of date. Another
     thread has hashed the request's blocks, starting from the root `tandem_root`. If a swap has run
-    since, the root is another one. Without new hashes, the request would find cached blocks that
-    other weights have computed."""
+    since then, `hash_root()` returns another root. Without new hashes, the request would find
+    cached blocks that other weights have computed."""
     if getattr(request, "tandem_root", None) != hash_root():
         hash_again(request)
 
@@ -102,9 +102,9 @@ def hash_again(request: Any) -> None:
 
 
 def note_added_requests(engine: Any, note: Callable[[], None]) -> None:
-    """Makes the API server call `note` after it has given a request to the engine, in the request's
-    context. vLLM's `generate` passes the request to the engine only when its caller asks for the
-    first result."""
+    """Makes the API server call `note` in the context of each request, after the request was given
+    to the engine. vLLM's `generate` passes the request to the engine only when its caller asks for
+    the first result."""
     add_request = engine.add_request
 
     async def add_and_note(*args: Any, **kwargs: Any) -> Any:
@@ -185,8 +185,8 @@ def fork_the_engine(begin: Callable[[], None]) -> None:
 
 
 def tell_failed_adapters() -> None:
-    """Makes a worker return an error as its answer if it can't load an adapter, or if its tensors
-    differ from the adapter's file. The engine then raises the error."""
+    """Makes a worker return an error as its answer if it can't load an adapter, or if the loaded
+    tensors differ from the adapter's file. The engine then raises the error."""
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -225,7 +225,7 @@ def hide_flashinfer_without_nvcc() -> None:
 
     if not has_flashinfer():
         sys.modules["flashinfer"] = None  # type: ignore[assignment]
-        # without this, vLLM imports FlashInfer and does not catch the error
+        # without this variable, vLLM imports FlashInfer and does not catch the ImportError
         os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
 
 

@@ -2,16 +2,17 @@
 it starts.
 
 The plugin limits the headers and waiting times of HTTP requests, makes the API server collect
-garbage less often, and installs the code for merged weights (`worker/`). It also works around five
-faults of vLLM 0.32, mostly with functions of `patches.py`:
+garbage less often, and installs the code for merged weights (`worker/`). The plugin also works
+around five faults of vLLM 0.32, mostly with functions of `patches.py`:
 
 - `kill -9` of the API server leaves the engine process behind for ever, with all of the GPU's
   memory. (The orphan can't be found by its environment, because it overwrites its environment.)
   Every engine process asks the kernel to die with its parent.
 - With `--enable-lora`, vLLM runs every mixture of experts in kernels for adapters, even if no
-  adapter changes experts. These kernels are written in Triton, and the CPU has no Triton kernels.
-  On Blackwell these kernels require an adapter that changes experts, and without one the engine
-  ends. On the CPU and on Blackwell, the plugin therefore reports to vLLM that experts have no LoRA.
+  adapter changes experts. The kernels for adapters are written in Triton, and the CPU has no Triton
+  kernels. On Blackwell the kernels for adapters require an adapter that changes experts, and
+  without one the engine ends. On the CPU and on Blackwell, the plugin therefore reports to vLLM
+  that experts have no LoRA.
 - On the CPU, vLLM copies an adapter's weights, padded to the largest rank, for each token: a real
   model samples 11 times as slowly. Also, in a batch with tokens of an adapter, tokens of the base
   model get the adapter in the last slot: the base model's slot is -1, and torch takes -1 as an
@@ -55,7 +56,7 @@ def register() -> None:
     also change how the API server starts its engine."""
     parent = multiprocessing.parent_process()
     if parent is None or multiprocessing.current_process().name.startswith(API_SERVER):
-        patches.bound_http_requests()  # only here, because the patch imports uvicorn
+        patches.bound_http_requests()  # imports uvicorn, which other processes don't need
         gc.set_threshold(*COLLECTIONS)
     if parent is None:
         _fork_the_engine_on_the_cpu()

@@ -1,5 +1,5 @@
-"""ASGI middleware inside the guard, for one of several vLLM servers behind one address. It decides
-whether this vLLM answers requests.
+"""ASGI middleware inside the guard, for one of several vLLM servers behind one address. The
+middleware decides whether this vLLM answers requests.
 
 The publisher of this vLLM permits it to answer requests for a few seconds at a time
 (`inference.publisher.replica`). Without permission requests get 503. The permission ends by itself

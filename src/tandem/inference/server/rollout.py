@@ -11,7 +11,7 @@ With the header X-Session-ID each turn continues the sampled tokens of the previ
 the kept turns as a trajectory. For the API dialects whose clients can't send tokens back, the
 header is required. In a session, a chat answer that is not streamed gets its tokens and log-probs
 from the session's record instead of from vLLM. vLLM would make several Python objects for each
-token. For a longer answer, this is most of the API server's work.
+token. For a longer answer, making these objects is most of the API server's work.
 """
 
 import json
@@ -96,7 +96,8 @@ class RolloutDoor:
         async def receive_changed() -> Message:
             nonlocal message
             first, message = message, None
-            return first or await receive()  # later calls ask whether the client is still connected
+            # Calls after the first one ask whether the client is still connected.
+            return first or await receive()
 
         if session is None or inner not in (CHAT, RESPONSES, MESSAGES):
             await self.app(scope, receive_changed, _CompleteAnswer(send, inner).send)
@@ -160,7 +161,8 @@ class _CompleteAnswer(ChangedAnswer):
         return json.dumps(_complete(json.loads(body))).encode() if self._has_choices else body
 
     def event(self, body: bytes) -> bytes:
-        # The search is safe, because quotes in a text are escaped.
+        # The search finds only a key of the event and never sampled text, because JSON escapes
+        # quotes in texts.
         if not self._has_choices or b'"prompt_token_ids":' not in body:
             return body
         return b"data: " + self.whole(body.removeprefix(b"data: ")) + b"\n\n"

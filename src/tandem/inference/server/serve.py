@@ -60,7 +60,7 @@ def main() -> None:
         )
     _withdraw_records(settings)
     log.info("starting vLLM", command=" ".join(command.shown[1:]))
-    # A killed vLLM leaves sockets and files in this directory. vLLM's compiled code is kept
+    # A killed vLLM leaves sockets and files in its TMPDIR. vLLM's compiled code is kept
     # elsewhere.
     key = hashlib.sha256(marker[_MARKER].encode()).hexdigest()[:12]
     scratch = {"TMPDIR": str(scratch_directory(f"vllm-{key}"))}
@@ -82,7 +82,7 @@ def _withdraw_records(settings: Settings) -> None:
     """Remove the records of served steps, because the vLLM that starts now serves none. The
     publisher removes these records too, but it may have died with the earlier vLLM."""
     try:
-        spool = Spool(settings.root)  # a full volume can still delete files
+        spool = Spool(settings.root)  # files can be deleted even on a full volume
         if settings.replica is not None:
             spool.replicas.withdraw(settings.replica)
             return

@@ -200,9 +200,9 @@ class RolloutSession:
         return turn, conversation.ends[at + 1]
 
     def expected(self, conversation: SentMessages) -> SampledTurn | None:
-        """The turn that the client has probably edited, if `find` returns None. This is a turn that
-        followed the same messages, or has the same answer after other messages, or is the last
-        known turn at the conversation's beginning. None if there is none."""
+        """The turn that the client has probably edited, if `find` returns None. The turn followed
+        the same messages, or has the same answer after other messages, or is the last known turn at
+        the conversation's beginning. None if no turn fits."""
         if (at := conversation.last_answer) is None:
             return None
         asked, given = conversation.digests[at], conversation.messages[at]
@@ -222,7 +222,7 @@ class RolloutSession:
 
     def deepest(self, ids: Sequence[int]) -> SampledTurn | None:
         """The turn whose tokens (prompt and answer) are the beginning of `ids`; if several are, the
-        longest. None if there is none."""
+        longest. None if no turn fits."""
         found, longest = None, 0
         for turn in self.turns:
             known = turn.all_tokens()

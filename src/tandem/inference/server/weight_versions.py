@@ -35,7 +35,7 @@ class InFlight:
     swaps: list[tuple[str, dict[Sequence, int]]] = field(default_factory=list)
 
     def swapped(self, name: str, tokens: dict[str, int], *, in_engine: bool) -> None:
-        """Records that the weights became `name`.
+        """Records a swap to the weights with the name `name`.
 
         Args:
             tokens: the number of tokens of each sequence in the engine.
@@ -45,7 +45,8 @@ class InFlight:
             self.swaps.append((name, mine))
         elif not in_engine:
             self.first = name
-        # If neither is the case, all sequences of this request had ended before the swap.
+        # If the request was in the engine but `tokens` has none of its sequences, these sequences
+        # had ended before the swap.
 
     def _of_this_request(self, tokens: dict[str, int]) -> dict[Sequence, int]:
         """Selects the sequences of this request. vLLM names a sequence `chatcmpl-<id>`,

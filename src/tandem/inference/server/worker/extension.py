@@ -177,7 +177,7 @@ def _tend(core: Any, name: str) -> dict[str, int]:
             stale = getattr(request, "num_stale_output_tokens", 0)
             if stale and getattr(scheduler, "aux_output_connector", None) is None:
                 request.drop_stale_output = True
-    # vLLM 0.32 reports the version in each answer of /inference/v1/generate.
+    # vLLM 0.32 reports the version of the weights in each answer of /inference/v1/generate.
     if hasattr(core, "set_weight_version"):
         core.set_weight_version(name)
     return tokens

@@ -94,7 +94,7 @@ def _modules(file: Path, model: Any) -> dict[str, tuple[torch.Tensor, torch.Tens
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
-    for renames in ("get_rename_mapper", "get_unstacked_mapper"):  # 0.26 has only the second
+    for renames in ("get_rename_mapper", "get_unstacked_mapper"):  # vLLM 0.26: only the second
         if hasattr(mapper, renames):
             mapper = getattr(mapper, renames)()
             break
@@ -135,8 +135,8 @@ def _slices(
     layer: Any, parts: list[str], modules: dict[str, tuple[torch.Tensor, torch.Tensor]]
 ) -> list[tuple[str, slice]]:
     """For each buffer of the layer: the module whose B is in the buffer, and the rows of this B
-    that are there. A delta net's `in_proj_qkv` takes three buffers, which come before the buffer of
-    `in_proj_z`."""
+    that the buffer contains. A delta net's `in_proj_qkv` takes three buffers, which come before the
+    buffer of `in_proj_z`."""
     buffers = layer.lora_b_stacked
     if len(buffers) == len(parts):
         return [(part, slice(None)) for part in parts]

@@ -52,7 +52,7 @@ weights, a `directory` if they are read from a model's files."""
 class Content:
     """The content of a parameter, or of its second copy."""
 
-    version: str = BASE  # empty: no version is complete
+    version: str = BASE  # an empty string means that no version is complete
     # rectangles that may differ from the base model's weights
     changed: frozenset[Rectangle] = frozenset()
 
@@ -66,7 +66,7 @@ class Arrival:
     source: Source | None = None
     way: str = ""
     error: str = ""
-    stopped: bool = False  # the thread that writes must stop
+    stopped: bool = False  # whether the thread that writes this version must stop
     # The monotonic time of the last sign of life from the processes that send; infinite if no other
     # process sends.
     last: float = math.inf
@@ -76,7 +76,8 @@ class Arrival:
 
 
 class LandingWeights(ModelWeights):
-    """`MergedWeights` for whole weights: it has the same methods. Every tensor may change."""
+    """Receives and swaps whole weights, with the same methods as `MergedWeights`. Every tensor may
+    change."""
 
     def __init__(
         self,
@@ -113,8 +114,9 @@ class LandingWeights(ModelWeights):
         copy is lost.
 
         Args:
-            source: the source of whole weights. None: the weights are merged from the base model's
-                files and the adapter in the directory `version` (for BASE: without an adapter).
+            source: the source of whole weights. If `source` is None, the weights are merged from
+                the base model's files and the adapter in the directory `version` (for BASE: without
+                an adapter).
         """
         before = self._arrival
         coming = (

@@ -129,8 +129,8 @@ class ModelWeights:
 
     @torch.inference_mode()
     def rows(self, row_numbers: dict[str, int]) -> list[dict[str, Any]]:
-        """One row of each named tensor, as far as it is on this worker: the range of columns that
-        this worker has, and the SHA-256 of their bytes. `row_numbers`: tensor name -> index of the
+        """The part of one row of each named tensor that is on this worker: the range of the part's
+        columns, and the SHA-256 of the part's bytes. `row_numbers`: tensor name -> index of the
         row."""
         found, parts = [], []
         for rectangle in self._adapted:
@@ -148,9 +148,9 @@ class ModelWeights:
 
     @contextmanager
     def _in_stream(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """Runs the block on a stream. When the block ends, all work that it gave to the device is
-        finished. The device is also set, because `torch.cuda.stream` alone would return to the
-        thread's default device, GPU 0, and create a CUDA context there."""
+        """Runs the `with` block on a CUDA stream. When the block ends, the device has finished all
+        work of the block. The device is also set, because `torch.cuda.stream` alone would return to
+        the thread's default device, GPU 0, and create a CUDA context there."""
         if stream is None:
             yield
             return
@@ -247,8 +247,8 @@ class MergedWeights(ModelWeights):
             self._staged[version] = self._threads.submit(self._factors, version, scale)
 
     def staged(self, version: str) -> str:
-        """Returns "merge" if the version's adapter has arrived; empty while it is still being read.
-        Raises RuntimeError if the adapter can't be read."""
+        """Returns "merge" if the version's adapter has arrived; empty while the adapter is still
+        being read. Raises RuntimeError if the adapter can't be read."""
         staged = self._staged[version]
         if not staged.done():
             return ""

@@ -33,8 +33,8 @@ class Rectangle:
 
     parameter: str
     names: tuple[str, ...]
-    in_parameter: tuple[slice, ...]  # within the parameter; for experts, within each matrix
-    in_tensor: tuple[slice, ...]  # within the Hugging Face tensor
+    in_parameter: tuple[slice, ...]  # place in the parameter; for experts, in each matrix
+    in_tensor: tuple[slice, ...]  # place in the Hugging Face tensor
     stacked: bool = False
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -53,8 +53,8 @@ def weight_layout(model: torch.nn.Module) -> list[Rectangle]:
     fused layers that Tandem does not know, and for a parameter that vLLM has removed or whose place
     in the checkpoint is unknown.
     """
-    # `named_parameters` has each parameter once. This matters for a tied lm_head, which is the same
-    # parameter as the embedding.
+    # `named_parameters` lists each parameter once. So a tied lm_head, which is the same parameter
+    # as the embedding, is not listed a second time.
     parameters = dict(model.named_parameters())
     rectangles = [
         rectangle
@@ -92,8 +92,8 @@ def _rectangles(path: str, module: Any) -> Iterator[Rectangle]:
 
 
 def _rows(path: str, module: Any, length: int) -> Iterator[tuple[str, slice, slice]]:
-    """For each Hugging Face tensor that is in the parameter: the tensor's path, its rows in the
-    parameter, and the rows of the tensor that are there."""
+    """For each Hugging Face tensor of which rows are in the parameter: the tensor's path, the rows
+    of the parameter, and the same rows' place in the tensor."""
     parent, _, name = path.rpartition(".")
     match type(module).__name__:
         case "QKVParallelLinear":
