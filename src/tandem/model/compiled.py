@@ -47,7 +47,7 @@ class Compiled[**P, T]:
         if kind not in self._compiled:
             file = _directory() / f"{self._digest(kind, args)}.aot"
             self._compiled[kind] = self._load(file) or self._compile(args, file)
-            # The guards would only check properties that are part of `kind`.
+            # torch's guards would only check properties that are part of `kind`.
             self._compiled[kind].disable_guard_check()
         result: T = self._compiled[kind](*args)
         return result

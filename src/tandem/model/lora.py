@@ -52,7 +52,8 @@ class LoraTensor:
 
     parameter: nn.Parameter
     cut: Cut
-    stacked: bool = False  # whether it is [experts, rows, columns], with this rank's experts
+    # Whether the tensor is [experts, rows, columns], with this rank's experts.
+    stacked: bool = False
     # Sizes of the sections of the whole tensor's rows. Each section is cut separately. Empty: there
     # is one section.
     sections: tuple[int, ...] = ()
