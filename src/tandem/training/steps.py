@@ -204,8 +204,8 @@ class Training:
             except torch.OutOfMemoryError:
                 if not (graphs.drop(self.policy) or self._rows.fit.lower()):
                     raise
-            # Outside of the `except` block, because the error object keeps the tensors of its stack
-            # frames alive.
+            # The retry is prepared after the `except` block, because the error object keeps the
+            # tensors of its stack frames alive.
             self.optimizer.zero_grad()
             memory.release_cached()
 
