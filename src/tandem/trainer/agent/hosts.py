@@ -69,7 +69,7 @@ class HostRecord(BaseModel):
     name: str  # of the machine
     pid: int  # of the agent
     address: str = ""
-    port: int = 0  # of the ranks' store, on host 0
+    port: int = 0  # port of the ranks' store, which runs on host 0
     gpus: tuple[str, ...] = ()  # UUIDs
     versions: dict[str, str] = Field(default_factory=dict)
     base_model: str = ""  # the directory

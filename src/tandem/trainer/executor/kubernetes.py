@@ -91,7 +91,9 @@ class KubernetesExecutor(EngineExecutor):
                 self._template.name(job),
                 self._taken(Attempt(self._spool, key.id, job.attempt)),
             }
-        names |= self._lingering.names  # read last, because a Job is added here before its job ends
+        # The names of lingering Jobs are read after the running jobs, because a Job becomes a
+        # lingering Job before its job ends.
+        names |= self._lingering.names
         for made in self.ask(lambda: self._cluster.jobs(self._template.labels)):
             metadata = made["metadata"]
             name, about = metadata["name"], metadata.get("annotations") or {}
@@ -241,7 +243,8 @@ class KubernetesExecution(EngineExecution):
             if refusal.status == 409:
                 return self._adopt()
             if refusal.status == 403 and "denied the request" not in str(refusal):
-                # The reason is a quota of Jobs, or a right that the account has lost.
+                # The API server refuses the Job because of a quota, or because the account has lost
+                # a right.
                 self._next_ask = time.monotonic() + QUOTA_POLL_SECONDS
                 return Waiting(str(refusal))
             message = f"the cluster refuses the Job: {refusal}"

@@ -102,7 +102,7 @@ class Publication:
 
     def _servers(self) -> list[str]:
         """The names of the inference servers that are expected to receive the weights: all ready
-        servers, or ONLY if there is only one server."""
+        servers, or ONLY if the only server has no name."""
         living = self.attempt.spool.replicas.fresh()
         return sorted(name for name, r in living.items() if r.ready) if living else [ONLY]
 

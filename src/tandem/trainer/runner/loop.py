@@ -72,8 +72,8 @@ class Runner:
     def _run_jobs(self) -> None:
         """Settle the jobs that an earlier runner left, then run jobs."""
         settings = self._settings = with_topology(self._settings)
-        # The volume's identity, not its path, because after a restart of this container the volume
-        # may be mounted elsewhere.
+        # `_volume` is the volume's identity, not its path, because after a restart of this
+        # container the volume may be mounted elsewhere.
         self._volume = self._mounted_volume()
         self._executor = self._make_executor()
         log.info(
