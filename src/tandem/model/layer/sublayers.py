@@ -48,7 +48,7 @@ class Sublayer:
     """The base class of all sublayers, which normalise their input and add their output to it."""
 
     def __init__(self, norm: Any, post_norm: Any = None) -> None:
-        """`norm`: the input's norm. `post_norm`: the norm of the output before the sum. None: no norm."""
+        """The norms of the input and (`post_norm`) of the output before the sum; None: no norm."""
         self._norm, self._post_norm = norm, post_norm
 
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
