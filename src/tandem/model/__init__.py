@@ -28,10 +28,10 @@ Recompute (`recompute.py`): each layer has a level, which says how many tensors 
 backward pass. `INPUT` keeps the layer's input and the attention's output; `ATTENTION` and `ALL`
 keep more. A layer recomputes the tensors that it did not keep, to the same bits. With
 `TANDEM_RECOMPUTE=auto`, one layer is measured on the device, and each layer gets the highest level
-that fits. A step that runs out of memory starts again with layers that keep less, unless other
-ranks share the layers. A mixture of experts either keeps everything, or is recomputed as a whole.
-Megatron's own recompute is not used: Megatron's MoE layers keep the input of each checkpoint, and
-the gradient of this input, until the next forward pass (megatron-core 0.19.2).
+that fits. A step that runs out of memory starts again with layers that keep fewer tensors, unless
+other ranks share the layers. A mixture of experts either keeps everything, or is recomputed as a
+whole. Megatron's own recompute is not used: Megatron's MoE layers keep the input of each
+checkpoint, and the gradient of this input, until the next forward pass (megatron-core 0.19.2).
 
 CUDA graphs (`graphs.py`): the GPU computes a small model's kernels faster than the host launches
 them. All rows of a job have the same length. So the passes of all layers are captured once and

@@ -117,7 +117,7 @@ class Compiled[**P, T]:
 def _directory() -> Path:
     """The directory of the files of compiled functions. Raises SpoolUnusable if another user may
     have written to the directory."""
-    if not os.environ.get(INDUCTOR_VARIABLE):  # no launcher has set the variable
+    if not os.environ.get(INDUCTOR_VARIABLE):  # no launcher has set the cache directory
         os.environ |= compiler_caches(os.environ)
     cache = Path(os.environ[INDUCTOR_VARIABLE])
     cache.parent.mkdir(parents=True, exist_ok=True)

@@ -146,8 +146,8 @@ class Adapters(nn.Module):
     def hold(
         self, memory: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """From now on, `cast` writes its result once, into `memory`, and returns it in each call.
-        `memory`: tensors of zeros with the shapes `cast_shapes`, or None: `cast` computes its
+        """From now on, `cast` writes its result once, into `memory`, and returns `memory` in each
+        call. `memory`: tensors of zeros with the shapes `cast_shapes`, or None: `cast` computes its
         result in each call. Returns the memory that was set before. While memory is set, the
         parameters must not change."""
         before, self._cast_memory, self._cast_is_written = self._cast_memory, memory, False

@@ -121,8 +121,8 @@ def item_weights(
 
 def bounded_exp(x: Tensor) -> Tensor:
     """`exp(x)`, with x clamped to +-MAX_NATS. The derivative equals the value everywhere, even
-    beyond the bounds. Unlike the derivative of a plain clamp, it never vanishes, so a token with a
-    far too large or small ratio is still pulled back. x is in nats and has any shape."""
+    beyond the bounds. Unlike a plain clamp's derivative, this derivative never vanishes, so a token
+    with a far too large or small ratio is still pulled back. x is in nats and has any shape."""
     return (x + (x.clamp(-MAX_NATS, MAX_NATS) - x).detach()).exp()
 
 
@@ -140,8 +140,8 @@ def sequence_mean(values: Tensor, items: Items) -> Tensor:
 
 
 def known_mean(values: Tensor, items: Items) -> Tensor:
-    """Mean of `values` [items] over each item's sequence, without values that are NaN, [items]. NaN
-    if all values of the sequence are NaN."""
+    """Mean of `values` [items] over each item's sequence, without values that are NaN, [items]. The
+    mean is NaN if all values of the sequence are NaN."""
     known = ~values.isnan()
     count = sequence_sum(known.to(values.dtype), items)
     return sequence_sum(values.where(known, 0.0), items) / count

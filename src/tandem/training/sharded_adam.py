@@ -52,8 +52,8 @@ class _Range:
     """The part of one weight that this rank owns."""
 
     name: str
-    begin: int  # first index in the weights' memory
-    at: int  # first index in this rank's state
+    begin: int  # the range's first index in the weights' memory
+    at: int  # the range's first index in this rank's state
     length: int
     decays: bool
     counts: bool

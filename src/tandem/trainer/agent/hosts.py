@@ -90,7 +90,7 @@ class HostBeat(Record):
 class HostEnd(Record):
     """How the ranks of a host ended, and what is left of them."""
 
-    status: int  # as the agent's exit status
+    status: int  # the agent's exit status
     error: JobError | None = None  # None: the ranks' own error files have the reason of a failure
     processes: int = 0  # number of processes that survive SIGKILL
     devices: dict[str, int | None] = Field(default_factory=dict)  # bytes in use, by UUID

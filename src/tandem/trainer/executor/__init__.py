@@ -64,9 +64,9 @@ class Order:
 
 
 class Execution(Protocol):
-    """The processes of one attempt. The runner polls it until the attempt has ended or has to be
-    killed. In both cases the runner then kills the processes that are left, and lets the executor
-    give the devices back."""
+    """The processes of one attempt. The runner polls an `Execution` until the attempt has ended or
+    has to be killed. After that, the runner kills the processes that are left, and lets the
+    executor give the devices back."""
 
     def poll(self) -> Waiting | Running | Ended:
         """The state of the processes. Doesn't block."""

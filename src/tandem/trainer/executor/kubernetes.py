@@ -228,7 +228,8 @@ class KubernetesExecution(EngineExecution):
         try:
             self._engine = self._read(now) if self._made else self._create()
         except (ClusterAway, ClusterRefused) as error:
-            # The last known state is kept. Running ranks are judged by their heartbeats.
+            # A running attempt keeps its last known state. Running ranks are judged by their
+            # heartbeats.
             self._next_ask = time.monotonic() + AWAY_POLL_SECONDS
             if not isinstance(self._engine, Running):
                 self._engine = Waiting(str(error))
@@ -303,7 +304,7 @@ class KubernetesExecution(EngineExecution):
         if (found := self.states.why_failed(self._seen)) is not None and found.error is not None:
             return found
         if ended.error is not None and ended.error.type == "preempted":
-            # The Job has no disruption, and its queue still admits it.
+            # The Job reports no disruption, and the Job's queue still admits the Job.
             update = {
                 "type": "job_deleted",
                 "message": f"{ended.error.message}: its pod was deleted",

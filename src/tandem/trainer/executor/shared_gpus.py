@@ -41,11 +41,11 @@ from tandem.trainer.stop import Stop
 
 log = Log("runner")
 
-SLEEP_SECONDS = 180.0  # limit for the publisher's load and for vLLM's way to sleep
+SLEEP_SECONDS = 180.0  # limit until the publisher has loaded a step and vLLM has fallen asleep
 FREED_SECONDS = 10.0  # limit until a sleeping vLLM's memory is free
 WAKE_SECONDS = 60.0
-# Instead of WAKE_SECONDS once the runner was asked to stop. The publisher goes on without the
-# runner.
+# This limit replaces WAKE_SECONDS once the runner was asked to stop. The publisher goes on without
+# the runner.
 STOPPING_WAKE_SECONDS = 15.0
 STOP_SECONDS = STOPPING_WAKE_SECONDS + 10.0
 """The most seconds that this module adds to the time that the runner needs to stop."""

@@ -204,7 +204,8 @@ class SlurmExecution(EngineExecution):
         try:
             self._engine = self._read(now)
         except SlurmAway as error:
-            # The last known state is kept. Running ranks are judged by their heartbeats.
+            # A running attempt keeps its last known state. Running ranks are judged by their
+            # heartbeats.
             self._next_ask = time.monotonic() + AWAY_POLL_SECONDS
             if not isinstance(self._engine, Running):
                 self._engine = Waiting(str(error))
