@@ -17,8 +17,8 @@ _MULTIPLE = 16  # torch's scaled product requires sizes that are multiples of 16
 
 
 class Fp8Weight:
-    """A quantised weight [out, in]. Its two layouts are stored in the memory of the original
-    weight, whose values are overwritten."""
+    """A quantised weight [out, in]. The two layouts of the quantised weight are stored in the
+    memory of the original weight, whose values are overwritten."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         """`weight`: bfloat16, contiguous, on a GPU. The shape is [out, in]."""

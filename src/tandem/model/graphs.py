@@ -219,7 +219,7 @@ def _fits(policy: Policy, items: int) -> bool:
     # `between` is the larger of two sizes: the softmax's memory, and the memory of Adam's state.
     between = max(working_bytes(items, policy.head), 2 * adapter)
     if policy.topology.sizes.data > 1:
-        between += FIRST_CHANNEL  # memory of NCCL, which NCCL may not have allocated yet
+        between += FIRST_CHANNEL  # NCCL's memory, which NCCL may not have allocated yet
     headroom = max(HEADROOM * most, LEAST_HEADROOM)
     return stats["allocated_peak"] + between + headroom < most
 

@@ -279,8 +279,8 @@ def kl_penalty(items: Items, loss: RLLoss, estimate: Tensor) -> Tensor:
 
 def with_kl_in_advantages(items: Items, loss: RLLoss) -> Items:
     """`items` with the advantages A_i + kl_coef * (mean_kl - (old - ref)). The log-ratio old - ref
-    acts as a negative reward. Its mean over the job's items, `mean_kl`, is subtracted, so that the
-    mean of the advantages stays the same."""
+    acts as a negative reward. The mean of old - ref over the job's items, `mean_kl`, is subtracted,
+    so that the mean of the advantages stays the same."""
     assert items.old_logprobs is not None
     assert items.reference_logprobs is not None
     assert items.advantages is not None

@@ -181,7 +181,7 @@ class ShardedAdam:
     @torch.no_grad()
     def load(self, name: str, fill: Callable[[dict[str, Tensor]], None]) -> None:
         """The inverse of `whole`. `fill` gets tensors of the weights' shapes and fills them. This
-        rank keeps the part that it owns."""
+        rank keeps the part of each tensor that this rank owns."""
         memory = self._like_weights(self.tensors[name].dtype)
         fill(self._views(memory))
         for shard in self._shards:

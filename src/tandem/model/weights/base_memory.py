@@ -27,8 +27,8 @@ SEGMENT = 2 * 2**20
 
 @dataclass(frozen=True)
 class Section:
-    """A range of the weights' memory. The same ranks hold the whole range. Its length is a multiple
-    of the number of these ranks."""
+    """A range of the weights' memory. The same ranks hold the whole range. The range's length is a
+    multiple of the number of ranks that hold the range."""
 
     begin: int  # elements
     end: int

@@ -43,7 +43,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Ended:
-    """The attempt's processes ended, or never started. This state is final."""
+    """The attempt's processes ended, or never started. An attempt that is `Ended` stays `Ended`."""
 
     status: int = 0  # exit status of the ranks' parent; negative: the number of a signal
     error: JobError | None = None  # the reason; None: see the ranks' error files and `status`

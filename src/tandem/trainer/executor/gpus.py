@@ -91,8 +91,8 @@ class JobGpus:
                 )
                 self._launcher.close()
         if resident := self._launcher.holds_devices:
-            # Resident ranks have freed all memory that they can free. Their other bytes may stay in
-            # use until the next job.
+            # Resident ranks have freed all memory that they can free. The other bytes of resident
+            # ranks may stay in use until the next job.
             used = self._devices.used()
             self.floor = {uuid: size for uuid, size in used.items() if size is not None}
         else:

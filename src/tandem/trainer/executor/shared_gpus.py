@@ -113,9 +113,9 @@ class SharedGpus:
         return f"vLLM is not ready: {found.why if found and found.why else state}"
 
     def put_vllm_to_sleep(self, job: Job, interrupted: Callable[[], object]) -> Asleep | JobError:
-        """Get the GPUs for a job. Returns a JobError with the reason if that fails. In both cases
-        the caller has to call `wake_vllm` afterwards. Gives up when `interrupted()` is true. Raises
-        SpoolUnusable, and may then be called again.
+        """Get the GPUs for a job. Returns a JobError with the reason if the job can't have the
+        GPUs. The caller has to call `wake_vllm` afterwards, even after a JobError. Gives up when
+        `interrupted()` is true. Raises SpoolUnusable, and may then be called again.
         """
         begin = time.monotonic()
         before = self._devices.used()

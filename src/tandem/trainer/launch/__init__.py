@@ -179,7 +179,7 @@ def write_exits(path: Path, exits: dict[int, int]) -> None:
 def read_exits(work: Path) -> dict[int, int]:
     """The exit status of each rank that failed by itself, in the order of the failures. A negative
     status is the number of a signal. Ranks that their parent ended after the first failure are left
-    out. Empty if no rank failed, or if the parent was killed.
+    out. The result is empty if no rank failed, or if the ranks' parent was killed.
     """
     exits: dict[int, int] = {}
     for path in (work / EXITS, *sorted((work / HOSTS).glob(f"*.{EXITS}"))):

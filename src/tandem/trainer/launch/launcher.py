@@ -35,8 +35,8 @@ Handle = Torchrun | ForkServer
 
 class Launcher:
     """Starts the ranks of jobs. The fork server and resident ranks are started before the first
-    job. The fork server and resident ranks stay between jobs. They are replaced when they have
-    ended or when the source code has changed."""
+    job. The fork server and resident ranks stay between jobs. Fork server and resident ranks are
+    replaced when they have ended or when the source code has changed."""
 
     def __init__(
         self,

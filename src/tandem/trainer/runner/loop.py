@@ -2,10 +2,10 @@
 one runner. The runner imports no torch.
 
 Every attempt of a claimed job ends with a recorded reason. The ranks are stopped at the latest
-`deadline_seconds` after their start, or `stall_seconds` after their last progress. Then their end
-takes at most the limits in `job` and in the executor. On SIGTERM or SIGINT the runner stops the
-ranks, puts the job back into the queue without counting the attempt, and exits with 0 within
-STOP_SECONDS.
+`deadline_seconds` after their start, or `stall_seconds` after their last progress. After that, the
+ranks take at most the limits in `job` and in the executor to end. On SIGTERM or SIGINT the runner
+stops the ranks, puts the job back into the queue without counting the attempt, and exits with 0
+within STOP_SECONDS.
 """
 
 import os
