@@ -25,7 +25,7 @@ class Decoder:
     qk_norm: bool = False  # RMSNorm over each query and key head before RoPE
     # The config's key of the activation, and the only supported value of this key.
     activation: tuple[str, str] = ("hidden_act", "silu")
-    qkv_bias: bool = False  # q_proj, k_proj and v_proj have biases, and no other layer has
+    qkv_bias: bool = False  # only q_proj, k_proj and v_proj have biases
     partial_rope: bool = False  # RoPE on a part of each head is supported
     shared_experts: bool = False  # shared experts are supported
     yarn: bool = False  # YaRN's scaling of RoPE is supported
@@ -99,7 +99,7 @@ class Decoder:
         """The mixture of experts; None if all layers have MLPs and no experts."""
         if not self.mixture:
             return None
-        # transformers 5 writes this number as num_local_experts.
+        # transformers 5 writes the number of experts as num_local_experts.
         total = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
         moe = MoE(
             num_experts=config.positive(total, int),

@@ -80,7 +80,7 @@ def with_post_norms(rules: list[WeightRule], parameter: str, source: str) -> lis
     `post_attention_layernorm` comes after the attention, not before the MLP.
 
     Args:
-        rules: the layer's rules without these norms. One of them is the rule of
+        rules: the layer's rules without these norms. One of `rules` is the rule of
             `pre_mlp_layernorm`.
         parameter, source: the prefixes of names, as in `Decoder.layer_rules`.
     """

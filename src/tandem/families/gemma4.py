@@ -152,7 +152,7 @@ class Gemma4(Decoder):
                 "attention in both directions": (
                     config.get("use_bidirectional_attention") == "all"
                 ),
-                # transformers reads the first key, and vLLM reads the second.
+                # transformers reads `enable_moe_block`, and vLLM reads `num_experts`.
                 "num_experts without enable_moe_block": (
                     config.get("num_experts") is not None
                     and not config.get("enable_moe_block", False)

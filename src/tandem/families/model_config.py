@@ -148,12 +148,12 @@ class ModelConfig:
         return cls(values, str(path))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key`. If the key is missing, the family's default; if the family has none,
-        `default`."""
+        """The value of `key`. A missing key has the family's default value or, if the family has no
+        default for the key, the value `default`."""
         return self.values.get(key, self.defaults.get(key, default))
 
     def given(self, key: str, default: Any = None) -> Any:
-        """Like `get`, but a key whose value is null also has the default."""
+        """Like `get`, but a key whose value is null is treated like a missing key."""
         value = self.values.get(key)
         return self.defaults.get(key, default) if value is None else value
 

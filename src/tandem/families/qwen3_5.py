@@ -90,7 +90,8 @@ class Qwen35(Decoder):
         self, arch: Arch, gdn: GatedDeltaNet, parameter: str, source: str
     ) -> list[WeightRule]:
         """The rules of a delta net. `in_proj` stacks the rows of all four projections. `A_log` and
-        `dt_bias` have one value per value head. So both are small, and each rank has all values."""
+        `dt_bias` have one value per value head. So `A_log` and `dt_bias` are small, and each rank
+        has all of their values."""
         hidden, features = arch.hidden_size, sum(gdn.sections)
         qkv, conv = source + "in_proj_qkv.weight", source + "conv1d.weight"
         rows = {

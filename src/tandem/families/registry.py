@@ -67,7 +67,7 @@ def read_arch(model: str) -> Arch:
     for a family or variant that Tandem doesn't build.
     """
     config = ModelConfig.of(model)
-    # ModelOpt writes this file, and vLLM reads it.
+    # ModelOpt writes `hf_quant_config.json`, and vLLM reads this file.
     if Path(config.source).with_name("hf_quant_config.json").is_file():
         raise config.unsupported("quantised weights (hf_quant_config.json)")
     return arch_from_config(config.values, config.source)

@@ -1,6 +1,6 @@
 """Attention over packed prefix-tree rows: query q sees key k exactly when `k <= q <
-subtree_end[k]`. With a sliding window, q sees only the last `window` of these keys. The key of q's
-own slot counts as one of them.
+subtree_end[k]`. With a sliding window, query q sees only the last `window` keys of the keys that it
+would see without a window. The key of the query's own slot counts towards `window`.
 
 Two kernels give the same result: `sdpa` materialises the mask and runs on every device; `flex` is
 PyTorch's compiled FlexAttention (`flex_attention.py`). The mask is made once per row for all
@@ -23,8 +23,8 @@ Kernel = Literal["sdpa", "flex"]
 @dataclass
 class TreeParams:
     """The parameters of a row's prefix trees that all layers need. Megatron passes this object to
-    the layers as `packed_seq_params`. No other argument of Megatron's decoder reaches the layers
-    unchanged."""
+    the layers as `packed_seq_params`. `packed_seq_params` is the only argument of Megatron's
+    decoder that reaches the layers unchanged."""
 
     mask: torch.Tensor | FlexMask  # bool [S, S] for `sdpa`, FlexMask for `flex`
     length: int  # number of the attention's queries; the layers' slots are padded to it
@@ -122,7 +122,8 @@ def attend(
         query: [length, heads, head_dim].
         key: [keys, key heads, head_dim].
         value: [keys, key heads, value's dim].
-        sinks: [heads], an additional logit in each head's softmax. No value belongs to the logit.
+        sinks: [heads], an additional logit in each head's softmax. No value belongs to this
+            additional logit.
     """
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     if isinstance(tree.mask, FlexMask):

@@ -47,7 +47,8 @@ def build_policy(
         dtype: the dtype of base weights and activations (LoRA is fp32); by default the device's
             default dtype.
         recompute: with "full", each layer saves only its input and its attention's output for the
-            backward pass. With other values, layers save everything until `recompute.fit` chooses.
+            backward pass. With other values of `recompute`, layers save all tensors until
+            `recompute.fit` chooses how many tensors they save.
         base: returns the memory for the base weights (`BaseWeights.parameters`); None: the function
             allocates this memory.
 

@@ -47,7 +47,7 @@ class Compiled[**P, T]:
         if kind not in self._compiled:
             file = _directory() / f"{self._digest(kind, args)}.aot"
             self._compiled[kind] = self._load(file) or self._compile(args, file)
-            # The guards would only check properties that are part of `kind`.
+            # torch's guards would only check properties that are part of `kind`.
             self._compiled[kind].disable_guard_check()
         result: T = self._compiled[kind](*args)
         return result
@@ -117,7 +117,7 @@ class Compiled[**P, T]:
 def _directory() -> Path:
     """The directory of the files of compiled functions. Raises SpoolUnusable if another user may
     have written to the directory."""
-    if not os.environ.get(INDUCTOR_VARIABLE):  # no launcher has set the variable
+    if not os.environ.get(INDUCTOR_VARIABLE):  # no launcher has set the cache directory
         os.environ |= compiler_caches(os.environ)
     cache = Path(os.environ[INDUCTOR_VARIABLE])
     cache.parent.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ class _Embed(torch.autograd.Function):
             topology,
         )
         hidden: torch.Tensor = gpt.embedding(input_ids=tokens[None], position_ids=None)
-        # The scale is rounded to the dtype, as in transformers and vLLM.
+        # The embedding scale is rounded to the embeddings' dtype, as in transformers and vLLM.
         ctx.scale = None if scale is None else torch.tensor(scale, dtype=hidden.dtype)
         if ctx.scale is not None:
             hidden = hidden * ctx.scale
@@ -63,7 +63,7 @@ class _Embed(torch.autograd.Function):
         local = ctx.tokens - topology.place.tensor * rows
         here = (local >= 0) & (local < rows)
         grad_local = torch.where(here[:, None], gradient.float(), 0.0)
-        # This operation is deterministic on CUDA too, because torch sorts the indices.
+        # `index_put_` is deterministic on CUDA too, because torch sorts the indices.
         ctx.weight.gradient_sum.index_put_(
             (torch.where(here, local, 0),), grad_local, accumulate=True
         )

@@ -17,8 +17,8 @@ from tandem.model import gradients, parallel
 from tandem.model.lora import Adapters, AdapterSwitch
 from tandem.spool.schema import LoraShape
 
-# A row's elements are a multiple of this: torch's grouped product in bf16 requires rows whose size
-# is a multiple of 16 bytes.
+# The number of elements in a row is a multiple of this number: torch's grouped product in bf16
+# requires rows whose size is a multiple of 16 bytes.
 _ALIGNED = 8
 
 
@@ -28,8 +28,8 @@ def grouped_product(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor)
     Args:
         x: [N, in]; first the rows of group 0, then the rows of group 1, and so on.
         matrices: [groups, in, out], of x's dtype.
-        ends: int32 [groups], one past each group's last row. The last value is N. Groups may be
-            empty.
+        ends: int32 [groups], one past each group's last row. The last value of `ends` is N. Groups
+            may be empty.
     """
     if _on_tensor_cores(x, *matrices.shape[1:]):
         return torch.nn.functional.grouped_mm(x, matrices, offs=ends)

@@ -24,10 +24,12 @@ class FlexMask(NamedTuple):
     """The mask in FlexAttention's form.
 
     The fields `kv` describe the key blocks that a query block sees in part, the fields `full_kv`
-    the key blocks that it sees as a whole. For each query block, `num_blocks` is the number of such
-    key blocks, int32 [1, 1, blocks], and `indices` has the indices of all key blocks, these key
-    blocks first, int32 [1, 1, blocks, blocks]. The fields `q` and `full_q` describe in the same way
-    the query blocks that see a key block.
+    the key blocks that it sees as a whole. For each query block, `kv_num_blocks` and
+    `full_kv_num_blocks`, int32 [1, 1, blocks], are the numbers of the key blocks that the fields
+    describe. For each query block, `kv_indices` and `full_kv_indices`, int32 [1, 1, blocks,
+    blocks], list the indices of all key blocks, beginning with the key blocks that the fields
+    describe. The fields `q` and `full_q` describe in the same way the query blocks that see a key
+    block.
     """
 
     ends: torch.Tensor  # int64 [blocks * BLOCK]: `subtree_end`, padded
@@ -54,7 +56,7 @@ def block_mask(
     The key block needs no mask if all subtrees of its keys extend past the last query. The key
     block with the same slots as the query block is always needed, with the mask. With a window, key
     blocks that are entirely outside the window are left out. The smallest and largest depths of the
-    two blocks show whether they are.
+    query block and the key block show whether the key block is outside the window.
 
     The mask is computed on the host, because on a GPU it would take about forty small kernels for
     each row.
@@ -120,7 +122,8 @@ def _wide_head_options(itemsize: int) -> dict[str, int]:
     """FlexAttention's blocks for heads of more than `WIDE_HEAD` features.
 
     The blocks of queries (M) and keys (N), in slots, are those of the forward kernel and of the two
-    halves of the backward kernel. With 512 features they need about 128 KiB of shared memory.
+    halves of the backward kernel. For heads of 512 features, these blocks need about 128 KiB of
+    shared memory.
 
     Args:
         itemsize: bytes of an element of q, k and v.

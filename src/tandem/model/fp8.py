@@ -17,8 +17,8 @@ _MULTIPLE = 16  # torch's scaled product requires sizes that are multiples of 16
 
 
 class Fp8Weight:
-    """A quantised weight [out, in]. Its two layouts are stored in the memory of the original
-    weight, whose values are overwritten."""
+    """A quantised weight [out, in]. The two layouts of the quantised weight are stored in the
+    memory of the original weight, whose values are overwritten."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         """`weight`: bfloat16, contiguous, on a GPU. The shape is [out, in]."""
@@ -59,15 +59,16 @@ def fits(weight: torch.Tensor) -> bool:
 
 
 def _quantise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(FP8 [n, columns], fp32 scales [n, 1]). Their product is about `rows`."""
+    """(FP8 values [n, columns], fp32 scales [n, 1]). The values times the scales are about
+    `rows`."""
     from tandem.model.layer import triton_kernels
 
     return triton_kernels.quantise_rows(rows, E4M3, LARGEST)
 
 
 def _product(rows: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The product rows weight^T, bfloat16 [S, n], of rows [S, k] and weight [n, k] with scales [n,
-    1]."""
+    """The product of `rows` [S, k] and the transpose of `weight` [n, k], whose `scales` are [n, 1]:
+    bfloat16 [S, n]."""
     quantised, row_scales = _quantise(rows)
     return torch._scaled_mm(
         quantised,

@@ -2,8 +2,8 @@
 run trains all weights, of the weights.
 
 The buffers for base weights are fp32. Only the gradient of the last norm comes from autograd. The
-other gradients do not, because autograd would return every gradient in the weight's dtype, as a new
-tensor for every row.
+layers compute the other gradients, because autograd would return every gradient in the weight's
+dtype, as a new tensor for every row.
 """
 
 from typing import Any

@@ -50,7 +50,7 @@ class LayerGraphs:
         Args:
             hidden: [S, 1, hidden], the row's input of `layers`. The memory of `hidden` becomes the
                 graphs' input memory.
-            tree: the row's parameters. The memory of its tensors becomes input memory too.
+            tree: the row's parameters. The memory of `tree`'s tensors becomes input memory too.
             adapter_fixed: `Policy.adapter_fixed`; each replayed forward pass casts the adapters
                 again.
         """
@@ -177,7 +177,7 @@ def capture(policy: Policy, hidden: torch.Tensor, tree: TreeParams) -> None:
         hidden: [S, 1, hidden], the input of the first layer.
         tree: the parameters of the same row.
     """
-    # Earlier passes left unused memory in the allocator: as much as the graphs need.
+    # The allocator keeps unused memory of earlier passes: as much memory as the graphs need.
     memory.release_cached()
     layers = list(policy.gpt.decoder.layers)
     failed = None
@@ -185,8 +185,8 @@ def capture(policy: Policy, hidden: torch.Tensor, tree: TreeParams) -> None:
         policy.layer_graphs = LayerGraphs(layers, hidden, tree, policy.adapter_fixed)
     except RuntimeError as error:  # torch.OutOfMemoryError, or an error of CUDA
         failed = f"no CUDA graphs, the host launches each kernel: {error}"
-    # Outside of the `except` block, because the error object keeps the tensors of its stack frames
-    # alive.
+    # The warning comes after the `except` block, because the error object keeps the tensors of its
+    # stack frames alive.
     if failed is not None:
         warnings.warn(failed, stacklevel=2)
         memory.release_cached()
@@ -203,7 +203,7 @@ def drop(policy: Policy) -> bool:
 
 def _gpu_is_done() -> bool:
     """Whether the GPU has finished the launched work, or finishes it within `_LAG` seconds. If the
-    GPU does not, it is the bottleneck, and graphs gain nothing."""
+    GPU does not finish in this time, the GPU is the bottleneck, and graphs gain nothing."""
     stream, end = torch.cuda.current_stream(), time.perf_counter() + _LAG
     while not stream.query():
         if time.perf_counter() > end:
@@ -216,10 +216,10 @@ def _fits(policy: Policy, items: int) -> bool:
     memory of the passes stays allocated, because graphs keep their memory."""
     stats, most = memory.stats(), memory.obtainable()
     adapter = sum(parameter.nbytes for parameter in policy.lora_parameters().values())
-    # The memory of the softmax, or the memory of Adam's state: the larger of both.
+    # `between` is the larger of two sizes: the softmax's memory, and the memory of Adam's state.
     between = max(working_bytes(items, policy.head), 2 * adapter)
     if policy.topology.sizes.data > 1:
-        between += FIRST_CHANNEL  # memory of NCCL, which NCCL may not have allocated yet
+        between += FIRST_CHANNEL  # NCCL's memory, which NCCL may not have allocated yet
     headroom = max(HEADROOM * most, LEAST_HEADROOM)
     return stats["allocated_peak"] + between + headroom < most
 

@@ -33,8 +33,8 @@ def item_logprobs(
         targets: int64 [n], token ids.
         weight: [vocabulary of this rank, hidden]; logits are `hidden @ weight.T` in hidden's dtype.
         vocab_start: the first token id of this rank's part.
-        group: the tensor-parallel ranks. All of them call this function with the same hidden states
-            and targets. None: this rank has the whole vocabulary.
+        group: the tensor-parallel ranks. All ranks of the group call this function with the same
+            hidden states and targets. None: this rank has the whole vocabulary.
         softcap: see `Arch.softcap`.
     """
     if not len(targets):
@@ -81,7 +81,7 @@ class _Statistics(torch.autograd.Function):
         for chunk in _chunks(len(targets), len(weight), softcap):
             logits = _capped(linear(hidden[chunk], weight), softcap)
             parts.append(_statistics(logits, targets[chunk], temperature, group))
-            del logits  # so that the memory is free before the next chunk's logits exist
+            del logits  # frees the memory before the next chunk's logits exist
         logprobs, entropy, largest, log_total = map(torch.cat, zip(*parts, strict=True))
         ctx.save_for_backward(hidden, targets, weight, largest + log_total, entropy)
         ctx.temperature, ctx.group, ctx.parameter = temperature, group, weight

@@ -9,6 +9,7 @@ tensors are saved for the gradients. Across tensor-parallel ranks:
 
 - Column-parallel layers (q, k, v, gate, up): A is replicated, B is cut along its outputs. The
   backward pass sums the gradients of x and A x.
+
 - Row-parallel layers (o, down): A is cut along its inputs, B is replicated. The forward pass sums
   the output and A x.
 
@@ -17,8 +18,10 @@ column-parallel layer, and output and A x of a row-parallel layer, have only the
 
 - Column-parallel layers gather x in the forward pass. The backward pass sums the gradients of x and
   A x for the rank's own tokens, and sums A's gradient over the ranks.
+
 - Row-parallel layers sum the output and A x, for the rank's own tokens, in the forward pass. The
   backward pass gathers the gradients of the output and A x, and sums B's gradient over the ranks.
+
 - Layers that are not cut (the layers that compute MLA's latents) compute the rank's own tokens. The
   backward pass sums the gradients of A and B over the ranks.
 
@@ -52,7 +55,8 @@ class LoraTensor:
 
     parameter: nn.Parameter
     cut: Cut
-    stacked: bool = False  # whether it is [experts, rows, columns], with this rank's experts
+    # Whether the tensor is [experts, rows, columns], with this rank's experts.
+    stacked: bool = False
     # Sizes of the sections of the whole tensor's rows. Each section is cut separately. Empty: there
     # is one section.
     sections: tuple[int, ...] = ()
@@ -142,8 +146,8 @@ class Adapters(nn.Module):
     def hold(
         self, memory: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """From now on, `cast` writes its result once, into `memory`, and returns it in each call.
-        `memory`: tensors of zeros with the shapes `cast_shapes`, or None: `cast` computes its
+        """From now on, `cast` writes its result once, into `memory`, and returns `memory` in each
+        call. `memory`: tensors of zeros with the shapes `cast_shapes`, or None: `cast` computes its
         result in each call. Returns the memory that was set before. While memory is set, the
         parameters must not change."""
         before, self._cast_memory, self._cast_is_written = self._cast_memory, memory, False

@@ -1,9 +1,9 @@
 """The parts of Megatron-core that the model uses, imported without loading torch's compiler.
 
 Megatron decorates functions with `torch.compile` during its import; Tandem uses none of these
-functions. The first call of `torch.compile` loads the compiler. That would take as long as the rest
-of the import, in every rank of every job. So during the import `torch.compile` returns Megatron's
-functions uncompiled. Uncompiled functions have the same results.
+functions. The first call of `torch.compile` loads the compiler. Loading the compiler would take as
+long as the rest of the import, in every rank of every job. So during the import `torch.compile`
+returns Megatron's functions uncompiled. Uncompiled functions have the same results.
 """
 
 # ruff: noqa: F401 - other modules import these names from here

@@ -77,8 +77,9 @@ def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> Non
         # Without this variable, Gloo would look up this host's name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # On a GPU machine, Gloo is used for tensors in host memory. With NCCL alone, the first
-    # collective operation on host tensors in each group would create an NCCL communicator. That
-    # takes time once, and device memory for the life of the process.
+    # collective operation on host tensors in each group would create an NCCL communicator. Creating
+    # a communicator takes time, and the communicator takes device memory for the life of the
+    # process.
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 

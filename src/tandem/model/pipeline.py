@@ -16,8 +16,8 @@ from tandem.model.parallel import Topology
 
 
 class _Lane:
-    """Sends tensors one after another to the rank that is `step` stages further. That rank receives
-    the tensors in the same order.
+    """Sends tensors one after another to the rank that is `step` stages further. The receiving rank
+    gets the tensors in the order in which they were sent.
 
     Each direction has its own process group. NCCL runs the operations of a group in order, so with
     one group, a send operation that waits for its receiver would block the other direction.

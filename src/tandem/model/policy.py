@@ -53,7 +53,8 @@ class Policy(nn.Module):
     layers add their gradients to buffers (`tandem.model.gradients`).
 
     After `backward`, gradients still have to be summed over data-parallel ranks.
-    `tandem.model.lora` describes the sums over tensor-parallel ranks, which are done by then.
+    The sums over tensor-parallel ranks, which `tandem.model.lora` describes, are part of the
+    backward pass.
 
     Args:
         gpt: this rank's stage of the model.
@@ -249,9 +250,9 @@ class Policy(nn.Module):
         """The log-prob and the entropy of every item, for logits divided by `temperature`. Logits
         are computed only at the slots from which items are predicted.
 
-        Only the last pipeline stage has the results. On other stages the results are zero
-        (`Pipeline.from_last` fetches the last stage's). `Pipeline.backward` runs a stage's backward
-        passes.
+        Only the last pipeline stage has the results. On other stages the results are zero.
+        `Pipeline.from_last` fetches the last stage's results. `Pipeline.backward` runs a stage's
+        backward passes.
         """
         items, row = len(row.item_token), self.lay_out(row)
         hidden, inputs = self.first_hidden(row), self.decoder_inputs(row)
@@ -355,7 +356,8 @@ class Policy(nn.Module):
             tree.recurrence = recurrence(row.subtree_end, len(row.tokens), row.tokens.device)
         if sizes.sequence and row.slot_experts is not None:
             tree.slot_experts = row.slot_experts.chunk(sizes.tensor)[place.tensor]
-        # Megatron's decoder passes its layers no further arguments, so `tree` uses this name.
+        # `tree` is passed as `packed_seq_params`, because Megatron's decoder passes its layers no
+        # other argument unchanged.
         return {"attention_mask": None, "packed_seq_params": tree}
 
     @property

@@ -37,7 +37,7 @@ def fit(policy: Policy, row: RowTensors) -> list[SaveLevel]:
     if device.is_cuda():
         try:
             levels = _fitting_levels(policy, row)
-        except torch.OutOfMemoryError:  # not even one layer that keeps everything fits
+        except torch.OutOfMemoryError:  # not even one layer that saves all tensors fits
             # The other ranks wait in the layer's collectives, so this rank must end.
             if policy.topology.sizes.layers_shared:
                 raise
@@ -88,11 +88,11 @@ def _fitting_levels(policy: Policy, row: RowTensors) -> list[SaveLevel]:
 
 
 def lower(policy: Policy) -> bool:
-    """Makes layers keep less. Call it after memory ran out. As long as layers have the level `ALL`,
-    half of these layers get the level `ATTENTION`; after that, half of the layers with the level
-    `ATTENTION` get the level `INPUT`. Returns False if all layers have the level `INPUT`, or if
-    other ranks share this rank's layers: these ranks would wait for this rank in a collective
-    operation.
+    """Makes layers save fewer tensors. Call this function after memory ran out. As long as layers
+    have the level `ALL`, half of these layers get the level `ATTENTION`; after that, half of the
+    layers with the level `ATTENTION` get the level `INPUT`. Returns False if all layers have the
+    level `INPUT`, or if other ranks share this rank's layers: these ranks would wait for this rank
+    in a collective operation.
     """
     layers = policy.gpt.decoder.layers
     if parallel.current().sizes.layers_shared:

@@ -63,7 +63,8 @@ class _GatherItems(torch.autograd.Function):
     def forward(ctx: Any, values: torch.Tensor, deal: Deal) -> torch.Tensor:
         ctx.items = deal.items
         whole = values.new_zeros(deal.num_items).index_copy(0, deal.items, values)
-        parallel.all_reduce(whole, group=deal.group)  # exact, because all ranks but one add 0
+        # The sum is exact, because all ranks but one add 0.
+        parallel.all_reduce(whole, group=deal.group)
         return whole
 
     @staticmethod

@@ -40,7 +40,7 @@ class Stop:
         until: str = "the volume is back",
     ) -> T | None:
         """The result of `action`. If `action` raises one of `errors`, for example because the
-        volume is full, gone or read-only, it is called again after a pause.
+        volume is full, gone or read-only, `action` is called again after a pause.
 
         Returns None if `action` fails after the runner was asked to stop. An error that is not
         retriable is raised immediately. An OSError that the volume did not cause is raised after

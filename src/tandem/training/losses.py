@@ -12,29 +12,31 @@ item's token, `old` is the log-prob in the ratio's denominator, `ref` is the ref
 that a mask leaves out of the sum still counts in D.
 
 Sources:
-- CISPO: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
-- PPO: arXiv:1707.06347, eq. 7; separate bounds (clip-higher) and token-level mean: DAPO,
-  arXiv:2503.14476, eq. 8.
-- GSPO: arXiv:2507.18071, eq. 5 and 7; GSPO-token: eq. 13 and 14, and Tinker's documentation
-  (tinker/losses/gspo), where the ratio covers only some tokens of a sequence.
-- SAPO: Gao et al., 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347, section 3.
-- Dual clip: Ye et al., 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement
+CISPO: MiniMax-M1, arXiv:2506.13585, equations 4 and 5. PPO: arXiv:1707.06347, equation 7.
+Separate bounds (clip-higher) and token-level mean: DAPO, arXiv:2503.14476, equation 8.
+GSPO: arXiv:2507.18071, equations 5 and 7.
+GSPO-token: arXiv:2507.18071, equations 13 and 14, and Tinker's documentation (tinker/losses/gspo),
+  where the ratio covers only some tokens of a sequence.
+SAPO: Gao et al., 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347, section 3.
+Dual clip: Ye et al., 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement
   Learning", arXiv:1912.09729; it equals the two-sided clipping of INTELLECT-2, arXiv:2505.07291.
-- Mask by ratio: of tokens, IcePop, in Ring-1T, arXiv:2510.18855; of sequences, Liu, Li et al.,
-  2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch";
-  for negative advantages far off the policy, DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
-- Normalisation: GRPO (arXiv:2402.03300, eq. 3) averages per trajectory, DAPO over a group's tokens,
-  Dr. GRPO (arXiv:2503.20783) divides by a constant.
-- Truncated importance sampling: Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You
+Mask of tokens by ratio: IcePop, in Ring-1T, arXiv:2510.18855.
+Mask of sequences by ratio: Liu, Li et al., 2025, "When Speed Kills Stability: Demystifying RL
+  Collapse from the Training-Inference Mismatch".
+Mask for negative advantages far off the policy: DeepSeek-V3.2, arXiv:2512.02556, equation 9.
+Normalisation: GRPO (arXiv:2402.03300, equation 3) averages per trajectory, DAPO averages over a
+  group's tokens, and arXiv:2503.20783 (Dr. GRPO) divides by a constant.
+Truncated importance sampling: Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You
   Off-Policy RL Training".
-- KL estimators k1, k2, k3: Schulman, 2020, "Approximating KL Divergence"
+KL estimators k1, k2, k3: Schulman, 2020, "Approximating KL Divergence"
   (joschu.net/blog/kl-approx.html); arXiv:2506.09477 explains why the derivative of k1 is useless.
-  Correction of the KL by the ratio: DeepSeek-V3.2, eq. 7. KL in the advantage: Ziegler et al.,
-  2019, arXiv:1909.08593, eq. 2; minus its mean, as in OpenPipe's ART and Tinker's cookbook.
-- Pairs: DPO, Rafailov et al., 2023, arXiv:2305.18290, eq. 7; label smoothing: Mitchell, 2023, "A
-  note on DPO with noisy preferences"; IPO, Azar et al., 2023, arXiv:2310.12036, eq. 17, with means
-  over tokens as in TRL, because sums depend on length; SimPO, Meng et al., 2024, arXiv:2405.14734,
-  eq. 6."""
+Correction of the KL by the ratio: DeepSeek-V3.2, arXiv:2512.02556, equation 7.
+KL in the advantage: Ziegler et al., 2019, arXiv:1909.08593, equation 2. OpenPipe's ART and Tinker's
+  cookbook also subtract the mean of this KL.
+DPO: Rafailov et al., 2023, arXiv:2305.18290, equation 7.
+Label smoothing: Mitchell, 2023, "A note on DPO with noisy preferences".
+IPO: Azar et al., 2023, arXiv:2310.12036, equation 17, with means over tokens as in TRL, because
+  sums depend on length. SimPO: Meng et al., 2024, arXiv:2405.14734, equation 6."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -95,13 +97,13 @@ def item_weights(
     """`(w, d)`, both float64 [items]: each item's weight, and each item's part of the denominator
     `D = sum d`.
 
-    - token (DAPO's mean over tokens, but over the tokens of the whole batch): w = d = 1
-    - trajectory (GRPO: mean within a trajectory, then over trajectories): w = d = 1 /
-      trajectory_items
-    - group (DAPO: mean over the tokens of a group, then over groups): w = d = 1 / group_items
-    - sum: w = d = 1; the caller takes D = 1
-    - constant (Dr. GRPO: sum of a trajectory over a constant, then mean over trajectories): w = 1,
-      d = constant / trajectory_items, so that a trajectory's parts of D sum to the constant
+    `token` (DAPO's mean over tokens, but over the tokens of the whole batch): w = d = 1.
+    `trajectory` (GRPO: mean within a trajectory, then over trajectories): w = d = 1 /
+      trajectory_items.
+    `group` (DAPO: mean over the tokens of a group, then over groups): w = d = 1 / group_items.
+    `sum`: w = d = 1; the caller takes D = 1.
+    `constant` (sum of a trajectory over a constant, then mean over trajectories, as in Dr. GRPO):
+      w = 1, d = constant / trajectory_items. So a trajectory's parts of D sum to the constant.
 
     Args:
         trajectory_items: [items], the number of items of each item's trajectory.
@@ -119,8 +121,8 @@ def item_weights(
 
 def bounded_exp(x: Tensor) -> Tensor:
     """`exp(x)`, with x clamped to +-MAX_NATS. The derivative equals the value everywhere, even
-    beyond the bounds. Unlike the derivative of a plain clamp, it never vanishes, so a token with a
-    far too large or small ratio is still pulled back. x is in nats and has any shape."""
+    beyond the bounds. Unlike a plain clamp's derivative, this derivative never vanishes, so a token
+    with a far too large or small ratio is still pulled back. x is in nats and has any shape."""
     return (x + (x.clamp(-MAX_NATS, MAX_NATS) - x).detach()).exp()
 
 
@@ -138,8 +140,8 @@ def sequence_mean(values: Tensor, items: Items) -> Tensor:
 
 
 def known_mean(values: Tensor, items: Items) -> Tensor:
-    """Mean of `values` [items] over each item's sequence, without values that are NaN, [items]. NaN
-    if all values of the sequence are NaN."""
+    """Mean of `values` [items] over each item's sequence, without values that are NaN, [items]. The
+    mean is NaN if all values of the sequence are NaN."""
     known = ~values.isnan()
     count = sequence_sum(known.to(values.dtype), items)
     return sequence_sum(values.where(known, 0.0), items) / count
@@ -261,9 +263,9 @@ def kl_estimate(
 
 
 def kl_penalty(items: Items, loss: RLLoss, estimate: Tensor) -> Tensor:
-    """`kl_i`, [items]: the estimate. With `kl_correction`, it is multiplied: r k3, sg(r) k1 or
-    sg(r) k2. Each of these products has the gradient r x grad lp. The mean of this gradient over
-    tokens drawn from the policy of `old` is the gradient of the KL itself.
+    """`kl_i`, [items]: the estimate. With `kl_correction`, the estimate is multiplied by the ratio:
+    r k3, sg(r) k1 or sg(r) k2. Each of these products has the gradient r x grad lp. The mean of
+    this gradient over tokens drawn from the policy of `old` is the gradient of the KL itself.
 
     Args:
         estimate: the items' `kl_estimate`, [items], in nats.
@@ -277,8 +279,8 @@ def kl_penalty(items: Items, loss: RLLoss, estimate: Tensor) -> Tensor:
 
 def with_kl_in_advantages(items: Items, loss: RLLoss) -> Items:
     """`items` with the advantages A_i + kl_coef * (mean_kl - (old - ref)). The log-ratio old - ref
-    acts as a negative reward. Its mean over the job's items, `mean_kl`, is subtracted, so that the
-    mean of the advantages stays the same."""
+    acts as a negative reward. The mean of old - ref over the job's items, `mean_kl`, is subtracted,
+    so that the mean of the advantages stays the same."""
     assert items.old_logprobs is not None
     assert items.reference_logprobs is not None
     assert items.advantages is not None

@@ -179,8 +179,8 @@ def norm_over_ranks(squares: list[Tensor]) -> float:
 
 
 def _gradient_memory(parameters: list[Parameter]) -> Tensor:
-    """Zeroed memory for the gradients of all `parameters`, as one flat tensor. From now on autograd
-    adds the parameters' gradients to this memory."""
+    """Zeroed memory for the gradients of all `parameters`, as one flat tensor. After this call,
+    autograd adds the parameters' gradients to this memory."""
     memory = torch.zeros(
         sum(map(Tensor.numel, parameters)), dtype=torch.float32, device=parameters[0].device
     )

@@ -63,8 +63,8 @@ class Fit:
             recompute.fit(self._policy, row_tensors(row, self._device))
 
     def lower(self) -> bool:
-        """Makes layers keep less for the backward pass. Call it after memory ran out. Returns False
-        if the layers can't keep less."""
+        """Makes layers keep fewer tensors for the backward pass. Call this method after memory ran
+        out. Returns False if the layers can't keep fewer tensors."""
         return self._slots > 0 and recompute.lower(self._policy)
 
 

@@ -60,8 +60,8 @@ def make_schedule(
     Each epoch visits all rows except held-out rows, in a permutation drawn from (seed, base_step,
     epoch). A step has `settings.grad_accumulation_sequences` rows over all ranks together (None:
     `data_parallel` rows). The last step of an epoch may have fewer rows. With
-    `settings.batch_size`, the packer has chosen the rows of each step, and an epoch visits the
-    steps in a permutation drawn from the same numbers.
+    `settings.batch_size`, the packer has chosen the rows of each step, and an epoch visits these
+    steps in a permutation drawn from (seed, base_step, epoch).
 
     Raises InvalidInput if the rows of a step are not a multiple of `data_parallel`.
 

@@ -52,8 +52,8 @@ class _Range:
     """The part of one weight that this rank owns."""
 
     name: str
-    begin: int  # first index in the weights' memory
-    at: int  # first index in this rank's state
+    begin: int  # the range's first index in the weights' memory
+    at: int  # the range's first index in this rank's state
     length: int
     decays: bool
     counts: bool
@@ -66,20 +66,21 @@ class ShardedAdam:
 
     Gradients are accumulated over micro steps and summed over data-parallel ranks. Weight decay is
     not applied to vectors (norms and biases), as in transformers' Trainer. A tied table is the
-    weight of both the embedding and the output layer. The pipeline's first and last stage have it.
-    The first stage owns the table: it updates the table and sends it to the last stage. The
-    last stage's own gradient and state for the table are meaningless. If both stages updated the
-    table, the two copies would diverge, because the order in which ranks sum a gradient depends on
-    the owner.
+    weight of both the embedding and the output layer. The pipeline's first and last stage have the
+    tied table. The first stage owns the table: it updates the table and sends it to the last stage.
+    The last stage's own gradient and state for the table are meaningless. If both stages updated
+    the table, the two copies would diverge, because the order in which ranks sum a gradient depends
+    on the owner.
 
     Args:
         policy: the policy. From now on its backward passes add the gradients of the base weights to
             this object's buffers.
-        base: this rank's weights, all bfloat16 or all fp32. The updates write into their memory.
+        base: this rank's weights, all bfloat16 or all fp32. Optimizer steps write into these
+            weights' memory.
     """
 
     def __init__(self, policy: Policy, base: BaseWeights, settings: OptimizerSettings) -> None:
-        # Parameters outside of `memory` would have no gradient buffer.
+        # Parameters outside of `base.memory` would have no gradient buffer.
         assert not (
             apart := [n for n, p in base.parameters.items() if p.dtype != base.memory.dtype]
         ), f"{apart[0]} is fp32 beside others"
@@ -180,7 +181,7 @@ class ShardedAdam:
     @torch.no_grad()
     def load(self, name: str, fill: Callable[[dict[str, Tensor]], None]) -> None:
         """The inverse of `whole`. `fill` gets tensors of the weights' shapes and fills them. This
-        rank keeps the part that it owns."""
+        rank keeps the part of each tensor that this rank owns."""
         memory = self._like_weights(self.tensors[name].dtype)
         fill(self._views(memory))
         for shard in self._shards:

@@ -111,7 +111,7 @@ class Training:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """The metrics `held_out_<metric>` of the held-out rows, such as their loss; the same on
-        every rank. Empty if there are no held-out rows."""
+        every rank. The result is empty if there are no held-out rows."""
         if not self.schedule.held_out:
             return {}
         [denominator] = denominators(self.batch, [self.schedule.held_out], self.job.loss)
@@ -204,8 +204,8 @@ class Training:
             except torch.OutOfMemoryError:
                 if not (graphs.drop(self.policy) or self._rows.fit.lower()):
                     raise
-            # Outside of the `except` block, because the error object keeps the tensors of its stack
-            # frames alive.
+            # The retry is prepared after the `except` block, because the error object keeps the
+            # tensors of its stack frames alive.
             self.optimizer.zero_grad()
             memory.release_cached()
 

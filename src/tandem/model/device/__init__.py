@@ -57,8 +57,8 @@ def activate(kind: Kind, local_rank: int = 0) -> torch.device:
     process can see.
 
     Returns at once; CUDA starts in a thread. Call `activate` before any part of the model is built.
-    A second call with the same kind does nothing; with the other kind it raises RuntimeError. A
-    missing GPU is reported by the first function that needs it.
+    A second call with the same kind does nothing; with the other kind it raises RuntimeError. If
+    the GPU is missing, the first function that needs a GPU reports the error.
     """
     global _kind, _gpu, _start
     if _kind not in (None, kind):

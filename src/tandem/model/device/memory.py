@@ -82,7 +82,7 @@ def reset_peaks() -> None:
     if wait_until_started() == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        # If resetting is forbidden, the peaks are those since the process's start.
+        # If resetting the peaks is forbidden, the peaks count from the process's start.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 

@@ -81,8 +81,8 @@ class DecoderLayer(MegatronModule):
 
         Args:
             hidden_states: the layer's input, [S, 1, hidden].
-            packed_seq_params: the row's parameters. This is the only argument of Megatron's decoder
-                that reaches the layers unchanged.
+            packed_seq_params: the row's parameters. `packed_seq_params` is the only argument of
+                Megatron's decoder that reaches the layers unchanged.
             _: ignored.
         """
         tree = packed_seq_params

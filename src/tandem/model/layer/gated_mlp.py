@@ -29,7 +29,7 @@ class GatedMlp(MlpSublayer):
         self, x: torch.Tensor, normalised: torch.Tensor, _level: SaveLevel | None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Like `MlpSublayer.add_mlp`, but no tensors are saved: the backward pass computes the MLP
-        again, because it also needs the output."""
+        again, because the backward pass also needs the MLP's output."""
         output, _tensors = super().add_mlp(torch.zeros_like(x), normalised, None)
         return torch.addcmul(x, output, self._gates(normalised).to(x.dtype)), {}
 

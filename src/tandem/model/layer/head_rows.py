@@ -14,7 +14,7 @@ from tandem.model.layer.heads import HeadShape
 
 class HeadRows(Protocol):
     """A change of rows of queries, keys and values. The rows have the layout of `HeadShape` and the
-    activations' dtype. Both methods return rows of this form."""
+    activations' dtype. `forward` and `backward` return rows in the same layout and dtype."""
 
     def forward(self, rows: torch.Tensor, tree: TreeParams) -> torch.Tensor:
         """The rows that are split into heads. `rows` and the result: [S, groups * (queries + 2) *

@@ -22,8 +22,8 @@ class HeadShape:
     # Whether RoPE rotates only a head's first dimensions. Torch's kernels compute such heads on
     # every device.
     partial_rope: bool = False
-    # Whether the norms multiply heads by 1 + weight. The kernels get this sum as the weight.
+    # Whether the norms multiply heads by 1 + weight. The kernels get 1 + weight as the weight.
     offset_norms: bool = False
-    # Whether a gate follows each query in rows from which gates were not yet taken
-    # (`output_gate.py`).
+    # Whether each query in the fused rows is followed by a gate, until `output_gate.py` takes the
+    # gates out of the rows.
     output_gate: bool = False

@@ -1,8 +1,8 @@
 """The computations between a layer's matrix products, forward and backward. On CUDA each function
 is one kernel (`triton_kernels.py`); on the CPU it consists of torch's operations.
 
-Both versions compute in fp32 and round once. Tensors are contiguous unless noted; S is the number
-of slots.
+The kernels and the CPU versions compute in fp32 and round once. Tensors are contiguous unless
+noted; S is the number of slots.
 """
 
 import functools

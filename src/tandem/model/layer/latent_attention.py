@@ -23,8 +23,8 @@ from tandem.model.lora import LoraLinear
 
 @dataclass(frozen=True)
 class LatentLinears:
-    """The layers that turn a hidden state into heads: `down` computes the latents, the others
-    compute heads from the latents."""
+    """The layers that turn a hidden state into heads: `down` computes the latents, and the other
+    layers compute heads from the latents."""
 
     down: LoraLinear
     q_up: LoraLinear  # its input is the queries' latent or, without such a latent, the hidden state

@@ -7,11 +7,11 @@ atomic operations, so on CUDA the last bits would differ between two runs. In th
 has a fixed order.
 
 The experts are cut over ranks (EP, ETP). Each of these ranks gathers the tokens and the routers'
-choices of all. A rank computes the assignments to its own experts for all tokens, and sends each
-token's sum to the token's rank. With k experts per token and at most k such ranks, less data is
-sent than if each token went to the rank of each of its experts. Without expert parallelism the host
-never waits for the device. With expert parallelism, the host waits for one number: how many
-assignments this rank has.
+choices of all of these ranks. A rank computes the assignments to its own experts for all tokens,
+and sends each token's sum to the token's rank. With k experts per token and at most k such ranks,
+less data is sent than if each token went to the rank of each of its experts. Without expert
+parallelism the host never waits for the device. With expert parallelism, the host waits for one
+number: how many assignments this rank has.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Routing:
     # fp32 [S, experts], unscaled; None: `probs` are a softmax over the chosen experts.
     all_probs: torch.Tensor | None
     # The next fields describe the N assignments to this rank's experts. The tokens are those of all
-    # ranks over which the experts are cut. If that is a single rank, N is S * k.
+    # ranks over which the experts are cut. If a single rank has all experts, N is S * k.
     token: torch.Tensor  # int64 [N]: the token of each assignment
     # int64 [all S, k]: the assignments of each token; N if another rank has the assignment
     assignment: torch.Tensor

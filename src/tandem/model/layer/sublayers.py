@@ -48,7 +48,7 @@ class Sublayer:
     """The base class of all sublayers, which normalise their input and add their output to it."""
 
     def __init__(self, norm: Any, post_norm: Any = None) -> None:
-        """`norm`: of the input. `post_norm`: of the output, before the sum. Either may be None."""
+        """The norms of the input and (`post_norm`) of the output before the sum; None: no norm."""
         self._norm, self._post_norm = norm, post_norm
 
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
@@ -225,7 +225,7 @@ class AttentionSublayer(Sublayer):
     def _heads(
         self, normalised: torch.Tensor, tree: TreeParams
     ) -> tuple[torch.Tensor, torch.Tensor | None, Heads]:
-        """Queries, keys and values as one tensor; A x of their adapters; and the same as heads."""
+        """A tuple: queries, keys and values as one tensor; A x of their adapters; and the heads."""
         qkv, inner = self._qkv(normalised)
         return qkv, inner, self._split(qkv, tree)
 
@@ -352,7 +352,7 @@ class _HeadsGraph:
 
         def pack(tensor: torch.Tensor) -> Any:
             index = place.get(tensor.data_ptr()) if forget else None
-            # Detached: an output that the graph saves would keep the graph alive.
+            # The tensor is detached, because a saved output would keep the graph alive.
             return tensor.detach() if index is None else (index, tensor.size(), tensor.stride())
 
         def unpack(packed: Any) -> torch.Tensor:
@@ -379,7 +379,7 @@ class _HeadsGraph:
 
 
 class _Enter(torch.autograd.Function):
-    """Puts tensors into a graph, not as leaves, because the graph would keep leaves alive."""
+    """Puts tensors into a graph as a node's outputs, because the graph would keep leaves alive."""
 
     @staticmethod
     def forward(_ctx: Any, _leaf: torch.Tensor, *heads: torch.Tensor) -> Any:

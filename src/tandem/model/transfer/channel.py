@@ -46,7 +46,8 @@ def make_meeting(path: Path) -> FileStore:
 def join_meeting(path: Path) -> FileStore:
     """The store of an existing meeting. Raises OSError if the meeting does not exist."""
     os.close(descriptor(path, os.O_RDWR))
-    # -1: no number of processes. With a number, the last process would remove the file.
+    # With -1, the store does not know the number of processes. With a known number, the last
+    # process would remove the file.
     store = FileStore(str(path), -1)
     store.set_timeout(timedelta(seconds=STALL_SECONDS))
     return store

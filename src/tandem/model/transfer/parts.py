@@ -23,7 +23,8 @@ class Part:
     in_tensor: tuple[slice, ...]  # the part's ranges in the tensor; begin and end are numbers
     parameter: str  # the Megatron parameter that contains the part
     blocks: int  # the parameter is viewed as [blocks, rows] or [blocks, rows, columns]
-    in_parameter: tuple[slice, slice]  # the part's ranges of blocks and rows in that view
+    # The part's ranges of blocks and rows in the viewed parameter.
+    in_parameter: tuple[slice, slice]
     begin: int  # in each block, the first row that belongs to this tensor
 
     @property

@@ -27,8 +27,8 @@ SEGMENT = 2 * 2**20
 
 @dataclass(frozen=True)
 class Section:
-    """A range of the weights' memory. The same ranks hold the whole range. Its length is a multiple
-    of the number of these ranks."""
+    """A range of the weights' memory. The same ranks hold the whole range. The range's length is a
+    multiple of the number of ranks that hold the range."""
 
     begin: int  # elements
     end: int
@@ -73,7 +73,8 @@ class BaseWeights:
             rule.parameter: shapes[rule.parameter] for rule in rules if rule.num_experts is not None
         }
         apart = bool(experts) and sizes.experts_apart
-        if apart:  # the section before the experts is also a multiple of the number of ranks
+        # The length of the section before the experts is a multiple of the number of ranks, too.
+        if apart:
             step = ALIGNMENT // dtype.itemsize
             before = {name: shape for name, shape in shapes.items() if name not in experts}
             used = sum(-(-math.prod(shape) // step) for shape in before.values())
@@ -109,16 +110,16 @@ class BaseWeights:
         return share
 
     def connect(self) -> None:
-        """Open the other ranks' memory, if the driver allows it. A collective operation of each of
-        the two groups. Shares may still be read during the call."""
+        """Open the other ranks' memory, if the driver allows it. A collective operation of each
+        group of ranks that share the reading. Shares may still be read during the call."""
         if self._groups is None:
             return
         mine = ipc.exported(self.memory)
         handles: dict[int, ipc.Export | None] = {}
         for section in self.sections:
             group = self._readers(section)
-            # A collective operation of all ranks is avoided, because at the same time Megatron
-            # creates the optimizer, and that gathers from all ranks.
+            # A collective operation of all ranks is avoided, because Megatron gathers from all
+            # ranks at the same time, when it creates the optimizer.
             ranks = dist.get_process_group_ranks(group)
             handles |= dict(zip(ranks, parallel.gather_objects(mine, group), strict=True))
         self._imports, self._copies = None, []
@@ -137,9 +138,9 @@ class BaseWeights:
 
     def exchange(self) -> dict[str, torch.Tensor]:
         """Copy the other ranks' shares, after this rank has read its own share. Returns the
-        parameters that this rank must still read. If GPUs can share memory, there are none. If they
-        can't, they are the parameters of all other shares. A collective operation of all ranks.
-        Call `exchange` once for each `connect`.
+        parameters that this rank must still read. If GPUs can share memory, no parameter is left to
+        read. If GPUs can't share memory, this rank must read the parameters of all other shares. A
+        collective operation of all ranks. Call `exchange` once for each `connect`.
 
         Each rank copies from the other ranks' memory, without NCCL, because connecting NCCL takes
         longer than reading 8 GB.

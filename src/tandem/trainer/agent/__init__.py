@@ -1,6 +1,6 @@
 """The agent of one host (`tandem rank-agent`). The agent starts that host's part of an attempt's
-ranks, watches the ranks and ends them. Afterwards it measures the GPU memory and counts the
-processes that the ranks left.
+ranks, watches the ranks and ends them. After the ranks have ended, the agent measures the GPU
+memory that the ranks left in use, and counts the processes that they left.
 
 `agent.py` serves one host's part of an attempt. `watch.py` reads the volume while the ranks run.
 `hosts.py` has the records through which the runner and the hosts' agents communicate. An agent has

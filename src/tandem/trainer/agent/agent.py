@@ -1,5 +1,6 @@
-"""The agent of one host. It takes the host's ticket of an attempt, waits for the other hosts,
-starts its host's ranks, and watches the ranks until they end or the attempt ends. Without torch."""
+"""The agent of one host. The agent takes the host's ticket of an attempt, waits for the other
+hosts, starts its host's ranks, and watches the ranks until they end or the attempt ends. Without
+torch."""
 
 import os
 import platform

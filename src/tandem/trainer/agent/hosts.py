@@ -69,7 +69,7 @@ class HostRecord(BaseModel):
     name: str  # of the machine
     pid: int  # of the agent
     address: str = ""
-    port: int = 0  # of the ranks' store, on host 0
+    port: int = 0  # port of the ranks' store, which runs on host 0
     gpus: tuple[str, ...] = ()  # UUIDs
     versions: dict[str, str] = Field(default_factory=dict)
     base_model: str = ""  # the directory
@@ -90,7 +90,7 @@ class HostBeat(Record):
 class HostEnd(Record):
     """How the ranks of a host ended, and what is left of them."""
 
-    status: int  # as the agent's exit status
+    status: int  # the agent's exit status
     error: JobError | None = None  # None: the ranks' own error files have the reason of a failure
     processes: int = 0  # number of processes that survive SIGKILL
     devices: dict[str, int | None] = Field(default_factory=dict)  # bytes in use, by UUID

@@ -35,12 +35,12 @@ def serve_and_linger(agent: HostAgent, job: str, number: int, hosts: int | None)
 
 def _next_attempt(agent: HostAgent) -> tuple[str, int]:
     """Waits for an order. Raises LeavingError if no order comes in time, or on SIGTERM. A living
-    runner deletes the Job before this time is over. The agent's own limit is for the case that the
-    runner is gone."""
+    runner deletes the Job before the agent's waiting time is over. The agent has its own limit for
+    the case that the runner is gone."""
     end = time.monotonic() + agent.lingers + TAKE_SECONDS
 
     def turn() -> None:
-        # With status 0, the pod would count as done if Kueue admits the Job again.
+        # With exit status 0, the pod would count as done if Kueue admits the Job again.
         if agent.stop.requested:
             raise LeavingError(Leave(STOPPED, "it was asked to stop (SIGTERM)"))
         if time.monotonic() > end:

@@ -1,5 +1,6 @@
 """An agent's view of its attempt on the volume. A thread reads the volume, because a read of a
-volume that is gone may wait for ever. The agent must be able to end its ranks even then."""
+volume that is gone may wait for ever. The agent must be able to end its ranks even while such a
+read waits."""
 
 import threading
 import time

@@ -9,11 +9,11 @@ them back. No torch.
 
 `agents.py` has the code that all executors of several hosts share. On each host an agent
 (`trainer/agent`) starts that host's ranks. Runner and agents meet by records in the attempt's
-`hosts/`. The ranks outlive their runner, and the next runner adopts the attempt. `hosts.py` has no
-engine. `kubernetes.py` makes a Kubernetes Job per attempt: `manifest.py` fills the chart's
-template, `cluster.py` calls the API server, `job_state.py` reads its answers. `lingering.py` knows
-the Jobs whose pods stay for another attempt. `slurm.py` makes a Slurm job per attempt: `batch.py`
-writes its submission, `slurm_state.py` reads its states.
+`hosts/`. The ranks outlive their runner, and the next runner adopts the attempt. `hosts.py` uses
+agents that already run, so it starts no agents. `kubernetes.py` makes a Kubernetes Job per attempt:
+`manifest.py` fills the chart's template, `cluster.py` calls the API server, `job_state.py` reads
+its answers. `lingering.py` knows the Jobs whose pods stay for another attempt. `slurm.py` makes a
+Slurm job per attempt: `batch.py` writes its submission, `slurm_state.py` reads its states.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ from tandem.spool.schema import EventType, Job, JobError
 
 @dataclass(frozen=True)
 class Waiting:
-    """The attempt has no ranks yet: it waits for another system, such as a cluster's queue. This
-    time does not count towards the job's time limits."""
+    """The attempt has no ranks yet: it waits for another system, such as a cluster's queue. The
+    time of this wait does not count towards the job's time limits."""
 
     reason: str
 
@@ -43,9 +43,9 @@ class Running:
 
 @dataclass(frozen=True)
 class Ended:
-    """The attempt's processes ended, or never started. This state is final."""
+    """The attempt's processes ended, or never started. An attempt that is `Ended` stays `Ended`."""
 
-    status: int = 0  # of the ranks' parent (negative: a signal)
+    status: int = 0  # exit status of the ranks' parent; negative: the number of a signal
     error: JobError | None = None  # the reason; None: see the ranks' error files and `status`
 
 
@@ -64,9 +64,9 @@ class Order:
 
 
 class Execution(Protocol):
-    """The processes of one attempt. The runner polls it until the attempt has ended or has to be
-    killed. In both cases the runner then kills the processes that are left, and lets the executor
-    give the devices back."""
+    """The processes of one attempt. The runner polls an `Execution` until the attempt has ended or
+    has to be killed. After that, the runner kills the processes that are left, and lets the
+    executor give the devices back."""
 
     def poll(self) -> Waiting | Running | Ended:
         """The state of the processes. Doesn't block."""
@@ -99,8 +99,8 @@ class Executor(Protocol):
         it often, so it returns soon."""
 
     def adopts(self, attempt: Attempt, /) -> bool:
-        """Whether an attempt that an earlier runner started may go on. If so, `start` finds its
-        processes."""
+        """Whether an attempt that an earlier runner started may go on. If the attempt may go on,
+        `start` finds the attempt's processes."""
 
     def start(self, order: Order) -> Execution:
         """Starts the attempt's processes, or finds the processes that an earlier runner started. If

@@ -64,7 +64,8 @@ class AgentsExecution:
         self._met = False
         self._records: dict[int, HostRecord] = {}
         self._ends: dict[int, HostEnd] = {}
-        # host -> its last heartbeat, and the time of its last change by the runner's clock
+        # host -> the host's last heartbeat, and the time by the runner's clock at which the
+        # heartbeat last changed
         self._beats: dict[int, tuple[HostBeat, float]] = {}
         self._polled = time.monotonic()
 
@@ -301,7 +302,7 @@ class EngineExecution(AgentsExecution):
         if ended.error.type not in ("preempted", "host_lost"):
             return ended
         failed = [end for end in self._ends.values() if end.status == FAILED]
-        if failed:  # the engine stopped the other hosts because of that end
+        if failed:  # the engine stopped the other hosts because ranks on these hosts had failed
             return Ended(1, next((end.error for end in failed if end.error is not None), None))
         return self._explained(ended, now)
 

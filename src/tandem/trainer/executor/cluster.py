@@ -143,7 +143,7 @@ class Cluster:
 
         Args:
             verb, group, resource: as in a rule of a Role; the core group is "".
-            name: only for the object of this name; None: for all objects.
+            name: the right is needed only for the object of this name; None: for all objects.
         """
         asked = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
         if name is not None:
@@ -170,7 +170,7 @@ class Cluster:
             if status in _PASSING or status >= 500:
                 raise ClusterAway(f"the API server answers {status}: {error}") from error
             raise ClusterRefused(str(error), status) from error
-        # A proxy answered: its answer has no Kubernetes Status object.
+        # An answer without a Kubernetes Status object comes from a proxy.
         except httpx2.HTTPStatusError as error:
             raise ClusterAway(f"the API server answers {error.response.status_code}") from error
         except (httpx2.HTTPError, ConfigError, OSError) as error:

@@ -34,8 +34,9 @@ class JobGpus:
         self._launcher, self._stop = launcher, stop
         self._devices = Devices(settings, "trainer")
         self.names = ",".join(self._devices.uuids) or "cpu"
-        self.survivors: list[Process] = []  # they survived SIGKILL and may use devices
-        self.shared: SharedGpus | None = None  # None without vLLM on these GPUs
+        # Processes that survived SIGKILL and may still use devices.
+        self.survivors: list[Process] = []
+        self.shared: SharedGpus | None = None  # None if vLLM does not share these GPUs
         if settings.gpu_mode == "shared":
             self.shared = SharedGpus(settings, spool, self._devices, runner, stop)
         self.vllm_bytes: dict[str, int] = {}  # bytes that the sleeping vLLM uses
@@ -69,8 +70,8 @@ class JobGpus:
         return "the devices are not free", {"bytes_in_use": busy or None, "processes": pids or None}
 
     def vllm_sleeps(self, devices: dict[str, int]) -> None:
-        """Store `devices`, the bytes in use before the ranks of a job start. Resident ranks already
-        run then, and their bytes are not counted as vLLM's."""
+        """Store `devices`, the bytes in use before the ranks of a job start. The bytes of resident
+        ranks, which already run before the job, are not counted as vLLM's."""
         kept = self._kept if self._launcher.holds_devices else {}
         self.floor = devices
         self.vllm_bytes = {uuid: max(size - kept.get(uuid, 0), 0) for uuid, size in devices.items()}
@@ -90,8 +91,8 @@ class JobGpus:
                 )
                 self._launcher.close()
         if resident := self._launcher.holds_devices:
-            # Resident ranks have freed all memory that they can free. Their other bytes may stay in
-            # use until the next job.
+            # Resident ranks have freed all memory that they can free. The other bytes of resident
+            # ranks may stay in use until the next job.
             used = self._devices.used()
             self.floor = {uuid: size for uuid, size in used.items() if size is not None}
         else:

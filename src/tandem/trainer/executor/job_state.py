@@ -38,10 +38,11 @@ INDEX = "batch.kubernetes.io/job-completion-index"
 class Seen:
     """The API server's answers of one poll."""
 
-    job: Object | None  # None: it is gone
+    job: Object | None  # None: the Job is gone
     pods: list[Object] = field(default_factory=list)
-    events: list[Object] = field(default_factory=list)  # about the Job; only if it has no pods
-    workload: Object | None = None  # only of a suspended Job
+    # Events about the Job; read only if the Job has no pods.
+    events: list[Object] = field(default_factory=list)
+    workload: Object | None = None  # Kueue's Workload; read only for a suspended Job
 
 
 @dataclass

@@ -91,7 +91,9 @@ class KubernetesExecutor(EngineExecutor):
                 self._template.name(job),
                 self._taken(Attempt(self._spool, key.id, job.attempt)),
             }
-        names |= self._lingering.names  # read last, because a Job is added here before its job ends
+        # The names of lingering Jobs are read after the running jobs, because a Job becomes a
+        # lingering Job before its job ends.
+        names |= self._lingering.names
         for made in self.ask(lambda: self._cluster.jobs(self._template.labels)):
             metadata = made["metadata"]
             name, about = metadata["name"], metadata.get("annotations") or {}
@@ -226,7 +228,8 @@ class KubernetesExecution(EngineExecution):
         try:
             self._engine = self._read(now) if self._made else self._create()
         except (ClusterAway, ClusterRefused) as error:
-            # The last known state is kept. Running ranks are judged by their heartbeats.
+            # A running attempt keeps its last known state. Running ranks are judged by their
+            # heartbeats.
             self._next_ask = time.monotonic() + AWAY_POLL_SECONDS
             if not isinstance(self._engine, Running):
                 self._engine = Waiting(str(error))
@@ -241,7 +244,8 @@ class KubernetesExecution(EngineExecution):
             if refusal.status == 409:
                 return self._adopt()
             if refusal.status == 403 and "denied the request" not in str(refusal):
-                # The reason is a quota of Jobs, or a right that the account has lost.
+                # The API server refuses the Job because of a quota, or because the account has lost
+                # a right.
                 self._next_ask = time.monotonic() + QUOTA_POLL_SECONDS
                 return Waiting(str(refusal))
             message = f"the cluster refuses the Job: {refusal}"
@@ -300,7 +304,7 @@ class KubernetesExecution(EngineExecution):
         if (found := self.states.why_failed(self._seen)) is not None and found.error is not None:
             return found
         if ended.error is not None and ended.error.type == "preempted":
-            # The Job has no disruption, and its queue still admits it.
+            # The Job reports no disruption, and the Job's queue still admits the Job.
             update = {
                 "type": "job_deleted",
                 "message": f"{ended.error.message}: its pod was deleted",

@@ -7,11 +7,12 @@ from threading import Lock
 
 @dataclass
 class LingeringJobs:
-    """The lingering Jobs of one executor. The threads of several attempts share this object. It
-    contains a Job from the end of the Job's attempt until the Job's deletion. A Job that is not in
-    this object and has no attempt is deleted."""
+    """The lingering Jobs of one executor. The threads of several attempts share this object. The
+    object contains a Job from the end of the Job's attempt until the Job's deletion. A Job that is
+    not in this object and has no attempt is deleted."""
 
-    _until: dict[str, tuple[float, str]] = field(default_factory=dict)  # and the last run
+    # The Job's name -> the monotonic time at which its wait ends, and the run of its last attempt.
+    _until: dict[str, tuple[float, str]] = field(default_factory=dict)
     _taken: set[str] = field(default_factory=set)
     _lock: Lock = field(default_factory=Lock)
 

@@ -137,8 +137,8 @@ class LocalExecution:
             self._gpus.vllm_sleeps(result.devices)
             order.say(f"vLLM sleeps after {result.seconds:.1f} s; bytes in use: {result.devices}")
             order.tell("slept", vars(result))
-            # The event may have waited long for the volume, and the hold is not renewed during such
-            # a wait.
+            # Writing the event may have waited long for the volume. During such a wait, the runner
+            # does not renew the hold, which is its request for vLLM's GPUs.
             result = self._stop.retry("renew the hold", shared.renew)
         return order.interrupted() or result
 

@@ -132,7 +132,9 @@ class JobTemplate:
         # The kubelet itself ends the pod after this time, even if the node can't be reached any
         # more.
         seconds = self._start_seconds + job.spec.deadline_seconds + self.grace_seconds
-        if self.linger_seconds:  # the last attempt may begin this late
+        # The last attempt of a lingering pod may begin up to start_seconds + linger_seconds +
+        # TAKE_SECONDS after the pod's agent has started.
+        if self.linger_seconds:
             seconds += self._start_seconds + self.linger_seconds + TAKE_SECONDS
         pod["spec"]["activeDeadlineSeconds"] = int(min(seconds, _MOST_SECONDS))
         (container,) = (c for c in pod["spec"]["containers"] if c["name"] == CONTAINER)

@@ -6,17 +6,19 @@ the memory. The cycle of a job:
 
 1. The publisher writes vLLM's state to `jobs/vllm.json`, twice a second. The runner claims nothing
    until this record says that vLLM is awake. Then the runner claims a job and writes the hold.
-2. If the publisher is loading a step into vLLM, it finishes that first. Then it sees the hold. It
-   checks once more that vLLM answers, calls `POST /sleep?level=1&mode=keep` and answers the hold.
-   Level 2 would lose the base model under LoRA.
-   With `keep`, running requests return to vLLM's queue and continue after the wake.
-3. The runner does not trust the answer (vLLM #47654). It reads each device's bytes in use until
-   they are less than half of the bytes that were in use while vLLM was awake, and no longer change.
-   That number is the floor. If more than 256 MiB beyond the floor are in use, another program uses
-   the GPU. The ranks start only after this check.
+2. If the publisher is loading a step into vLLM, the publisher finishes the loading before it looks
+   for a hold. When the publisher sees the hold, it checks once more that vLLM answers, calls `POST
+   /sleep?level=1&mode=keep` and answers the hold. Sleep level 2 would lose the base model under
+   LoRA. With `keep`, running requests return to vLLM's queue and continue after the wake.
+3. The runner does not trust the publisher's answer that vLLM sleeps (vLLM #47654). The runner reads
+   each device's bytes in use until these bytes are less than half of the bytes that were in use
+   while vLLM was awake, and no longer change. The bytes in use at the end of this wait are the
+   floor. If more than 256 MiB beyond the floor are in use, another program uses the GPU. The ranks
+   start only after this check.
 4. When the ranks are gone and the memory is measured to be back at the floor, the runner removes
-   the hold. The publisher wakes vLLM and reports in `jobs/vllm.json` that vLLM is awake. Then the
-   job gets its terminal state. If vLLM does not wake, the job gets its terminal state after 60 s.
+   the hold. The publisher wakes vLLM and reports in `jobs/vllm.json` that vLLM is awake. After this
+   report, the job gets its terminal state. If vLLM does not wake, the job gets its terminal state
+   after 60 s.
 
 The hold is written before the publisher looks at vLLM, and a starting vLLM looks for a hold first.
 So either the publisher sees the starting vLLM, or the starting vLLM sees the hold and waits.
@@ -39,11 +41,11 @@ from tandem.trainer.stop import Stop
 
 log = Log("runner")
 
-SLEEP_SECONDS = 180.0  # limit for the publisher's load and for vLLM's way to sleep
+SLEEP_SECONDS = 180.0  # limit until the publisher has loaded a step and vLLM has fallen asleep
 FREED_SECONDS = 10.0  # limit until a sleeping vLLM's memory is free
 WAKE_SECONDS = 60.0
-# Instead of WAKE_SECONDS once the runner was asked to stop. The publisher goes on without the
-# runner.
+# This limit replaces WAKE_SECONDS once the runner was asked to stop. The publisher goes on without
+# the runner.
 STOPPING_WAKE_SECONDS = 15.0
 STOP_SECONDS = STOPPING_WAKE_SECONDS + 10.0
 """The most seconds that this module adds to the time that the runner needs to stop."""
@@ -54,7 +56,7 @@ KEPT_SHARE = 0.5
 """A sleeping vLLM keeps its CUDA context, graphs and communicators, 1 to 8 GB. A vLLM that keeps
 more than this share of the bytes that it used while awake has not freed its memory."""
 _POLL_SECONDS = 0.2
-_ANSWER_SECONDS = 0.02  # between two reads of the publisher's answer
+_ANSWER_SECONDS = 0.02  # seconds between two reads of the publisher's answer
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Asleep:
     event `slept`. `before` and `devices` are bytes in use by device UUID."""
 
     before: dict[str, int | None]  # while vLLM was awake
-    devices: dict[str, int]  # before any rank runs
+    devices: dict[str, int]  # bytes in use before any rank runs
     seconds: float
 
 
@@ -98,7 +100,7 @@ class SharedGpus:
 
     def _vllm(self, since: float = 0.0) -> str | None:
         """vLLM's state, if the publisher looked at vLLM after `since`. None if the publisher has
-        not, or has written nothing for SILENT_SECONDS."""
+        not looked at vLLM since then, or has written nothing for SILENT_SECONDS."""
         found, now = self._spool.inference.shared(), time.monotonic()
         if found is None or found.looked <= since or not 0 <= now - found.beat < SILENT_SECONDS:
             return None
@@ -111,9 +113,9 @@ class SharedGpus:
         return f"vLLM is not ready: {found.why if found and found.why else state}"
 
     def put_vllm_to_sleep(self, job: Job, interrupted: Callable[[], object]) -> Asleep | JobError:
-        """Get the GPUs for a job. Returns a JobError with the reason if that fails. In both cases
-        the caller has to call `wake_vllm` afterwards. Gives up when `interrupted()` is true. Raises
-        SpoolUnusable, and may then be called again.
+        """Get the GPUs for a job. Returns a JobError with the reason if the job can't have the
+        GPUs. The caller has to call `wake_vllm` afterwards, even after a JobError. Gives up when
+        `interrupted()` is true. Raises SpoolUnusable, and may then be called again.
         """
         begin = time.monotonic()
         before = self._devices.used()
@@ -160,7 +162,7 @@ class SharedGpus:
 
     def _answer(self, hold: Hold, interrupted: Callable[[], object]) -> HoldAnswer | None:
         """The publisher's answer to this hold; None if there is no answer within SLEEP_SECONDS, or
-        if interrupted."""
+        if `interrupted()` is true."""
         end = time.monotonic() + SLEEP_SECONDS
         while time.monotonic() < end and not interrupted():
             found = self._spool.inference.shared()
@@ -192,7 +194,8 @@ class SharedGpus:
             time.sleep(_POLL_SECONDS)
 
     def beat(self, phase: HoldPhase | None = None) -> None:
-        """Renew the hold if its beat is due or `phase` is a new phase. Never raises an error."""
+        """Write the hold again if its last beat is older than the heartbeat interval, or if `phase`
+        is a new phase. Never raises an error."""
         liveness.beat("runner")
         hold = self._hold
         if hold is None or (
@@ -227,7 +230,7 @@ class SharedGpus:
         until the publisher has woken vLLM.
 
         Returns the fields of the event `woken`: bytes in use and seconds; None if there was no vLLM
-        to wake. Raises SpoolUnusable, and must then be called again.
+        to wake. Raises SpoolUnusable; after this error, the caller must call `wake_vllm` again.
         """
         hold = self._hold
         if hold is None:
@@ -246,7 +249,7 @@ class SharedGpus:
 
     def _wait_until_released(self, hold: Hold, floor: Mapping[str, int]) -> bool:
         """Wait until no more than `floor` is in use, or until the hold's deadline. Returns False if
-        the runner has to stop before."""
+        the runner has to stop before the end of this wait."""
         logged = False
         while left := self._devices.busy(floor):
             if time.time() > hold.deadline:

@@ -71,7 +71,8 @@ class Slurm:
                 " apt-get install slurm-client) with the cluster's slurm.conf and munge.key",
                 field="TANDEM_EXECUTOR",
             )
-        own = ("SLURM_", "SBATCH_", "SQUEUE_", "SCANCEL_")  # set if the runner is in a Slurm job
+        # Variables with these prefixes may be set if the runner is itself in a Slurm job.
+        own = ("SLURM_", "SBATCH_", "SQUEUE_", "SCANCEL_")
         self._environment = {
             name: value
             for name, value in os.environ.items()
@@ -136,7 +137,8 @@ class SlurmExecutor(EngineExecutor):
         missing."""
         super().__init__(settings, entry, stop, spool)
         self.slurm, self.batch = Slurm(), Batch(settings, os.environ)
-        self._finishing: dict[str, float] = {}  # name -> monotonic time until which it may end
+        # The Slurm job's name -> the monotonic time until which the Slurm job may end by itself.
+        self._finishing: dict[str, float] = {}
         self.devices += " under Slurm"
 
     def find(self, job: Job) -> SlurmJob | None:
@@ -152,7 +154,7 @@ class SlurmExecutor(EngineExecutor):
         running = self._spool.jobs.index.running()
         names = {self.batch.name(self._spool.jobs.get(key.id)[1]) for key in running}
         now = time.monotonic()
-        for name, end in list(self._finishing.items()):  # other threads add entries
+        for name, end in list(self._finishing.items()):  # a copy, because other threads add entries
             if end > now:
                 names.add(name)
             else:
@@ -202,7 +204,8 @@ class SlurmExecution(EngineExecution):
         try:
             self._engine = self._read(now)
         except SlurmAway as error:
-            # The last known state is kept. Running ranks are judged by their heartbeats.
+            # A running attempt keeps its last known state. Running ranks are judged by their
+            # heartbeats.
             self._next_ask = time.monotonic() + AWAY_POLL_SECONDS
             if not isinstance(self._engine, Running):
                 self._engine = Waiting(str(error))

@@ -53,7 +53,7 @@ class SlurmJob:
     id: str
     name: str
     state: str
-    seconds_left: float | None  # until the time limit; None: no limit
+    seconds_left: float | None  # seconds until the time limit; None: no limit
     preempted: bool
     """Whether Slurm has begun to preempt the job. A job that ends in its grace time has the state
     FAILED."""

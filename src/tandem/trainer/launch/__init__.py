@@ -21,15 +21,14 @@ reported in the job's event `released`. Resident ranks end after every job that 
 `launcher.py` chooses the way to start ranks according to TANDEM_LAUNCH. On one host, the ranks'
 store listens on loopback, and every process of the chain dies with its parent. The fork server, and
 `bootstrap.py`, which is the first code of a rank, ask the kernel to end these processes with their
-parents. Ranks get a `Launch`. It names the attempt and contains the deployment's settings for ranks
-(`RankSettings`), with the sizes that the runner has chosen. Ranks read no settings from the
-environment. A `Launch` contains no secret, because it is on the ranks' command lines.
+parents. Ranks get a `Launch`. A `Launch` names the attempt and contains the deployment's settings
+for ranks (`RankSettings`), with the sizes that the runner has chosen. Ranks read no settings from
+the environment. A `Launch` contains no secret, because it is on the ranks' command lines.
 
-Besides the files that `spool.attempt.Attempt` names, the attempt's work directory has two files of
-the ranks' parent, with every launcher. With several hosts, each host has its own two files in
-`hosts/`:
-
-    launcher.log the parent's output exits.json      exit statuses of failed ranks, see `read_exits`
+Besides the files that `spool.attempt.Attempt` names, the attempt's work directory has two files
+that the ranks' parent writes, whatever the launcher is. With several hosts, each host has its own
+two files in `hosts/`. `launcher.log` has the parent's output. `exits.json` has the exit statuses of
+failed ranks (see `read_exits`).
 """
 
 import json
@@ -180,7 +179,7 @@ def write_exits(path: Path, exits: dict[int, int]) -> None:
 def read_exits(work: Path) -> dict[int, int]:
     """The exit status of each rank that failed by itself, in the order of the failures. A negative
     status is the number of a signal. Ranks that their parent ended after the first failure are left
-    out. Empty if no rank failed, or if the parent was killed.
+    out. The result is empty if no rank failed, or if the ranks' parent was killed.
     """
     exits: dict[int, int] = {}
     for path in (work / EXITS, *sorted((work / HOSTS).glob(f"*.{EXITS}"))):

@@ -9,10 +9,12 @@ Forking is safe because of three rules:
 
 - No CUDA, because a CUDA context does not survive a fork. With PYTORCH_NVML_BASED_CUDA_CHECK=1 the
   imports look for devices without the CUDA runtime.
+
 - No OpenMP region and no second thread: a forked child has only the thread that forked, and libgomp
   would wait for its other threads for ever. If there are other threads, the runner logs a warning
-  with their names. (With GPUs, NVML has one thread. It waits for the driver's events, and
-  nvmlShutdown does not end it.)
+  with their names. (With GPUs, NVML has one thread, which waits for the driver's events. Calling
+  nvmlShutdown does not end NVML's thread.)
+
 - All ranks are forked before the store's threads start. torch's elastic agent has threads when it
   forks. So the leader, the ranks' parent, is Tandem's process and not torch's agent. Like torch's
   agent, the leader ends the other ranks after the first failure and restarts none. The ranks'

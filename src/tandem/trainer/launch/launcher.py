@@ -35,8 +35,8 @@ Handle = Torchrun | ForkServer
 
 class Launcher:
     """Starts the ranks of jobs. The fork server and resident ranks are started before the first
-    job. The fork server and resident ranks stay between jobs. They are replaced when they have
-    ended or when the source code has changed."""
+    job. The fork server and resident ranks stay between jobs. Fork server and resident ranks are
+    replaced when they have ended or when the source code has changed."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Launcher:
         if not self.holds_devices:
             # Systems remove old files from /tmp while the runner is idle.
             self.scratch.mkdir(mode=0o700, exist_ok=True)
-            empty_directory(self.scratch)  # files of the previous attempt
+            empty_directory(self.scratch)  # removes the files of the previous attempt
         # the cache directories are the same as at the start; they are checked again, because other
         # users may have created them since
         compiler_caches(os.environ)

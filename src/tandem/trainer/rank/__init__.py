@@ -16,14 +16,20 @@ A rank overlaps the parts of its start:
 - CUDA starts in a thread while the ranks connect and Megatron builds the model in untouched host
   memory. Then `Policy.place` allocates the model's memory on the device. Until CUDA has started, a
   rank uses no device memory and reports none.
+
 - Base weights, the adapter and Adam's moments are one allocation each, because each call of the
   driver blocks the other threads.
+
 - Base weights are read as soon as their memory is allocated.
+
 - While the weights are read, a new rank on a GPU rehearses in a thread: one pass through one layer,
   with arbitrary weights, loads the kernels.
+
 - The compiled attention is stored in files beside torch's own caches (`model/compiled.py`), so
   later processes load it instead of compiling it.
+
 - A row's mask and RoPE's sines are computed once for all layers.
+
 - Ranks exchange tensors in host memory through Gloo. So NCCL creates communicators only for the
   groups that the model and its gradients need.
 

@@ -43,8 +43,8 @@ class ModelCalls:
     passes: list[int] = field(default_factory=list)
     loss: float = 0.0  # sum of the passes' losses
     items: float = 0.0
-    # The probe: sequences from the first pass since the last checkpoint. `previous`: their
-    # log-probs under the weights of that checkpoint.
+    # The probe: sequences from the first pass since the last checkpoint. `previous`: the log-probs
+    # of the probe's sequences under the weights of the last checkpoint.
     probe: JobProbe | None = None
     previous: list[list[float]] = field(default_factory=list)
 
@@ -146,7 +146,8 @@ class ModelCalls:
 
     def _with_gradients(self, seq: int) -> "_Passed":
         """Runs `_add`. If this rank runs out of memory, runs `_add` again with layers that keep
-        fewer activations in memory. The results are the same bits."""
+        fewer activations in memory. With either number of activations, the results have the same
+        bits."""
         while True:
             try:
                 return self._add(seq, backward=True)

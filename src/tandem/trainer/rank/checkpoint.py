@@ -92,7 +92,8 @@ def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOpti
         return
     count = torch.zeros(1, dtype=torch.int64)
     read_tensors(adam["step"].path, {}, [Piece(adam["step"], 0, 1, count)])
-    # The count is 0 after a session has loaded weights without the optimizer's state.
+    # The number of optimizer steps is 0 after a session has loaded weights without the optimizer's
+    # state.
     if (steps := int(count)) < 0:
         raise CheckpointDamaged(f"{adam['step'].path}: step is {steps}, not 0 or more")
     for moment, tensors in optimizer.new_state(steps).items():
@@ -133,11 +134,11 @@ def write_adapter(saved: Contents[Tensor], config: bytes, directory: Path) -> di
     volume refuses the files.
 
     Args:
-        saved: contiguous tensors on the CPU, in fp32 except the int64 scalar `step`. The
-            optimizer's state is not None.
+        saved: contiguous tensors on the CPU, in fp32 except the int64 scalar `step`.
+            `saved.optimizer` is not None.
         config: the content of `adapter_config.json`.
-        directory: the new directory. A directory that exists there is removed first; the parent
-            must exist.
+        directory: the new directory. If `directory` exists, it is removed first. The parent of
+            `directory` must exist.
     """
     assert saved.optimizer is not None
     with fs.volume_errors(directory), ThreadPoolExecutor(4) as pool:

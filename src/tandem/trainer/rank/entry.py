@@ -33,7 +33,7 @@ _TRACEBACK_CHARACTERS = 4000
 @cache
 def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
     """Import all modules that a rank uses. The function is called before the rank's job, or in the
-    process from which ranks are forked. It uses no device."""
+    process from which ranks are forked. `preload` uses no device."""
     # Megatron warns about each optional package that is not installed, and these warnings would
     # clutter a job's log.
     warnings.filterwarnings("ignore", module=r"megatron\.")

@@ -34,7 +34,7 @@ def wait_for_space(spool: Spool, run: str, step: int, *, beat: Callable[[], None
         if time.monotonic() > end:
             raise VolumeFull(f"{problem}; free space on the volume or enlarge it, then try again")
         if not told:
-            with suppress(OSError):  # the output is a file on the same volume
+            with suppress(OSError):  # stdout is a file on the full volume
                 print(f"waiting up to {SPACE_SECONDS:.0f} s for space: {problem}", flush=True)
             told = True
         beat()

@@ -15,13 +15,13 @@ BEAT_SECONDS = 0.5
 
 class Heartbeat:
     """`beat.<rank>` (`tandem.spool.schema.Beat`) of one attempt. The runner and the exporter read
-    it."""
+    this file."""
 
     def __init__(self, path: Path, watch: MemoryWatch) -> None:
         self._path = path
         self._watch = watch
         self._phase = ""
-        self._written = 0.0  # by the monotonic clock
+        self._written = 0.0  # time of the last write, by the monotonic clock
         self.step = 0  # optimizer steps done
         self.steps = 0  # optimizer steps of the job; 0: not known yet
 

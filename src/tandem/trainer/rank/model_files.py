@@ -97,8 +97,8 @@ class ModelFiles:
         for file, header in self._headers.items():
             (self._directory / file).write_bytes(header)
             # The files get their final size immediately. If an NFS client writes beyond the end of
-            # the file in its cache, the client sends the whole page. The page has zeros in place of
-            # bytes that another host has written meanwhile, and would overwrite these bytes.
+            # the file in its cache, the client sends the whole page. In this page, zeros would then
+            # overwrite the bytes that another host has written meanwhile.
             os.truncate(self._directory / file, sizes[file])
         index = {
             "metadata": {"total_size": sum(entry.nbytes for _, entry in self._places.values())},

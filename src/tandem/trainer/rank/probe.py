@@ -17,7 +17,8 @@ from tandem.training.optimizer import NonFinite
 
 MAX_SEQUENCES = 4
 MAX_TOKENS = 64
-CONTEXT = 24  # tokens before the first trained token, if the sequence is longer than MAX_TOKENS
+# Number of tokens before the first trained token, in a part of a sequence longer than MAX_TOKENS.
+CONTEXT = 24
 LONG_TOKENS = 8192
 # the most logits of the long sequence: vLLM computes the logits of a whole prompt to score it, and
 # this number of logits takes 1 GiB in fp32

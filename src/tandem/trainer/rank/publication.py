@@ -76,7 +76,7 @@ class Publication:
 
     def __post_init__(self) -> None:
         self._rank, self._sizes = self.policy.topology.rank, self.policy.topology.sizes
-        # whether ranks meet vLLM's workers; if not, they write files
+        # Whether ranks meet vLLM's workers; if not, the ranks write the weights to files.
         self._meets = self.settings.way == "nccl"
         # The linear layers that are trained; None: all weights are trained.
         self._targets = list(self.policy.lora.targets) if self.policy.lora else None
@@ -102,7 +102,7 @@ class Publication:
 
     def _servers(self) -> list[str]:
         """The names of the inference servers that are expected to receive the weights: all ready
-        servers, or ONLY if there is only one server."""
+        servers, or ONLY if the only server has no name."""
         living = self.attempt.spool.replicas.fresh()
         return sorted(name for name, r in living.items() if r.ready) if living else [ONLY]
 

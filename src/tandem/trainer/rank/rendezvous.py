@@ -99,8 +99,8 @@ def meet(
         assignment = (
             message
             if os.environ.get("GROUP_RANK", "0") == "0"
-            # The files may be in another directory on this host. The host's agent has already
-            # compared their content.
+            # The base model's files may be in another directory on this host. The host's agent has
+            # already compared their content.
             else message.model_copy(update=_base_model(message.run, attempt.spool, beat))
         )
 

@@ -199,7 +199,9 @@ class SessionLoop:
         elif isinstance(request, VoidRequest):
             raise InvalidInput(request.reason)
         self._changed_by = seq
-        if isinstance(request, LoadRequest):  # from now on the loaded checkpoint may be removed
+        # The run needs its own checkpoint now, because the loaded checkpoint may be removed from
+        # now on.
+        if isinstance(request, LoadRequest):
             self._checkpoint()
         return metrics, logprobs
 
@@ -239,7 +241,7 @@ class SessionLoop:
         """Makes the run's next checkpoint, and removes the arrays of requests whose effect the
         checkpoint contains."""
         session, calls, policy = self._session, self._calls, self._model.policy
-        if calls.probe is None:  # nothing has been computed since the last checkpoint
+        if calls.probe is None:  # no pass has been computed since the last checkpoint
             calls.probe = JobProbe(_any_tokens(policy.arch.vocab_size), [], 128, session.device)
             calls.previous = calls.probe.logprobs(policy)
         job = self._assignment.job.model_copy(update={"base_step": self._newest})

@@ -89,4 +89,4 @@ class RankState:
             self.model.optimizer.offload()
         gc.collect()  # frees graphs and buffers in reference cycles
         memory.release_cached()
-        _libc.malloc_trim(0)  # without this, every job fragments the heap further
+        _libc.malloc_trim(0)  # without this call, every job fragments the heap further

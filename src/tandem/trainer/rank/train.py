@@ -134,7 +134,8 @@ def _first_pass(
     try:
         with PackedBatch.open(spool.requests.data_dir(run, seq)) as batch:
             return JobProbe.choose(batch, arch.vocab_size, session.device).rehearse
-    except InvalidInput:  # the arrays have been removed; the request's result will be an error
+    # The request's arrays have been removed, so the request's result will be an error.
+    except InvalidInput:
         return None
 
 
@@ -255,8 +256,8 @@ def _publication(
     session: Session, run: RunSpec, base_model: Path, policy: Policy
 ) -> Publication | None:
     """The object that publishes whole weights. None if vLLM reads the checkpoint's files
-    itself. With `merge` vLLM reads the adapter. With `volume` it reads the model if the run trains
-    all weights."""
+    itself. With `merge` vLLM reads the adapter. With `volume` vLLM reads the model's files if the
+    run trains all weights."""
     way = session.settings.way
     if run.weights != "merged" or way == ("volume" if run.lora is None else "merge"):
         return None

@@ -205,9 +205,9 @@ class JobRun:
 
     def _watch(self, execution: Execution) -> JobError:
         """Watch an attempt until its processes have ended. The ranks are stopped at the latest
-        `deadline_seconds` after their start, or `stall_seconds` after their last progress. Then
-        their end takes at most TERMINATE_SECONDS plus the executor's limit. Returns the reason why
-        the attempt failed, as `_attempt` does.
+        `deadline_seconds` after their start, or `stall_seconds` after their last progress. After
+        that, the ranks take at most TERMINATE_SECONDS plus the executor's limit to end. Returns the
+        reason why the attempt failed, as `_attempt` does.
         """
         heartbeats: Heartbeats | None = None
         begin = kill_time = math.inf

@@ -103,7 +103,9 @@ class JobLog:
                     seen = min(self._copied[name], len(lines))
                     self._copied[name] -= seen
                     self._write([f"[{name}] {line}" for line in lines[seen:]])
-                    if not final:  # the runner has other work to do
+                    # Later calls copy the other lines, so that the runner can watch its jobs
+                    # between the calls.
+                    if not final:
                         break
             if final:
                 tail.close()

@@ -2,10 +2,10 @@
 one runner. The runner imports no torch.
 
 Every attempt of a claimed job ends with a recorded reason. The ranks are stopped at the latest
-`deadline_seconds` after their start, or `stall_seconds` after their last progress. Then their end
-takes at most the limits in `job` and in the executor. On SIGTERM or SIGINT the runner stops the
-ranks, puts the job back into the queue without counting the attempt, and exits with 0 within
-STOP_SECONDS.
+`deadline_seconds` after their start, or `stall_seconds` after their last progress. After that, the
+ranks take at most the limits in `job` and in the executor to end. On SIGTERM or SIGINT the runner
+stops the ranks, puts the job back into the queue without counting the attempt, and exits with 0
+within STOP_SECONDS.
 """
 
 import os
@@ -72,8 +72,8 @@ class Runner:
     def _run_jobs(self) -> None:
         """Settle the jobs that an earlier runner left, then run jobs."""
         settings = self._settings = with_topology(self._settings)
-        # The volume's identity, not its path, because after a restart of this container the volume
-        # may be mounted elsewhere.
+        # `_volume` is the volume's identity, not its path, because after a restart of this
+        # container the volume may be mounted elsewhere.
         self._volume = self._mounted_volume()
         self._executor = self._make_executor()
         log.info(

@@ -14,8 +14,8 @@ from tandem.trainer.stop import Stop
 
 
 class RunningJobs:
-    """A context manager: its block ends when all attempts have ended or are left to the next
-    runner.
+    """A context manager. At the end of its `with` block, it waits until all attempts have ended or
+    are left to the next runner.
 
     Attempts that can outlive their runner have one thread each. All other attempts run in the
     runner's own thread: their processes are children of the runner, and the kernel ends a child
