@@ -61,8 +61,8 @@ def repeated(before: str, unit: str, after: str) -> bytes:
 
 
 def attack(name: str) -> bytes:
-    """The body of an attack. The controller refuses it after parsing at the latest, because no run
-    has the body's step 9."""
+    """The body of an attack. The controller refuses the body after parsing at the latest, because
+    the body names step 9 as the base step and no run has a step 9."""
     before, unit, after = ATTACKS[name]
     before = before.replace('{"kind', '{"base_step":9,"kind', 1)
     if name.endswith("metrics"):
@@ -113,7 +113,8 @@ def post(process: Process, body: bytes, path: str = "/v1/runs/a/train") -> httpx
 
 
 def taken(process: Process, body: bytes) -> tuple[int, httpx.Response]:
-    """The most bytes by which the controller's resident set rose while it had the body."""
+    """The largest growth of the controller's resident set while the controller handled the body, in
+    bytes, and the controller's answer."""
     status = Path(f"/proc/{process.popen.pid}")
     (status / "clear_refs").write_text("5")  # resets the peak of the resident set
     before = psutil.Process(process.popen.pid).memory_info().rss
@@ -131,7 +132,7 @@ def check(process: Process, body: bytes, name: str) -> None:
     assert 400 <= answer.status_code < 500, answer.text
 
 
-@pytest.mark.sample(3)  # the random bodies have the same beginnings
+@pytest.mark.sample(3)  # the test of random bodies uses the same beginnings
 @pytest.mark.parametrize("name", ATTACKS)
 def test_no_body_takes_more_than_the_estimate(process: Process, name: str) -> None:
     check(process, attack(name), name)
