@@ -319,7 +319,7 @@ def test_a_server_that_is_cut_off_in_mid_transfer_stops_nobody_for_long(
     def cut() -> None:
         raise ConnectionError("cut")
 
-    arriving(monkeypatch, 9, cut)  # This cuts off one of the two servers.
+    arriving(monkeypatch, 9, cut)  # The error at buffer 9 cuts off one of the two servers.
     both[1].order(adapters[0], {**source, "server": "1"})
     both[0].order(adapters[0], source)
     ranks.send()
@@ -348,7 +348,7 @@ def test_a_server_that_starts_again_does_not_come_twice(
     for workers in both:
         workers.order(adapters[0], source)
     ranks.send()
-    # Each of the two joins in a thread of its own, so either may be the first.
+    # Each of the server's two vLLMs joins in a thread of its own, so either may be the first.
     with pytest.raises(RuntimeError, match="an earlier vLLM of this server has come"):
         until_failed(both, adapters[0])
     assert ranks.sent()["servers"] == ["0"]

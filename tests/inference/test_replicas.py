@@ -295,7 +295,7 @@ def test_one_that_is_about_to_be_stopped_leaves(
     assert two.member("b")._record.why == "it is about to be stopped"
     two.once("b")
     assert not two.vllms["b"].ready
-    # After a restart of the container, the file has a time that is over.
+    # After a restart of the container, the time in the file `leaving` is over.
     leaving.write_text(str(time.time() - 1))
     two.once("b", "a")
     assert two.ready() == "ab"
@@ -387,7 +387,7 @@ def test_a_replica_whose_vllm_starts_again_loses_its_permission(
     assert (two.ready(), two.announced()) == ("a", 0), "it has no adapters yet"
     two.once("b")
     assert two.ready() == "ab"
-    # vLLM restarts so fast that the publisher never finds it away.
+    # vLLM restarts so fast that the publisher never sees vLLM down.
     two.vllms["b"].stop()
     two.vllms["b"].start()
     two.member("b").beat()
