@@ -1,5 +1,5 @@
-"""The records by which hosts meet. The tests have no ranks. They cover hosts that are missing, that
-differ from each other or that are lost, and the address that a host names."""
+"""The records by which hosts meet. The tests have no ranks. The tests cover hosts that are missing,
+that differ from each other or that are lost, and the address that a host names."""
 
 import socket
 import subprocess

@@ -23,7 +23,8 @@ SLACK_BYTES = 48 * MIB
 SEED = int(os.environ.get("FUZZ_SEED", random.SystemRandom().randrange(2**32)))
 TURN = '{"prompt_token_ids":[1],"token_ids":[1],"logprobs":[-1]}'
 TRAJECTORY = '{"reward":1,"turns":[' + TURN + "]"
-# The text before the repetitions, between them and after them; each `#` becomes another number.
+# Each attack is the text before the repetitions, the repeated text, and the text after the
+# repetitions. Each `#` becomes another number.
 ATTACKS = {
     "objects in an array": ("[", '{"a":{}}', "]"),
     "arrays": ("[", "[]", "]"),
@@ -86,7 +87,8 @@ def value(chance: random.Random, depth: int) -> object:
 
 
 def random_body(chance: random.Random) -> bytes:
-    """A value repeated where a request has a list or an object."""
+    """The body of a request in which a random value is repeated in the place of a list or an
+    object."""
     before, _, after = ATTACKS[chance.choice(sorted(ATTACKS))]
     unit = json.dumps(value(chance, 4), separators=(",", ":"))
     if before.rstrip('"').endswith(("{", ",")) and "}" in after[:1]:

@@ -212,7 +212,7 @@ def test_a_model_begins_from_a_checkpoint(
         assert (load.kind, load.run, load.step) == ("load", run_of(model), 1)
         assert load.optimizer is optimizer
         assert spool.runs.get(run).lora == spool.runs.get(run_of(model)).lora
-        # The client numbers its requests from 1, after the load.
+        # Request 1 of the run is the load, so the client's first request becomes request 2.
         other.forward_backward([datum([1, 2])], "cross_entropy").result(timeout=60)
         assert spool.requests.get(run, 2).request.kind == "forward_backward"
     with refused(404, "no checkpoint"):

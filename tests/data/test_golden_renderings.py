@@ -161,8 +161,8 @@ def test_tokens_and_masks_are_transformers(path: Path) -> None:
 # and DeepSeek's rendering of an answer leaves <think> out. For LLaVA content must be a list,
 # because of images.
 REFUSED = {"deepseek_r1_distill", "deepseekv3", "llava_next", "llava_next_training"}
-# For these templates too content must be a list. They drop content that is a plain text, without an
-# error.
+# For these templates too content must be a list. These templates drop content that is a plain text,
+# without an error.
 WITHOUT_TEXTS = {"idefics3", "idefics3_training", "smolvlm", "smolvlm_training"}
 
 

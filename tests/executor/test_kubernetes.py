@@ -112,7 +112,7 @@ def test_a_job_is_made_once_found_and_deleted_with_its_pods(plane):
         return [job["metadata"]["name"] for job in found]
 
     execution = plane.begin()
-    until(execution, Waiting, "(pod ")  # "no pod yet" comes first
+    until(execution, Waiting, "(pod ")  # the reason "no pod yet" comes before this one
     name = execution.make["metadata"]["name"]
     assert there() == [name]
     (pod,) = plane.executor._cluster.pods(name)

@@ -6,8 +6,8 @@ A spool with every kind of file is made by real jobs. Each round copies the spoo
 file of the copy. Then collectors, controller, `tandem doctor`, publisher, sweeper and a runner with
 real ranks read the copy. Nothing may raise, hang or answer 500; no job may succeed with weights
 that the undamaged spool does not give; a run that was not damaged is served and trained. `--seed`
-and `--round` repeat one round. Root can read files without permission. This command runs the fuzzer
-without that privilege:
+and `--round` repeat one round. Root can read files without permission. The following command runs
+the fuzzer without this privilege of root:
 
     setpriv --bounding-set=-dac_override,-dac_read_search python -m tests.fuzz.files
 """

@@ -112,7 +112,7 @@ class Worker:
         )
 
     def load(self, adapter: Path) -> str:
-        """The reason for which vLLM refuses the adapter. It is an empty text if vLLM loads the
+        """The reason for which vLLM refuses the adapter. The result is empty if vLLM loads the
         adapter."""
         request = LoRARequest(f"run@{self.number}", self.number, str(adapter))
         try:
@@ -136,8 +136,9 @@ class Worker:
             LoRAModel.from_lora_tensors = classmethod(load)
 
     def overwrite(self, layer: str, matrix: str) -> str:
-        """The reason for which the check refuses an adapter whose values changed in vLLM. It is an
-        empty text if the check passes. One value of `matrix` in `layer` changes after the load."""
+        """The reason for which the check refuses an adapter whose values changed in vLLM. The
+        result is empty if the check passes. One value of `matrix` in `layer` changes after the
+        load."""
         adapter = self.write("overwritten", LORA)
         assert not (problem := self.load(adapter)), problem
         request = LoRARequest(f"run@{self.number}", self.number, str(adapter))

@@ -724,8 +724,8 @@ def raise_timeout(_: httpx.Request) -> httpx.Response:
 
 
 class Killed(BaseException):
-    """Stands for kill -9. After kill -9 no handler of exceptions runs, so this is a BaseException,
-    which no handler catches."""
+    """An exception that stands for kill -9. After kill -9 no handler of exceptions runs, so this is
+    a BaseException, which no handler catches."""
 
 
 class DyingClient(VllmClient):

@@ -131,8 +131,8 @@ def arriving(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], 
 def test_ranks_that_die_or_stop(
     dense: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, sig: signal.Signals
 ) -> None:
-    """The live weights do not change. The workers then merge the new weights from the adapter
-    instead."""
+    """When ranks die or stop, the live weights do not change. The workers then merge the new
+    weights from the adapter instead."""
     adapter = dense.adapter(tmp_path, 1)
     workers = Workers(dense, 2, whole=True)
     begin = [0.0]

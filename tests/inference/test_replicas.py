@@ -520,7 +520,7 @@ def test_vllm_answers_requests_while_it_has_permission() -> None:
     assert asked(app, chat) == 503
     assert asked(app, ready, "POST", True, soon) == 200
     assert [asked(app, path) for path in (chat, ready)] == [200, 200]
-    app.until -= 1  # Stands for one second that passes.
+    app.until -= 1  # This line stands for one second that passes.
     assert [asked(app, path) for path in (chat, ready)] == [200, 503], "the proxy knows it first"
     app.until -= READY_MARGIN_SECONDS
     assert [asked(app, path) for path in (chat, ready)] == [503, 503]

@@ -67,7 +67,7 @@ def within(limit: float) -> Tolerance:
 
 
 def refusal(served: np.ndarray, of_trainer: Probe, tolerance: float = 0.02) -> str:
-    """The reason for which verification refuses the log-probs `served`. It is an empty text if the
+    """The reason for which verification refuses the log-probs `served`. The result is empty if the
     log-probs pass."""
     try:
         verify(Scorer(served), "run@1", of_trainer, tolerance=within(tolerance))

@@ -15,7 +15,7 @@ USED, FOUND = "tandem_gpu_memory_used_bytes", "tandem_gpu_found"
 
 
 class Driver(Collector):
-    """Stands in for a device driver that fails and hangs."""
+    """A stand-in for a device driver that fails and hangs."""
 
     name = "nvml"
     metrics = (
