@@ -173,8 +173,7 @@ def test_secrets_that_are_set_and_wrong(doctor, preflight_settings, monkeypatch)
 
 @pytest.fixture
 def preflight_settings(command):
-    """Runs `tandem preflight` with the settings as they are; returns the command's checks by name.
-    """
+    """Runs `tandem preflight` with the settings as they are; returns the checks by name."""
     return lambda: {check["name"]: check for check in json.loads(command("preflight", "--json")[1])}
 
 
