@@ -83,8 +83,8 @@ class AgentStack(Stack):
         return Meeting(Attempt(self.spool, job_id, attempt))
 
     def addresses(self, job_id: str, attempt: int = 1) -> tuple[str, ...]:
-        """The addresses in the hosts' records of an attempt. Empty before all hosts have arrived,
-        and after the attempt has ended."""
+        """The addresses in the hosts' records of an attempt. The tuple is empty before all hosts
+        have arrived, and after the attempt has ended."""
         meeting = self.meeting(job_id, attempt)
         records = [meeting.record(host) for host in range(self.hosts)]
         there = [record for record in records if record is not None]

@@ -1,8 +1,8 @@
 """`python frame_relay.py SECONDS A B MAC_A MAC_B`: sends IPv4 packets from interface A to interface
 B and from B to A, each after a delay of SECONDS.
 
-It adds the latency of a long distance between two hosts, on kernels without `netem`. MAC_A and
-MAC_B are the addresses of the hosts behind A and B.
+The program adds the latency of a long distance between two hosts, on kernels without `netem`. MAC_A
+and MAC_B are the addresses of the hosts behind A and B.
 """
 
 import contextlib
@@ -46,7 +46,8 @@ def main() -> None:
             with contextlib.suppress(BlockingIOError):
                 while True:
                     content, about = end.recvfrom(LONGEST)
-                    if about[2] == socket.PACKET_HOST:  # no frame that this process sends
+                    # Frames that this process itself has sent have another type.
+                    if about[2] == socket.PACKET_HOST:
                         due = time.monotonic() + seconds
                         heapq.heappush(waiting, (due, next(count), 1 - at, content))
         while waiting and waiting[0][0] <= time.monotonic():

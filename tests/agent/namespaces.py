@@ -143,8 +143,8 @@ class Routed:
                 self._mtu(1500)
 
     def _mtu(self, mtu: int) -> None:
-        """Sets the MTU on the router's routes. A port with a small MTU of its own would report
-        refused packets to the sender."""
+        """Sets the MTU on the router's routes. The router's ports keep their MTU, because a port
+        with a small MTU would report refused packets to the sender."""
         for port, address in enumerate(ROUTED):
             network = f"{address.rpartition('.')[0]}.0/24"
             done(f"ip -n {self.router} route replace {network} dev port{port} mtu {mtu}")

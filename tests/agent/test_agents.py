@@ -50,8 +50,8 @@ def stack(running: AgentStack) -> Iterator[AgentStack]:
 
 
 def ranks_of(stack: AgentStack, host: int) -> list[int]:
-    """Pids of the agent's living descendants on a host, without its children, which stay between
-    attempts."""
+    """Pids of the agent's living descendants on a host. The agent's own children are left out,
+    because they stay between attempts."""
     agent = stack.agents[host].pid
     found = processes.descendants(agent)
     return [process.pid for process in found if process.parent != agent and not process.zombie]
@@ -129,7 +129,7 @@ def test_a_host_that_is_frozen_before_its_commit_changes_nothing_when_it_thaws(
             processes.send(process, signal.SIGCONT)
     stack.until(lambda: not any(map(alive, frozen)), "the end of the zombies")
     zombie.terminate()
-    assert zombie.wait(30) == DONE  # as an agent with `--follow` ends
+    assert zombie.wait(30) == DONE  # an agent with `--follow` ends with this status
     made = stack.spool.checkpoints.path("zombie", 1)
     assert (made / "weights").read_text() == f"{job_id} 2"
     assert stack.spool.checkpoints.steps("zombie") == [0, 1]
@@ -184,7 +184,7 @@ def test_a_stopped_host_does_not_count_and_one_with_other_threads_is_refused(
     job_id = stack.submit(stack.run("stopped"), do="wait", attempts=1)
     stack.until_beating(job_id, ranks=2)
     stack.agents[1].terminate()
-    assert stack.agents[1].wait(40) == DONE  # as an agent with `--follow` ends
+    assert stack.agents[1].wait(40) == DONE  # an agent with `--follow` ends with this status
     stack.agents[1] = stack.start_agent(1, OMP_NUM_THREADS="2")
     state, job = stack.wait(job_id)
     assert (state, job.attempt, job.stopped) == ("failed", 2, 1)
@@ -194,4 +194,5 @@ def test_a_stopped_host_does_not_count_and_one_with_other_threads_is_refused(
     assert "host 0 (" in refused.message
     assert "host 1 (" in refused.message
     assert "OMP_NUM_THREADS=1 and 2" in refused.message
-    assert stack.job_log(job_id).count("says hello") == 2  # of the first attempt's ranks
+    # only the first attempt's ranks have said hello
+    assert stack.job_log(job_id).count("says hello") == 2

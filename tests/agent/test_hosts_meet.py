@@ -1,5 +1,5 @@
-"""The records by which hosts meet, without ranks: hosts that are missing, differ from each other or
-are lost, and the address that a host names."""
+"""The records by which hosts meet. The tests have no ranks. The tests cover hosts that are missing,
+that differ from each other or that are lost, and the address that a host names."""
 
 import socket
 import subprocess
@@ -51,7 +51,7 @@ def record(host: int, **fields: object) -> HostRecord:
 
 
 class Clock:
-    """Takes the place of the module `time`."""
+    """A clock that takes the place of the module `time`."""
 
     now = 1000.0
 
@@ -70,7 +70,7 @@ class Hosts:
         job = start(self.spool, "j")
         self.attempt = Attempt(self.spool, "j", 1)
         self.meeting = Meeting(self.attempt)
-        self.said: list[str] = []  # in the job's log
+        self.said: list[str] = []  # the lines for the job's log
         self.order = Order(job, self.attempt, lambda: None, self.said.append, lambda *_: None)
         self.execution = self.runner()
         self._beats = 0
@@ -168,8 +168,8 @@ def test_while_the_volume_is_away_nobody_is_lost(
 def test_a_volume_that_kept_all_waiting_makes_nobody_lost(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slow volume has kept the agents waiting, too. The runner may read the records before the
-    agents write their next heartbeats."""
+    """The slow volume has kept the agents waiting as well as the runner. The runner may read the
+    records before the agents write their next heartbeats."""
     hosts.arrive(0, 1, 2)
     assert hosts.poll(5, beating=range(3)) == Running(0.0)
     with monkeypatch.context() as patch:
@@ -192,7 +192,8 @@ def test_the_error_of_a_host_goes_before_the_ranks_of_others_and_a_lost_host(hos
     hosts.arrive(0, 1, 2)
     hosts.poll(5, beating=range(3))
     hosts.meeting.write(0, HostEnd(status=FAILED))
-    assert hosts.poll(5, beating=range(1, 3)) == Running(0.0)  # other hosts may name the cause
+    # The attempt still runs, because other hosts may yet name the cause.
+    assert hosts.poll(5, beating=range(1, 3)) == Running(0.0)
     error = JobError(type="preempted", message="host 1 was stopped", retriable=True)
     devices = {"GPU-1": 5, "GPU-2": None}
     lost = "TCP to 10.0.0.2 was sent again"

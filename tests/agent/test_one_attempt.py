@@ -31,7 +31,7 @@ class Attempts:
 
     def __init__(self, root: Path) -> None:
         self.stack = AgentStack(root, hosts=1, ranks=1)
-        self.stack.log.touch()  # there is no runner
+        self.stack.log.touch()  # no runner runs here that would write this log
         self.jobs: dict[str, Job] = {}
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
 

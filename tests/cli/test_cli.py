@@ -25,7 +25,7 @@ _numbers = count()
 
 @pytest.fixture(autouse=True)
 def request_file(tmp_path, monkeypatch):
-    """request.json in the working directory."""
+    """Writes request.json into a new working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "request.json").write_text(json.dumps(rl_request()))
 
@@ -125,7 +125,8 @@ def test_refusals_name_the_field_on_stderr(tandem):
 
 
 def test_the_first_column_of_a_table_is_whole():
-    """Users type the names in the first column again."""
+    """Users type the names of the first column into later commands, so a narrow terminal must not
+    cut the names off."""
     printed, job = StringIO(), "sft-0123456789abcdef0123.00000"
     row = (job, "a-run-with-a-name", "succeeded")
     Console(width=50, file=printed).print(table("Jobs", ["job", "run", "state"], [row]))
@@ -257,7 +258,8 @@ def test_logs_and_memory_of_a_job(tandem, as_json, run, server):
     lines = [json.loads(line) for line in tandem("logs", "-f", job, "--json")[1].splitlines()]
     assert [line["event"]["type"] for line in lines if "event" in line][-1] == "succeeded"
     assert "".join(line.get("log", "") for line in lines) == printed
-    longer = "-" * (LOG_PART_BYTES - 1) + "é\n"  # the first part ends within a character
+    # the log's first part ends between the two bytes of é
+    longer = "-" * (LOG_PART_BYTES - 1) + "é\n"
     server.spool.paths.log_file(job).write_text(longer, encoding="utf-8")
     _, out, err = tandem("logs", "-f", job)
     assert out.endswith("-é\n")

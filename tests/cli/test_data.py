@@ -260,7 +260,8 @@ def test_turns_that_never_end_are_counted_and_refused_where_all_are(tandem, tmp_
         0,
         "1: chats.jsonl line 2. 1 trained turns do not end with a token at which vLLM stops",
     )
-    # A base model's generation_config.json does not contain the template's token.
+    # Like a base model's directory, this one has no generation_config.json that names the token
+    # with which the template ends a turn.
     model = tokenizer_at(tmp_path / "base", "gptoss_training")
     status, out, _ = tandem(*check, model)
     ((where, problem),) = json.loads(out)["broken"]

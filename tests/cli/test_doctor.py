@@ -173,7 +173,7 @@ def test_secrets_that_are_set_and_wrong(doctor, preflight_settings, monkeypatch)
 
 @pytest.fixture
 def preflight_settings(command):
-    """Runs `tandem preflight` with the settings as they are; returns its checks by name."""
+    """Runs `tandem preflight` with the settings as they are; returns the checks by name."""
     return lambda: {check["name"]: check for check in json.loads(command("preflight", "--json")[1])}
 
 
@@ -217,7 +217,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def preflight(tmp_path, model, command, monkeypatch):
-    """Runs `tandem preflight`. Returns its exit status, and the failed checks: name -> message."""
+    """Runs `tandem preflight`. Returns the command's exit status, and the failed checks: name ->
+    message."""
     for name in [name for name in os.environ if name.startswith("TANDEM_")]:
         monkeypatch.delenv(name)
 
@@ -258,7 +259,7 @@ def preflight(tmp_path, model, command, monkeypatch):
             "TANDEM_TRAINER_DEVICES": "GPU-ab",
             "TANDEM_INFERENCE_DEVICES": "GPU-ab",
         },
-        {"TANDEM_MAX_MODEL_LEN": ""},  # compose's way to say "not set"
+        {"TANDEM_MAX_MODEL_LEN": ""},  # compose passes an empty text for a variable that is not set
     ],
 )
 def test_what_can_start(preflight, tmp_path, variables):
@@ -320,8 +321,8 @@ def test_a_base_model_that_vllm_does_not_serve_here_is_refused(
 
 @pytest.mark.parametrize("has_spool", [True, False])
 def test_a_full_volume_that_has_a_spool_starts(preflight, command, tmp_path, has_spool):
-    """The programs wait for space, and the controller's deletes free space. Without a spool there
-    is nothing to delete."""
+    """The programs wait for space, and the controller's deletes free space. On a volume without a
+    spool the controller has nothing to delete."""
     volume = tmp_path / "volume"
     with mounted(volume, "-t", "tmpfs", "-o", "size=512k", "tmpfs"):
         if has_spool:

@@ -1,6 +1,6 @@
-"""The commands support every family. With a tiny model of the family they plan, check data and
-check the deployment. They export a model that transformers loads and whose logits agree with
-PEFT's."""
+"""The commands support every family of models. With a tiny model of each family, the commands plan,
+check data and check the deployment. transformers loads an exported model, and the logits of this
+model agree with PEFT's."""
 
 import json
 from pathlib import Path
@@ -127,7 +127,7 @@ def test_commands_know_the_family(name, model, command, monkeypatch, tmp_path):
     write_merged_model(tmp_path / "merged", model, adapter, lora)
     base, found = loaded(model, name), logits(loaded(tmp_path / "merged", name))
     assert (found - logits(base)).norm() > 0.1 * found.norm()
-    if name.split()[0] == "gemma4":  # PEFT refuses the family; see test_vision_wrappers.py
+    if name.split()[0] == "gemma4":  # PEFT refuses Gemma 4; see test_vision_wrappers.py
         return
     expected = logits(peft.PeftModel.from_pretrained(base, adapter))
     assert (found - expected).norm() <= 1e-4 * expected.norm()

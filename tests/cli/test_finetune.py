@@ -66,8 +66,8 @@ type Trained = tuple[Job, list[list[int]], list[int]]
 def trainer(
     server: Server, run: str, jobs: int, failing: tuple[int, ...] = ()
 ) -> Iterator[list[Trained]]:
-    """Executes this number of jobs in a thread; the jobs in `failing` fail. Yields the list of the
-    jobs' data."""
+    """Executes `jobs` jobs in a thread; the jobs whose numbers are in `failing` fail. Yields the
+    list of the jobs' data."""
     spool, trained = server.spool, list[Trained]()
 
     def work() -> None:
@@ -169,7 +169,8 @@ def test_the_same_command_goes_on_after_a_failed_job_and_when_records_are_gone(
     assert server.spool.jobs.list(run, ("queued",)) == []  # no prepared job is left
     for _, job in server.spool.jobs.list(run, ("succeeded",)):  # as after TANDEM_KEEP_DAYS
         shutil.rmtree(server.spool.paths.job_dir(job.spec.id))
-    with trainer(server, run, 4) as second:  # another limit is no other training
+    # With another deadline the command still continues the same training.
+    with trainer(server, run, 4) as second:
         status, _, err = tandem("train", "sft", run, *ARGUMENTS, "--set", "deadline_seconds=1e6")
     assert status == 0, err
     assert [job.spec.deadline_seconds for job, *_ in first + second] == [86400.0] * 3 + [1e6] * 4
@@ -235,12 +236,13 @@ def test_data_that_changed_in_mid_training_is_refused_with_both_ways_out(
     assert "restore the file as it was. To train the changed file instead, roll the run" in said
     assert f"tandem checkpoints rollback {run} 0), or change the training's seed" in said
 
-    Path("data.jsonl").write_text(whole)  # the first remedy in the message
+    Path("data.jsonl").write_text(whole)  # the message's first remedy: restore the file
     with trainer(server, run, 1, failing=(0,)) as second:
         assert tandem("train", "sft", run, *ARGUMENTS)[0] == 3
     assert second[0][0].spec.base_step == 2
     assert second[0][0].spec.labels == first[2][0].spec.labels
-    Path("data.jsonl").write_text(whole + CHANGED)  # the two other remedies
+    # the message's other remedies: another seed, or a rollback
+    Path("data.jsonl").write_text(whole + CHANGED)
     for arguments, base in ((("--seed", "1"), 2), ((), 0)):
         if not arguments:
             server.spool.checkpoints.rollback(run, 0)

@@ -30,7 +30,7 @@ def rank(number: int, uuid: str) -> dict[str, Any]:
 
 
 def attempts(*events: tuple[str, int, dict[str, Any]]) -> list[AttemptMemory]:
-    """Builds the memory from events (type, attempt, data)."""
+    """Builds the memory of each attempt from events, each given as (type, attempt, data)."""
     return by_attempt(
         Event(seq=seq, time=0, job="j", type=kind, attempt=attempt, data=data)
         for seq, (kind, attempt, data) in enumerate(events)

@@ -16,7 +16,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 def refusal(answer: httpx.Response) -> tuple[int, str, str | None]:
-    """Status, type and field of a refusal. Checks that it has a message."""
+    """Status, type and field of a refusal. Checks that the refusal has a message."""
     error = answer.json()["error"]
     assert error["message"]
     return answer.status_code, error["type"], error["field"]
@@ -41,7 +41,8 @@ def changed(path: str, value: object) -> dict:
 
 
 T = "groups.0.trajectories.1"
-# The path, its bad value, and the field that the error names if it is not the path.
+# The path of a value in a request, a bad value, and the field that the error names if this field is
+# not the path.
 BAD_VALUES = {
     "no groups": ("groups", []),
     "no variance": (f"{T}.reward", 1.0, None),

@@ -23,7 +23,8 @@ SLACK_BYTES = 48 * MIB
 SEED = int(os.environ.get("FUZZ_SEED", random.SystemRandom().randrange(2**32)))
 TURN = '{"prompt_token_ids":[1],"token_ids":[1],"logprobs":[-1]}'
 TRAJECTORY = '{"reward":1,"turns":[' + TURN + "]"
-# The text before the repetitions, between them and after them; each `#` becomes another number.
+# Each attack is the text before the repetitions, the repeated text, and the text after the
+# repetitions. Each `#` becomes another number.
 ATTACKS = {
     "objects in an array": ("[", '{"a":{}}', "]"),
     "arrays": ("[", "[]", "]"),
@@ -61,8 +62,8 @@ def repeated(before: str, unit: str, after: str) -> bytes:
 
 
 def attack(name: str) -> bytes:
-    """The body of an attack. The controller refuses it after parsing at the latest, because no run
-    has the body's step 9."""
+    """The body of an attack. The controller refuses the body after parsing at the latest, because
+    the body names step 9 as the base step and no run has a step 9."""
     before, unit, after = ATTACKS[name]
     before = before.replace('{"kind', '{"base_step":9,"kind', 1)
     if name.endswith("metrics"):
@@ -86,7 +87,8 @@ def value(chance: random.Random, depth: int) -> object:
 
 
 def random_body(chance: random.Random) -> bytes:
-    """A value repeated where a request has a list or an object."""
+    """The body of a request in which a random value is repeated in the place of a list or an
+    object."""
     before, _, after = ATTACKS[chance.choice(sorted(ATTACKS))]
     unit = json.dumps(value(chance, 4), separators=(",", ":"))
     if before.rstrip('"').endswith(("{", ",")) and "}" in after[:1]:
@@ -113,7 +115,8 @@ def post(process: Process, body: bytes, path: str = "/v1/runs/a/train") -> httpx
 
 
 def taken(process: Process, body: bytes) -> tuple[int, httpx.Response]:
-    """The most bytes by which the controller's resident set rose while it had the body."""
+    """The largest growth of the controller's resident set while the controller handled the body, in
+    bytes, and the controller's answer."""
     status = Path(f"/proc/{process.popen.pid}")
     (status / "clear_refs").write_text("5")  # resets the peak of the resident set
     before = psutil.Process(process.popen.pid).memory_info().rss
@@ -131,7 +134,7 @@ def check(process: Process, body: bytes, name: str) -> None:
     assert 400 <= answer.status_code < 500, answer.text
 
 
-@pytest.mark.sample(3)  # the random bodies have the same beginnings
+@pytest.mark.sample(3)  # the test of random bodies uses the same beginnings
 @pytest.mark.parametrize("name", ATTACKS)
 def test_no_body_takes_more_than_the_estimate(process: Process, name: str) -> None:
     check(process, attack(name), name)

@@ -63,7 +63,8 @@ def test_sampling_options_request_token_ids_and_logprobs():
     assert sampling_options(top_k=-1, top_p=1.0)["extra_body"]["top_k"] == -1
 
     for name, value in {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}.items():
-        with refused(InvalidInput, name):  # the trainer computes the model's own distribution
+        # the trainer computes log-probs of the distribution without these options
+        with refused(InvalidInput, name):
             sampling_options(**{name: value})
 
 
@@ -127,8 +128,8 @@ def test_a_lost_controller_is_unreachable_once_patience_is_exhausted():
 
 
 def test_what_fails_late_is_tried_again():
-    """In this test, the answer to a submission takes longer than the client's patience of 0.5 s,
-    and so does the silence of a stream."""
+    """The client's patience is 0.5 s. In this test, the first request for the list of jobs and the
+    first request for a stream of events both time out only after 0.6 s."""
     event = Event(seq=0, time=0.0, job="j", type="succeeded")
     requests = []
 

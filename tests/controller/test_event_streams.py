@@ -104,7 +104,8 @@ def test_the_server_stops_reading_when_a_client_hangs_up(server, client, run, mo
     monkeypatch.setattr(EventStreams, "follow", noted)
     job = client.train(run, rl_request())
     with server.http() as http, http.stream("GET", f"/v1/jobs/{job.id}/events") as response:
-        parts = response.iter_text()  # kept, because httpx closes the connection with its iterator
+        # Without this variable the iterator would end, and httpx would close its connection.
+        parts = response.iter_text()
         assert next(parts).startswith("retry")
         assert not ended.is_set()
     assert ended.wait(120)
@@ -147,7 +148,7 @@ def test_async_client(server, run):
 
 @pytest.fixture
 def reads(server, monkeypatch) -> list[int]:
-    """The bytes that each read of an event file got."""
+    """The number of bytes that each read of an event file returned."""
     noted, events = [], type(server.spool.events)
     since = events.since
 

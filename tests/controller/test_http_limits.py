@@ -110,9 +110,9 @@ def test_a_half_sent_request_is_closed(process: Process) -> None:
         peers[kind].settimeout(WAIT_SECONDS + 15)
     time.sleep(1)
     peers["a blank line after a request"].sendall(b"\r\n")
-    slow = connect(process)  # it sends, but too little
+    slow = connect(process)  # this peer sends, but too few bytes
     slow.sendall(TRAIN + b"Content-Length: 1000000\r\n\r\n")
-    patient = connect(process)  # it is slow, but not too slow
+    patient = connect(process)  # this peer is slow, but sends enough bytes
     body = b" " * PART_BYTES * 2 + b"{}"
     patient.sendall(TRAIN + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body))
     for part in range(4):

@@ -399,8 +399,8 @@ def test_requests_are_counted_by_template(sdk: OpenAI, server: Server) -> None:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_no_form_breaks_the_door(fuzzed: httpx.Client, data: st.DataObject) -> None:
-    """A valid body from which bytes are removed, or in which bytes are replaced or added. It is
-    sent in chunks of any size."""
+    """A valid body from which bytes are removed, or in which bytes are replaced or added. The body
+    is sent in chunks of any size."""
     body = bytearray(PURPOSE + FILE + chats(2) + END)
     for _ in range(data.draw(st.integers(0, 4))):
         at = data.draw(st.integers(0, len(body)))

@@ -125,7 +125,7 @@ def memory() -> Iterator[Path]:
         yield Path(directory)
 
 
-@pytest.mark.slow  # one death for each change of the volume
+@pytest.mark.slow  # the test kills the tuner once at each change of the volume
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LOOKS)
 def test_dying_anywhere(memory: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -72,7 +72,8 @@ def supervised(**values: Any) -> dict[str, Any]:
     return {"type": "supervised", "supervised": {"hyperparameters": values}}
 
 
-SHORT = supervised(n_epochs=3, batch_size=5)  # three jobs of two optimizer steps
+# the fine-tuning has three jobs of two optimizer steps each
+SHORT = supervised(n_epochs=3, batch_size=5)
 
 
 def create(sdk: OpenAI, file: str, **more: Any) -> FineTuningJob:
@@ -128,7 +129,8 @@ def test_a_file_becomes_a_model(sdk: OpenAI, spool: Spool, file: str) -> None:
     assert (job.seed, job.metadata, job.model) == (7, {"team": "a"}, BASE_MODEL)
     run = spool.tunings.get(job.id).run
     assert run.startswith("ft-my-model-1-")
-    assert queued(spool) == ["00000", "00001"]  # so that one job waits while another trains
+    # two jobs are queued, so that one waits while the other trains
+    assert queued(spool) == ["00000", "00001"]
     assert sdk.fine_tuning.jobs.retrieve(job.id).status == "queued"
     spec = spool.jobs.list(run)[0][1].spec
     assert spool.runs.get(run).lora.rank == 8
@@ -269,7 +271,7 @@ def test_a_pause_lets_the_part_that_trains_end(sdk: OpenAI, spool: Spool, file: 
     work(spool, running)
     succeed(spool, running)
     status(sdk, job, "queued")
-    time.sleep(2.5)  # two polls of the controller
+    time.sleep(2.5)  # in this time the controller polls twice
     assert not spool.jobs.list(states=PENDING)
     assert sdk.fine_tuning.jobs.resume(job.id).status == "running"
     sdk.fine_tuning.jobs.resume(job.id)

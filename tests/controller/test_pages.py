@@ -60,8 +60,9 @@ def _note_open(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def test_a_page_of_runs_opens_two_files_for_each_of_them(server, client, http):
-    """A page opens two files for each run, whatever the spool contains: here the runs were not read
-    before and are all served. A hook sees every file that this process opens."""
+    """A page of the list of runs opens two files for each run, whatever the spool contains. In this
+    test no run was read before, and all runs are served. A hook sees every file that this process
+    opens."""
     global _opened
     first = server.spool.runs.directory(client.create_run("many", lora={"rank": 1}).spec.name)
     for number in range(300):

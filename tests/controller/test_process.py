@@ -77,9 +77,10 @@ def test_what_can_not_be_pruned_keeps_nothing_stale(
 
 def test_chats_are_tokenised_without_torch(process, client):
     job = client.train_sft("a", CHAT, packing={"sequence_length": 64})
-    assert job.spec.data.num_items == len("maybe") + 1  # and the end-of-turn token
+    # a token for each letter, and the end-of-turn token
+    assert job.spec.data.num_items == len("maybe") + 1
     maps = Path(f"/proc/{process.popen.pid}/maps").read_text()
-    assert "tokenizers" in maps  # this file lists the loaded libraries
+    assert "tokenizers" in maps  # /proc/PID/maps lists the loaded libraries
     assert "libtorch" not in maps
     assert "vllm" not in maps
     client.cancel(job.id)
@@ -104,7 +105,7 @@ def test_the_first_chats_may_come_at_once(tmp_path):
 
 
 def test_every_line_of_a_json_log_is_an_object(process):
-    httpx.get(f"{process.url}/healthz", trust_env=False)  # a probe, which is not logged
+    httpx.get(f"{process.url}/healthz", trust_env=False)  # the controller does not log probes
     httpx.get(f"{process.url}/v1/runs", trust_env=False)
     output = until(
         "the request is logged", lambda: "GET /v1/runs" in (text := process.output()) and text
@@ -192,7 +193,7 @@ def test_clients_follow_a_job_over_a_kill_and_a_stop_of_the_controller(process, 
     process.kill_and_restart()
     assert client.get_job(job.id).state == "running"
 
-    process.popen.send_signal(signal.SIGTERM)  # with an open stream
+    process.popen.send_signal(signal.SIGTERM)  # a client's event stream is open at this moment
     assert process.popen.wait(timeout=60) == 0
     succeed(spool, claimed)
     process.start()

@@ -145,8 +145,8 @@ def test_a_log_ends_where_it_ends_however_far_one_reads(client, http, server, ru
 
 
 def test_a_log_and_events_that_are_links_or_fifos_show_nothing(client, http, server, run, tmp_path):
-    """The ranks can replace these files. A link could name a file that the controller can read and
-    the ranks can't."""
+    """The ranks can replace the job's log and its file of events. A link could name a file that the
+    controller can read and the ranks can't."""
     job = client.train(run, rl_request())
     (tmp_path / "secret").write_text("secret")
     log, events = server.spool.paths.log_file(job.id), server.spool.paths.events_file(job.id)

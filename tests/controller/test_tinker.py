@@ -212,7 +212,7 @@ def test_a_model_begins_from_a_checkpoint(
         assert (load.kind, load.run, load.step) == ("load", run_of(model), 1)
         assert load.optimizer is optimizer
         assert spool.runs.get(run).lora == spool.runs.get(run_of(model)).lora
-        # The client numbers its requests from 1, after the load.
+        # Request 1 of the run is the load, so the client's first request becomes request 2.
         other.forward_backward([datum([1, 2])], "cross_entropy").result(timeout=60)
         assert spool.requests.get(run, 2).request.kind == "forward_backward"
     with refused(404, "no checkpoint"):
@@ -243,7 +243,7 @@ def test_a_custom_loss_is_computed_by_the_client(
 def test_a_created_custom_loss_is_computed_by_the_client(
     client: tinker.ServiceClient, spool: Spool, model: tinker.TrainingClient
 ) -> None:
-    """The loss's gradients are sent as the weights of cross-entropy."""
+    """The client sends the gradients of its own loss as the weights of a cross-entropy loss."""
 
     def mine(logprobs, advantages):
         loss = (advantages * logprobs * logprobs).sum()
@@ -261,7 +261,7 @@ def test_a_created_custom_loss_is_computed_by_the_client(
     assert sent.request.loss_name == "cross_entropy"
     with PackedBatch.open(spool.requests.data_dir(run_of(model), 2), sent.sha256) as batch:
         weights = batch.row(0).item_weight
-    assert weights.tolist() == [0.0, 1.0, -12.0]  # -2 * advantage * log-prob
+    assert weights.tolist() == [0.0, 1.0, -12.0]  # each weight is -2 * advantage * log-prob
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo", "dro"])
@@ -373,7 +373,7 @@ def test_a_request_that_never_comes_is_given_up(
     for seq in (3, 4):
         body = {"model_id": model.model_id, "seq_id": seq, "adam_params": {}}
         assert post(process, "optim_step", body).status_code == 200
-    for seq in (3, 4):  # as if the requests had arrived 61 s ago
+    for seq in (3, 4):  # makes the requests look 61 s old
         logged = spool.requests.get(run, seq)
         path = spool.requests.data_dir(run, seq) / "request.json"
         path.write_text(logged.model_copy(update={"created": time.time() - 61}).model_dump_json())

@@ -1,5 +1,6 @@
-"""A byte-level BPE tokenizer with the special tokens of a chat template. It is trained in this
-module. Also the directory of TRL's chat templates, and a function that makes a message."""
+"""A byte-level BPE tokenizer with the special tokens of a chat template. The tokenizer is trained
+in this module. The module also has the directory of TRL's chat templates, and a function that makes
+a message."""
 
 import re
 from functools import cache

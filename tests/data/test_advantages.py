@@ -102,9 +102,9 @@ def test_turns_compare_their_returns_with_the_others_at_the_same_turn() -> None:
     settings = AdvantageSettings(scale="none")
     first = {"turns": [turn(1, reward=1.0), turn(2, reward=0.5), turn(1, reward=2.0)], "reward": 1}
     second = {"turns": [turn(1), turn(1, reward=-0.5)], "reward": 0.0}
-    # The returns of the first trajectory's turns are 4.5, 3.5, 3. Those of the second trajectory's
-    # turns are -0.5, -0.5. Only the first trajectory has a third turn, so this turn gets the
-    # advantage of the trajectory's first turn.
+    # The returns of the first trajectory's turns are 4.5, 3.5, 3. The returns of the second
+    # trajectory's turns are -0.5, -0.5. Only the first trajectory has a third turn, so this turn
+    # gets the advantage of the trajectory's first turn.
     assert of_turns(settings, first, second) == [[[2.5], [2.0, 2.0], [2.5]], [[-2.5], [-2.0]]]
     batch = AdvantageSettings(scale="batch")
     assert of_turns(batch, first, second)[0][:2] == [[1.25], [1.0, 1.0]]

@@ -88,8 +88,8 @@ def turns_of(sequences: list[LinearSequence]) -> list[tuple[list[int], list[int]
 def expected_turns(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Any
 ) -> list[tuple[list[int], list[int]]]:
-    """The runs of `turns_of` as they are expected. transformers renders and tokenises each answer
-    after the answer's own prompt."""
+    """The expected runs of trained tokens, in the form that `turns_of` returns. transformers
+    renders and tokenises each answer after the answer's own prompt."""
     found = []
     special = set(tokenizer.all_special_ids) | {
         n for n, t in tokenizer.added_tokens_decoder.items() if t.special
@@ -157,10 +157,12 @@ def test_tokens_and_masks_are_transformers(path: Path) -> None:
     assert rendered or path.stem in REFUSED | WITHOUT_TEXTS
 
 
-# Templates that can't render the conversations. DeepSeek's prompt ends with <think>, and DeepSeek's
-# rendering of an answer leaves <think> out. For LLaVA content must be a list, because of images.
+# Templates that can't render the conversations of these tests. DeepSeek's prompt ends with <think>,
+# and DeepSeek's rendering of an answer leaves <think> out. For LLaVA content must be a list,
+# because of images.
 REFUSED = {"deepseek_r1_distill", "deepseekv3", "llava_next", "llava_next_training"}
-# For these templates too content must be a list. They leave out a plain text without an error.
+# For these templates too content must be a list. These templates drop content that is a plain text,
+# without an error.
 WITHOUT_TEXTS = {"idefics3", "idefics3_training", "smolvlm", "smolvlm_training"}
 
 
@@ -319,8 +321,8 @@ def test_texts() -> None:
 
 
 def test_a_text_that_gets_a_space_where_it_is_tokenised_alone_is_refused() -> None:
-    """Llama 2's tokenizer puts a space before each text. When it decodes a text alone, it leaves
-    this space out."""
+    """Llama 2's tokenizer puts a space before each text. When the tokenizer decodes a text alone,
+    it leaves this space out."""
     vocabulary = [(token, -1.0) for token in ("<unk>", "</s>", "▁Answer:", "▁Paris", "▁")]
     backend = Tokenizer(Unigram([*vocabulary, *((c, -9.0) for c in "AnswerPai:")], unk_id=0))
     backend.pre_tokenizer = Metaspace(prepend_scheme="first", split=False)

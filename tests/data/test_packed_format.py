@@ -1,5 +1,5 @@
-"""The packed format. The tests check that NumPy can read the file, that other files are refused,
-and that the memory maps of the file are released."""
+"""The packed format. The tests check that NumPy can read a packed file, that damaged files and
+files of other versions are refused, and that the memory maps of a packed file are released."""
 
 import shutil
 import tracemalloc
@@ -103,8 +103,8 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     assert refused.value.field == FILE
 
 
-# With 100 bytes the slots alone are larger than the limit. With 200 bytes only the sum of all
-# arrays is larger.
+# With a limit of 100 bytes the slots alone exceed the limit. With a limit of 200 bytes only the sum
+# of all arrays exceeds the limit.
 @pytest.mark.parametrize("limit", [100, 200])
 def test_more_than_a_numpy_record_can_hold_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int

@@ -22,8 +22,8 @@ VOCAB = 5
 def turn(
     prompt: list[int], sampled: list[int], first_logprob: float = -0.5, step: int | None = None
 ) -> Turn:
-    """A turn. Its tokens have the log-probs `first_logprob`, `first_logprob` - 1/8 and so on, which
-    distinguish turns with the same tokens."""
+    """A turn. The log-probs of the sampled tokens are `first_logprob`, `first_logprob` - 1/8 and so
+    on. These log-probs distinguish turns with the same tokens."""
     logprobs = [first_logprob - index / 8 for index in range(len(sampled))]
     return Turn(prompt_token_ids=prompt, token_ids=sampled, logprobs=logprobs, policy_step=step)
 
@@ -115,7 +115,7 @@ def linear(
 
 def cut(sequence: tuple, length: int) -> tuple | None:
     """The sequence after `truncate` has cut it to `length` tokens, computed in a slow and simple
-    way. None if no trained token is left."""
+    way. The result is None if no trained token is left."""
     tokens, trained = sequence
     if len(tokens) <= length:
         return sequence
@@ -295,8 +295,8 @@ def test_zero_variance_is_dropped_and_counted(tmp_path: Path) -> None:
             {"scale": "none"},
             [0.5, 0.0],
         ),
-        # The last group, whose rewards are equal, is dropped. It counts in the batch's spread: the
-        # rewards 0, 0, 2, 2, 1, 1 have the spread sqrt(2 / 3).
+        # The last group, whose rewards are equal, is dropped. The dropped group counts in the
+        # batch's spread: the rewards 0, 0, 2, 2, 1, 1 have the spread sqrt(2 / 3).
         (
             [
                 [one([1], [2], reward) for reward in rewards]

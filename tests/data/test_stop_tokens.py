@@ -27,9 +27,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "thought": {"messages": [ASK, turn("assistant", "yo", reasoning_content="Hm")]},
 }
 # A family has the names of its templates and its stop tokens. The stop tokens are eos_token_id of
-# the checkpoints' generation_config.json, with the tokenizer's EOS first. Then come four tokens: at
-# the end of an answer, of an answer that another answer follows, of a call, and of an answer with a
-# thought. None means that the template refuses or leaves out such a message, so Tandem refuses it.
+# the checkpoints' generation_config.json, with the tokenizer's EOS first. The last four tokens of a
+# family end an answer, an answer that another answer follows, a call, and an answer with a thought.
+# None in place of such a token means that the template refuses or leaves out the message, so Tandem
+# refuses the message.
 REFUSED = None
 FAMILIES: dict[str, tuple[str, list[str], list[str | None]]] = {}
 
@@ -104,7 +105,7 @@ family(
     "<|return|>",
 )
 # With TRL's tags an earlier answer is trained in the form that it has in a history. A model samples
-# it in another form.
+# an answer in another form than a history has.
 family(
     "gptoss_training",
     "<|return|> <|endoftext|> <|call|>",
@@ -134,8 +135,8 @@ CHATML = (
 )
 family(CHATML, "<|im_end|> <|endoftext|>", *["<|im_end|>"] * 4)
 family("qwen3_5_nothink", "<|im_end|> <|endoftext|>", *["<|im_end|>"] * 3, REFUSED)
-# The prompt of these templates ends with <think>, but an answer without a thought does not begin
-# with it.
+# The prompt of these templates ends with <think>. An answer without a thought does not begin with
+# <think>.
 family(
     "nemotron_3_5_lightning nemotron_3_nano nemotron_3_super nemotron_3_ultra",
     "<|im_end|> </s>",
@@ -200,8 +201,8 @@ def test_each_kind_of_turn_ends_where_vllm_stops(name: str, tmp_path: Path) -> N
         assert shown.endswith(end), (kind, shown)
         ends = Stops(tokenizer).endings(sequences)
         assert (ends[0] is not None) == endless, (kind, shown)
-        # Sampling ends at the first stop token, so a turn has no second one. Only the tags of a
-        # template may enclose further tokens.
+        # Sampling ends at the first stop token, so a turn has no second one. Only the generation
+        # tags of a template may enclose further tokens.
         if "endgeneration" not in tokenizer.chat_template:
             assert [i for i, token in enumerate(first) if token in stop_ids(tokenizer)] == [
                 len(first) - 1

@@ -47,7 +47,7 @@ def test_sft_and_sampling_see_the_same_prompt(name: str) -> None:
             prompt=[ASK], chosen=[ANSWER], rejected=[WORSE], chat_template_kwargs=more
         )
         ((one,), (chosen, rejected)) = render(tokenizer, [item, pair], ["x", "y"])
-        # This is the prompt that vLLM renders for a sampler's request with the same variables.
+        # `prompt` is the prompt that vLLM renders for a sampler's request with the same variables.
         prompt = tokenizer.apply_chat_template(
             [ASK], add_generation_prompt=True, tokenize=False, **more
         )

@@ -145,7 +145,7 @@ def preflight(*options: str, config: dict, **variables: str):
     [
         (f"{A},{B}", B, {"TANDEM_TRAINER_RANKS": "2"}, f"both name {B}"),
         ("0", B, {}, "some are named by index, some by UUID"),
-        # Setting the mode disables compose's own guard.
+        # A value of TANDEM_GPU_MODE disables compose's own guard.
         ("0", "0", {"TANDEM_GPU_MODE": "dedicated"}, "both name 0"),
     ],
 )
@@ -178,8 +178,8 @@ def test_preflight_refuses_a_model_that_its_user_cannot_read(images, tmp_path):
 
 
 def test_nvlink_has_the_four_things_that_nccl_needs():
-    """NCCL needs one network, one /dev/shm, one NCCL_HOSTID, and all GPUs visible in both
-    containers."""
+    """NCCL needs one network, one /dev/shm and one NCCL_HOSTID for both containers, and all GPUs
+    visible in each container."""
     given = {"TANDEM_TRAINER_DEVICES": "0,2", "TANDEM_INFERENCE_DEVICES": "1,3"}
     config = Compose(MAIN, NVLINK).config(**given)
     host_ids = set()
@@ -289,7 +289,8 @@ def test_every_service_is_hardened_and_its_image_has_a_version(files):
         assert service["image"].partition(":")[2] not in ("", "latest"), name
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert ":latest" not in dockerfile
-    assert "# syntax=" not in dockerfile  # a program that BuildKit would fetch by its tag
+    # such a line names a program that BuildKit would fetch by its tag
+    assert "# syntax=" not in dockerfile
     config = Compose(*files).config("example", TANDEM_UID="54321")
     assert {service["user"] for service in config["services"].values()} == {"54321:0"}
 

@@ -216,7 +216,8 @@ def test_no_layer_and_no_command_has_secrets_build_files_or_tests(image):
 def test_only_scratch_space_is_writable_for_everybody(image):
     """Users outside the group may write only to sticky directories. The group may write only to
     sticky directories and to the volumes' directories. No file below /opt is setuid or setgid."""
-    # Later layers replace files. A character device in a layer removes a file.
+    # Later layers replace files of earlier layers. A character device in a layer removes a file of
+    # an earlier layer.
     final = {entry.path: entry.mode for entry in entries(image)}
     modes = {p: m for p, m in final.items() if not stat.S_ISLNK(m) and not stat.S_ISCHR(m)}
     assert {

@@ -210,8 +210,8 @@ with open("/data/filler", "wb", buffering=0) as file:
 
 
 def test_a_full_volume(stack):
-    """The controller refuses with 503; the running job fails its attempt or waits, and succeeds
-    after space is free."""
+    """The controller refuses requests with status 503. The running job's attempt fails, or the job
+    waits. After space is free, the job succeeds."""
     job = submit(stack, epochs=300)
     seen(stack.client, job, "step")
     assert "No space left" in stack.exec("trainer", "python", "-c", _FILL).stdout

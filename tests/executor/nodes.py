@@ -78,7 +78,7 @@ class Nodes:
         return self.api.objects("Pod")
 
     def left(self) -> list[processes.Process]:
-        """The containers' processes that live."""
+        """The living processes of the pods' containers."""
         return [p for uid in list(self._running) for p in processes.marked(MARK, uid)]
 
     def evict(self, reason: str = "EvictionByEvictionAPI", message: str = "drained") -> None:
@@ -183,7 +183,7 @@ class Nodes:
             for kind in ("SuccessCriteriaMet", "Complete"):
                 _set(job, {"type": kind, "status": "True", "reason": "CompletionsReached"})
             return
-        # With podReplacementPolicy Failed a pod that terminates has no successor yet.
+        # With podReplacementPolicy Failed, a terminating pod gets no successor before it has ended.
         for index in sorted(set(range(spec["completions"])) - {_index(pod) for pod in pods}):
             self._make_pod(job, index)
 
@@ -302,7 +302,7 @@ class Nodes:
         process, status = self._running[uid], pod["status"]
         code = process.poll()
         if code is not None:
-            self._kill(uid)  # processes that the agent left end with the container
+            self._kill(uid)  # the processes that the agent has left behind end with the container
             reason = "Completed" if code == 0 else "Error"
             if uid in self._oom:
                 reason = "OOMKilled"

@@ -1,5 +1,5 @@
-"""A real Slurm on this machine, of several nodes: munged, slurmctld, and a slurmd for each node. It
-uses no cgroups and only this user's files."""
+"""A real Slurm on this machine, of several nodes: munged, slurmctld, and a slurmd for each node.
+The Slurm programs use no cgroups and only this user's files."""
 
 import os
 import pwd

@@ -171,7 +171,7 @@ def test_how_a_job_goes_on(seen, state):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_job_that_ran_and_is_suspended_was_preempted(before):
-    states = JobStates(GRACE, ran=before)  # before: under an earlier runner
+    states = JobStates(GRACE, ran=before)  # `before`: the Job ran under an earlier runner
     if not before:
         assert states.read(Seen(job(), [RUNS]), 0) == Running()
     evicted = workload("Evicted", "True", "Preempted to accommodate another")

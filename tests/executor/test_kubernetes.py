@@ -112,7 +112,7 @@ def test_a_job_is_made_once_found_and_deleted_with_its_pods(plane):
         return [job["metadata"]["name"] for job in found]
 
     execution = plane.begin()
-    until(execution, Waiting, "(pod ")  # "no pod yet" comes first
+    until(execution, Waiting, "(pod ")  # the reason "no pod yet" comes before this one
     name = execution.make["metadata"]["name"]
     assert there() == [name]
     (pod,) = plane.executor._cluster.pods(name)
@@ -250,7 +250,7 @@ def test_kueue_admits_preempts_and_admits_again(cluster):
     cluster.nodes.preempt(name)
     ended = until(execution, Ended, "preempted")
     assert "Kueue: Preempted to accommodate a workload" in str(ended)
-    # The same Job could be admitted again, so it is deleted before the next attempt.
+    # Kueue could admit the same Job again, so the executor deletes the Job before the next attempt.
     execution.kill()
     gone(cluster)
 
@@ -277,8 +277,8 @@ def test_hours_in_kueues_queue_do_not_count_as_the_hosts_time_to_arrive(cluster,
 @scripted
 @pytest.mark.parametrize("began", [True, False])
 def test_a_new_runner_finds_a_job_that_is_suspended(cluster, began):
-    """Kueue may have preempted the Job while no runner looked. If hosts had begun, their tickets
-    are taken, and the attempt can't go on."""
+    """Kueue may have preempted the Job while no runner looked. If the Job's hosts had begun, their
+    tickets for the attempt are taken, so the attempt can't go on."""
     cluster.nodes.kueue = True
     execution = cluster.runner.begin()
     until(execution, Waiting, "Kueue has not said why")
@@ -401,7 +401,7 @@ def next_attempt(cluster: SimpleNamespace, **limits: float) -> None:
 @scripted
 def test_pods_that_stayed_and_do_not_take_the_attempt_do_not_count(stayed, monkeypatch):
     monkeypatch.setattr(kubernetes, "TAKE_SECONDS", 0.5)
-    stayed.runner.executor.wait_until_free()  # the Job stays here, too
+    stayed.runner.executor.wait_until_free()  # this call does not delete the Job
     execution = stayed.runner.begin()
     assert f"goes to Job {stayed.name}" in stayed.runner.told[-1]
     assert execution._meeting.order().pods == f"ns/{stayed.name}"
@@ -444,7 +444,7 @@ def test_a_new_runner_adopts_an_attempt_in_pods_that_stayed(stayed):
 def test_pods_that_can_not_serve_the_attempt_go_before_its_own_are_made(stayed, why, monkeypatch):
     path = Path(stayed.runner.variables["TANDEM_JOB_TEMPLATE"])
     executor = stayed.runner.executor
-    if why == "longer":  # than the pods may live
+    if why == "longer":  # the attempt's deadline is longer than the pods may live
         next_attempt(stayed, deadline_seconds=36_000)
     else:
         if why == "another template":

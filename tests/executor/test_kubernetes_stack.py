@@ -1,4 +1,5 @@
-"""Jobs under a real runner whose attempts are Kubernetes Jobs; their pods are real agents.
+"""Tandem's jobs under a real runner. Each attempt is a Kubernetes Job, and the Job's pods are real
+agents.
 
 Whatever happens to a Job, its pods, its queue, the API server or the runner, the job ends exactly
 once. Other files test the rest: an image that is not there, what admission refuses, and another

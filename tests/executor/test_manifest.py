@@ -1,5 +1,5 @@
-"""The Job of an attempt: complete for Kubernetes, named after the attempt, and refused where the
-template is not the chart's."""
+"""The Kubernetes Job of an attempt is complete and named after the attempt. A template that is not
+the chart's is refused."""
 
 import copy
 import json
@@ -44,7 +44,8 @@ def test_a_filled_template_is_a_job_of_kubernetes(tmp_path, job, version, uid):
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
     assert (spec["backoffLimit"], spec["podReplacementPolicy"]) == (0, "Failed")
     assert pod["restartPolicy"] == "Never"
-    # The sum of the time to start, the job's own deadline, and the grace period.
+    # A pod's deadline is the sum of the time to start, the job's own deadline, and the grace
+    # period.
     assert (
         pod["activeDeadlineSeconds"] == START_SECONDS + 100 + pod["terminationGracePeriodSeconds"]
     )

@@ -38,7 +38,8 @@ def line(state: str, reason: str = "None", **fields: str) -> str:
         (line("RUNNING"), Running()),
         (line("COMPLETING"), Running()),
         (line("COMPLETED"), Ended(0)),
-        (line("FAILED", "NonZeroExitCode", code=str(1 << 8)), Ended(1)),  # ranks' files say why
+        # the ranks' files name the cause
+        (line("FAILED", "NonZeroExitCode", code=str(1 << 8)), Ended(1)),
     ],
 )
 def test_a_slurm_job_waits_runs_and_ends(given: str, state: Waiting | Running | Ended) -> None:

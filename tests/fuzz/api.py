@@ -3,7 +3,7 @@ leaves no trace.
 
     python -m tests.fuzz.api [--minutes 30] [--seed S]
 
-A controller process with a key, on a spool with runs, jobs in the queue (nobody runs them), an
+A controller process with an API key serves a spool with runs, queued jobs that nobody runs, an
 ended job and two checkpoints. Schemathesis reads the OpenAPI document and sends requests that it
 allows and requests that it forbids. Each round has a new spool and controller, and the next seed.
 """

@@ -57,7 +57,8 @@ def damage(path: Path, root: Path, chosen: random.Random, *, node: bool) -> str:
 
 
 def _parsed(path: Path) -> Any:
-    """The JSON in a file, or a list of the JSON in its lines. None for a file without JSON."""
+    """The JSON in a file, or a list of the JSON in its lines. The result is None for a file without
+    JSON."""
     try:
         return json.loads(path.read_bytes())
     except ValueError:

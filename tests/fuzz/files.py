@@ -2,11 +2,12 @@
 
     python -m tests.fuzz.files [--minutes 30] [--seed S] [--only PATTERN]
 
-A spool with every kind of file is made by real jobs. Each round copies it, damages one file, and
-then collectors, controller, `tandem doctor`, publisher, sweeper and a runner with real ranks read
-the copy. Nothing may raise, hang or answer 500; no job may succeed with weights that the undamaged
-spool does not give; a run that was not damaged is served and trained. `--seed` and `--round` repeat
-one round. Root reads files without permission; without that privilege:
+A spool with every kind of file is made by real jobs. Each round copies the spool and damages one
+file of the copy. Then collectors, controller, `tandem doctor`, publisher, sweeper and a runner with
+real ranks read the copy. Nothing may raise, hang or answer 500; no job may succeed with weights
+that the undamaged spool does not give; a run that was not damaged is served and trained. `--seed`
+and `--round` repeat one round. Root can read files without permission. The following command runs
+the fuzzer without this privilege of root:
 
     setpriv --bounding-set=-dac_override,-dac_read_search python -m tests.fuzz.files
 """
@@ -85,7 +86,8 @@ class Fuzzer:
             and made.get(f"{WITNESS}@2") != self.good[f"{WITNESS}@2"]
         ):
             problems.append("the witness was not trained")
-        if how == "unreadable":  # errors of the volume: programs report them, and wait
+        # Programs report an unreadable file as an error of the volume, and wait.
+        if how == "unreadable":
             problems = [
                 problem
                 for problem in problems

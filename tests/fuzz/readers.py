@@ -131,8 +131,8 @@ async def read(api: Api, *, witness: bool) -> None:
 
 
 async def write(api: Api, *, witness: bool) -> None:
-    """Asks all routes that change the spool. `witness`: whether this must succeed for the run
-    `WITNESS`."""
+    """Asks all routes that change the spool. `witness`: whether these requests must succeed for the
+    run `WITNESS`."""
     for number, run in enumerate(RUNS):
         must = witness and run == WITNESS
         await api.ask(
@@ -159,8 +159,8 @@ def collect(stage: Stage, root: Path, unusable: tuple[type[BaseException], ...])
         for collector in collectors:
             collector.collect_once()
             for error in collector.errors:
-                # `try_each` names the item; an exception of the whole collector begins with its
-                # class.
+                # An error that `try_each` reports begins with the item's name. An error of the
+                # whole collector begins with the exception's class.
                 kind = error.split(":")[0]
                 if kind.endswith(("Error", "SpoolUnusable")) and kind not in [
                     each.__name__ for each in unusable
@@ -208,8 +208,8 @@ def publish(stage: Stage, root: Path, used: bytes, good: dict[str, str], witness
 
 
 class _Impatient(Stop):
-    """A stop that is requested when there is no job to claim. It makes the runner wait for nothing,
-    because the volume is not broken."""
+    """A stop that is requested when there is no job to claim. With this stop the runner never
+    waits, because the volume is not broken."""
 
     def pause(self, seconds: float) -> None: ...
 
@@ -248,7 +248,7 @@ class _Here:
 
 
 def run_jobs(stage: Stage, root: Path) -> Problems:
-    """A new runner: it settles the attempts of a dead runner, and runs all jobs."""
+    """A new runner settles the attempts of a dead runner, and runs all jobs."""
     runner = loop.Runner(stage.settings(root), "")
     runner.stop = _Impatient()
     with (

@@ -64,8 +64,8 @@ class Stage:
 
 
 def make_stage(directory: Path) -> Stage:
-    """Makes the spool. It has the runs `main`, `lost`, `asked`, `ended`, `forked` and `WITNESS`,
-    and jobs in every state."""
+    """Makes the spool. The spool has the runs `main`, `lost`, `asked`, `ended`, `forked` and
+    `WITNESS`, and jobs in every state."""
     vllm = fake_vllm.FakeVllm()
     vllm.start()
     stage = Stage(directory, write_random_model(directory / "model", num_hidden_layers=1), vllm)

@@ -3,7 +3,8 @@
 The library has no `template`. A render is an installation into an API server in memory
 (`helm.kubernetes_api`). The installation ends when Helm records the release. The record contains
 the rendered objects. Errors are the library's errors, with Helm's own message. Helm accepts a key
-that is given twice, and two objects with the same name. In this module both are errors.
+that is given twice, and two objects with the same name. This module raises an error for such a key
+and for such objects.
 """
 
 import asyncio

@@ -122,7 +122,7 @@ class Fault:
 
     method: str
     plural: str
-    # A number is the status of the answer. "cut": the request gets no answer. "lost": the request
+    # A number: the answer has this status. "cut": the request gets no answer. "lost": the request
     # is carried out and gets no answer. "slow": the answer takes 6 s.
     how: int | str
     times: int = 1

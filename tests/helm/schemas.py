@@ -3,8 +3,8 @@
 Built-in kinds are checked against Kubernetes' own JSON schemas. The schemas are the strict ones of
 the `kubernetes-validate` package, which refuse unknown fields. Custom kinds are checked against
 their definitions in `crds/`, without the definitions' CEL rules. A kind without a schema is a
-problem too. An API server also refuses objects that all schemas accept, so more is checked: names,
-labels, mounts of volumes that the pod lacks, and requests above limits.
+problem too. An API server also refuses some objects that all schemas accept, so this module also
+checks names, labels, mounts of volumes that the pod lacks, and requests above limits.
 """
 
 import json
@@ -36,7 +36,8 @@ LONGEST_NAME = {"ConfigMap": 253, "StatefulSet": 52}
 
 
 def validate(obj: Object, version: str) -> list[str]:
-    """The object's problems with a version of Kubernetes, such as `1.30` or `1.37.0`."""
+    """The reasons for which a Kubernetes of this version, such as `1.30` or `1.37.0`, refuses the
+    object."""
     found = [*_of_schema(obj, version), *_naming(obj)]
     if pod := pod_template(obj):
         found += _of_pod(pod)

@@ -27,12 +27,13 @@ cluster may override an image's variables. The other variables are those of user
 OF_A_POD = {
     # Under Compose, `tandem up` gives each inference server its name.
     "TANDEM_REPLICA",
-    # Under Compose, docker-compose.hosts.yml sets these.
+    # Under Compose, docker-compose.hosts.yml sets these four variables.
     *("TANDEM_EXECUTOR", "TANDEM_TRAINER_HOSTS", "TANDEM_START_SECONDS", "TANDEM_ORPHAN_SECONDS"),
     # Under Compose there are no pods of jobs that this setting could keep.
     "TANDEM_LINGER_SECONDS",
-    # The chart sets these for the pod of a runner without ranks. Under Compose the runner is in the
-    # trainer's image. This image has the role, and one thread per core of the container.
+    # The chart sets these four variables for the pod of a runner without ranks. Under Compose the
+    # runner is in the trainer's image. This image has the role, and one thread per core of the
+    # container.
     *("TANDEM_JOB_TEMPLATE", "TANDEM_PARALLEL_JOBS", "TANDEM_ROLE", "OMP_NUM_THREADS"),
 }
 # The images set the directories and the hosts. Services and NetworkPolicies name the ports. Secrets
@@ -88,7 +89,8 @@ def variables(name: str, role: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_compose_and_chart_set_the_same_variables():
-    """The chart can set the variables in all goldens, because every value is set in a golden."""
+    """The goldens together contain every variable that the chart can set, because every value of
+    the chart is set in a golden."""
     names = set()
     for role in ROLES:
         some = [services(*files) for files in ((MAIN,), (MAIN, CPU), (MAIN, SHARED))]

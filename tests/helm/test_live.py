@@ -69,7 +69,8 @@ def volumes_of(pod: Object, container: Object, directory: Path) -> Object:
         else:
             claim = volume.get("persistentVolumeClaim", {}).get("claimName")
             name = claim or f"{component(pod)}-{volume['name']}"
-            # Docker would copy files from the image into a new volume. Kubernetes does not.
+            # By default Docker copies files from the image into a new volume, but Kubernetes does
+            # not.
             found["volumes"].append(f"{name}:{path}:nocopy")
     return found
 

@@ -71,7 +71,7 @@ class World:
 
     Policies add up. A pod that no policy selects for a direction is open in that direction. Both
     ends must allow a connection. Network plugins differ on whether an address block contains pods.
-    Here it does, because then more connections are open.
+    In this model an address block contains pods, because then more connections are open.
     """
 
     def __init__(self, release: Rendered) -> None:

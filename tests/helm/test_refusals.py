@@ -1,5 +1,6 @@
-"""The chart refuses wrong values, and versions of Kubernetes that are too old, with a message that
-names them. `refusals.yaml` has the values and the messages."""
+"""The chart refuses wrong values with a message that names the values. The chart refuses an old
+version of Kubernetes with a message that names the version. `refusals.yaml` has the values and the
+messages."""
 
 from pathlib import Path
 

@@ -72,7 +72,7 @@ def test_a_role_that_is_scaled_to_0_stays_at_0(role, name):
 
     with ApiServer() as server:
         charts.install(server, merged(BASE, SHARED if name == "engine" else {}))
-        spec()["replicas"] = 2  # As `kubectl scale` does.
+        spec()["replicas"] = 2  # `kubectl scale` makes the same change.
         if name == "inference":
             assert replicas() == 2
         else:

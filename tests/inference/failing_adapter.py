@@ -36,7 +36,7 @@ def process(rank: int) -> WorkerProc:
 
 
 def main() -> None:
-    held_adapter.check = lambda *_: 0  # there is no model
+    held_adapter.check = lambda *_: 0  # the check can't run, because there is no model
     patches.tell_failed_adapters()
     workers, executor = [process(0), process(1)], object.__new__(MultiprocExecutor)
     executor.is_failed, executor.futures_queue = False, deque()

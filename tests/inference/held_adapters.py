@@ -112,7 +112,8 @@ class Worker:
         )
 
     def load(self, adapter: Path) -> str:
-        """The reason for which vLLM refuses the adapter, empty if vLLM loads it."""
+        """The reason for which vLLM refuses the adapter. The result is empty if vLLM loads the
+        adapter."""
         request = LoRARequest(f"run@{self.number}", self.number, str(adapter))
         try:
             assert self.executor.add_lora(request)
@@ -122,7 +123,7 @@ class Worker:
         return ""
 
     def load_changed(self, adapter: Path, change: Callable[[Tensors], Tensors]) -> str:
-        """`load` in a vLLM that applies `change` to the file's tensors."""
+        """Does the same as `load`, in a vLLM that applies `change` to the file's tensors."""
         load = LoRAModel.from_lora_tensors.__func__  # type: ignore[attr-defined]
 
         def changed(cls: type, *args: Any, tensors: Tensors, **options: Any) -> Any:
@@ -135,8 +136,9 @@ class Worker:
             LoRAModel.from_lora_tensors = classmethod(load)
 
     def overwrite(self, layer: str, matrix: str) -> str:
-        """The reason for which the check refuses an adapter whose values changed in vLLM, empty
-        if the check passes. One value of `matrix` in `layer` changes after the load."""
+        """The reason for which the check refuses an adapter whose values changed in vLLM. The
+        result is empty if the check passes. One value of `matrix` in `layer` changes after the
+        load."""
         adapter = self.write("overwritten", LORA)
         assert not (problem := self.load(adapter)), problem
         request = LoRARequest(f"run@{self.number}", self.number, str(adapter))

@@ -70,7 +70,7 @@ def test_the_model_decides_about_middlewares_and_the_kernels_of_experts(
     expected = [*inner, "rollout.RolloutDoor", "fine_tuned.FineTunedNames", "guard.AdminGuard"]
     given = [value for name, value in pairwise(argv) if name == "--middleware"]
     assert given == [f"tandem.inference.server.{name}" for name in expected]
-    # Merged experts stay in the order of their files.
+    # With this backend merged experts stay in the order of their files.
     assert (("--moe-backend", "triton") in pairwise(argv)) == (weights == "merged" and experts > 0)
     assert "--moe-backend" not in command(weights=weights, device="cpu", base_model=str(model)).argv
 

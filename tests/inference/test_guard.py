@@ -176,7 +176,8 @@ def test_other_spellings_of_a_path_are_closed_too(path: str) -> None:
         ("/health", "/models-api", 200),  # Starlette routes a path without the root path too
         ("/models-apihealth", "/models-api", 401),
         ("/health/pause", "/health", 401),
-        ("/pause/health", "/pause", 200),  # a server mounted at /pause: its router sees /health
+        # the server is mounted at /pause, so its router sees /health
+        ("/pause/health", "/pause", 200),
         ("/models-api", "/models-api", 401),
     ],
 )

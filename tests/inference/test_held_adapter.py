@@ -63,7 +63,8 @@ def test_a_worker_refuses_every_adapter_but_the_one_in_the_file(tmp_path: Path) 
 
 EVERYWHERE = LoraShape(rank=4, alpha=10.0)
 MOST = 8  # vLLM's largest rank
-INPUTS, OUTPUTS, EXPERTS = 32, 48, 8  # The tiny mixture of experts; each expert is 24 wide inside.
+# Sizes of the tiny mixture of experts. The intermediate size of each expert is 24.
+INPUTS, OUTPUTS, EXPERTS = 32, 48, 8
 
 
 def layer(kind: str, rank: int, sizes: list[int], inputs: int, **values: Any) -> Any:
@@ -166,7 +167,7 @@ def test_a_layer_that_is_not_in_the_file_must_be_empty() -> None:
     gate_up.set_lora(0, [torch.ones(4, INPUTS), None], [torch.ones(48, 4), None])
     held = held_adapter._linear(gate_up, 0, parts, modules, 1.0)
     assert not [each.wrong() for each in held if each.wrong()]
-    # The adapter that had the slot before has left this value.
+    # This value stands for one that the slot's previous adapter has left behind.
     gate_up.lora_b_stacked[1][0, 0, 0, 0] = 1.0
     held = held_adapter._linear(gate_up, 0, parts, modules, 1.0)
     assert [each.wrong() for each in held if each.wrong()] == [

@@ -42,7 +42,7 @@ def test_a_version_is_lost_from_the_moment_that_another_one_is_ordered(
     first, second = (dense.adapter(tmp_path, seed) for seed in (1, 2))
     workers = Workers(dense, whole=True)
     workers.serve(first)
-    # The other version's thread has not begun.
+    # The thread that writes the second version never begins.
     monkeypatch.setattr(landing.threading.Thread, "start", lambda _: None)
     workers.order(second)
     with pytest.raises(RuntimeError, match="not staged"):

@@ -347,8 +347,8 @@ def test_an_order_that_comes_too_late_is_not_carried_out(dense: Model, tmp_path:
 def test_an_order_that_reaches_a_sleeping_vllm_is_not_carried_out(
     dense: Model, tmp_path: Path
 ) -> None:
-    """The weights of a sleeping vLLM are not in memory. An order can reach it if the process that
-    gave the order has died."""
+    """The weights of a sleeping vLLM are not in memory. An order can reach a sleeping vLLM if the
+    process that gave the order has died."""
     workers = Workers(dense)
     core = Core(workers)
     workers.stage(adapter := dense.adapter(tmp_path, 1))
@@ -358,7 +358,8 @@ def test_an_order_that_reaches_a_sleeping_vllm_is_not_carried_out(
 
 
 class Served(Workers):
-    """Workers that serve an adapter. `wrong` is the result of the publisher's check of them."""
+    """Workers that serve an adapter. `wrong` is the result of the publisher's check of these
+    workers."""
 
     def __init__(self, model: Model, adapter: Path, tp: int, scale: float = 2.5) -> None:
         super().__init__(model, tp)
@@ -371,8 +372,9 @@ class Served(Workers):
         change: Callable[[list[Any]], object] = lambda _: None,
         **of: int,
     ) -> str:
-        """The problem that the publisher's check finds, empty if it finds none. `of` names for some
-        tensors the row to compare; the check chooses the other tensors' rows at random."""
+        """The problem that the publisher's check finds, or an empty text if the check finds none.
+        `of` maps the names of some tensors to the row that the check compares. The check chooses
+        the other tensors' rows at random."""
         check = SpotCheck(str(self.model.directory), str(self.model.dtype).removeprefix("torch."))
         expected = check.adapter_rows(adapter or self.adapter, LORA)
         expected.rows |= of

@@ -107,7 +107,7 @@ def test_adapters_on_the_cpu_change_their_own_tokens_only(monkeypatch: pytest.Mo
 
     for module in (lora_ops, punica_cpu):
         for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
-            # At the end of the test pytest restores this function.
+            # This call makes pytest restore the function at the end of the test.
             monkeypatch.setattr(module, name, getattr(lora_ops, name))
     patches.multiply_adapters_on_the_cpu()
     adapters, base = [7, 9], 0  # Adapter 7 is in slot 0, adapter 9 in slot 1.
@@ -127,8 +127,9 @@ def test_adapters_on_the_cpu_change_their_own_tokens_only(monkeypatch: pytest.Mo
 
 
 def test_adapters_on_the_cpu_give_what_vllm_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokens use one adapter or three. The output is wider than the weights, and the weights
-    fill a slice of it, or the output is narrower than the weights."""
+    """The tokens use one adapter or three. In some calls the output is wider than the weights, and
+    the weights fill a slice of the output. In other calls the output is narrower than the weights.
+    """
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 

@@ -1,4 +1,4 @@
-"""The steps that the publisher loads into vLLM, refuses, keeps there and unloads. A kill of the
+"""The steps that the publisher loads into vLLM, refuses, keeps in vLLM and unloads. A kill of the
 publisher at any point does no harm."""
 
 import os
@@ -198,7 +198,8 @@ def test_an_adapter_whose_file_appears_late_is_not_refused_but_tried_again(
     stage.step(0.5)
     whole = stage.weights(3).read_bytes()
     stage.weights(3).unlink()
-    monkeypatch.setattr(checkpoint_loader, "VISIBLE_SECONDS", 0.0)  # The 60 s have passed.
+    # The 60 s in which a checkpoint's files may become visible have passed.
+    monkeypatch.setattr(checkpoint_loader, "VISIBLE_SECONDS", 0.0)
     publisher.once()
     assert stage.served() == (2, 3)
     stage.weights(3).write_bytes(whole)
@@ -284,8 +285,8 @@ def test_a_checkpoint_that_vllm_answers_with_500_is_tried_again_later(
 def test_an_adapter_that_a_worker_does_not_hold_is_refused_after_one_load(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM answers such a load with status 500. Passing faults have this status too, and after a
-    passing fault the publisher tries the load again."""
+    """If a worker does not hold the adapter, vLLM answers the load with status 500. Passing faults
+    have this status too, and after a passing fault the publisher tries the load again."""
     publisher = stage.publisher()
     publisher.once()
     stage.step(0.3)
@@ -472,7 +473,7 @@ def test_the_run_that_was_used_last_is_served_first(stage: Stage) -> None:
     publisher.once()
     stage.vllm.used = {"sampled@0": time.time() + 60}
     # A second publisher sees the use and writes its time into the record. A third publisher reads
-    # the time there.
+    # the time from the record.
     stage.publisher().once()
     stage.vllm.stop()
     stage.vllm.used.clear()
@@ -590,8 +591,8 @@ def test_copies_of_unloaded_adapters_are_removed_when_no_request_is_left(
     publisher.once()  # The publisher loads only step 1.
     stage.vllm.in_use = {"run@1"}
     stage.step(0.4)
-    # After the rollback the volume contains neither step. The publisher unloads step 1 at once,
-    # although a request runs with it.
+    # After the rollback the volume contains neither step 1 nor step 2. The publisher unloads step 1
+    # at once, although a request runs with it.
     stage.rollback(0)
 
     def copies() -> list[str]:
@@ -705,7 +706,8 @@ def test_verification_passes_waiting_requests_and_waits_for_one_place(stage: Sta
     stage.step(0.3)
     stage.publisher(keep_served=1).once()
     bodies = [body for path, body in stage.vllm.calls if path == "/v1/completions"]
-    # One request is for the step. The other is for the base model and measures vLLM's own error.
+    # The first request is for the step. The second request is for the base model and measures
+    # vLLM's own error.
     assert [body["model"] for body in bodies] == ["run@1", "base"]
     assert [(body["prompt"], body["priority"]) for body in bodies] == [(PROMPTS, -1)] * 2
     queued = VllmClient(stage.settings())
@@ -722,8 +724,8 @@ def raise_timeout(_: httpx.Request) -> httpx.Response:
 
 
 class Killed(BaseException):
-    """Stands for kill -9. After kill -9 no handler of exceptions runs, so this is a BaseException,
-    which no handler catches."""
+    """An exception that stands for kill -9. After kill -9 no handler of exceptions runs, so this is
+    a BaseException, which no handler catches."""
 
 
 class DyingClient(VllmClient):

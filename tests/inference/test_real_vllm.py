@@ -130,7 +130,8 @@ def test_the_guard_closes_every_route_of_the_app(vllm: VllmServer) -> None:
 
 @pytest.mark.parametrize("piece", [b"X-A: b\r\n" * 2**13, b"a" * 2**16])
 def test_headers_that_never_end_take_no_memory(vllm: VllmServer, piece: bytes) -> None:
-    """Such a request needs no key, because the server parses headers before the guard runs."""
+    """A request whose headers never end needs no key, because the server parses headers before the
+    guard runs."""
     server, sent = psutil.Process(vllm.pid), 0
     before = server.memory_info().rss
     address = urlsplit(vllm.url)

@@ -131,8 +131,8 @@ def arriving(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], 
 def test_ranks_that_die_or_stop(
     dense: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, sig: signal.Signals
 ) -> None:
-    """The live weights do not change. The workers then merge the new weights from the adapter
-    instead."""
+    """When ranks die or stop, the live weights do not change. The workers then merge the new
+    weights from the adapter instead."""
     adapter = dense.adapter(tmp_path, 1)
     workers = Workers(dense, 2, whole=True)
     begin = [0.0]
@@ -319,7 +319,7 @@ def test_a_server_that_is_cut_off_in_mid_transfer_stops_nobody_for_long(
     def cut() -> None:
         raise ConnectionError("cut")
 
-    arriving(monkeypatch, 9, cut)  # This cuts off one of the two servers.
+    arriving(monkeypatch, 9, cut)  # The error at buffer 9 cuts off one of the two servers.
     both[1].order(adapters[0], {**source, "server": "1"})
     both[0].order(adapters[0], source)
     ranks.send()
@@ -348,7 +348,7 @@ def test_a_server_that_starts_again_does_not_come_twice(
     for workers in both:
         workers.order(adapters[0], source)
     ranks.send()
-    # Each of the two joins in a thread of its own, so either may be the first.
+    # Each of the server's two vLLMs joins in a thread of its own, so either may be the first.
     with pytest.raises(RuntimeError, match="an earlier vLLM of this server has come"):
         until_failed(both, adapters[0])
     assert ranks.sent()["servers"] == ["0"]

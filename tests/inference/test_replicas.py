@@ -295,7 +295,7 @@ def test_one_that_is_about_to_be_stopped_leaves(
     assert two.member("b")._record.why == "it is about to be stopped"
     two.once("b")
     assert not two.vllms["b"].ready
-    # After a restart of the container, the file has a time that is over.
+    # After a restart of the container, the time in the file `leaving` is over.
     leaving.write_text(str(time.time() - 1))
     two.once("b", "a")
     assert two.ready() == "ab"
@@ -387,7 +387,7 @@ def test_a_replica_whose_vllm_starts_again_loses_its_permission(
     assert (two.ready(), two.announced()) == ("a", 0), "it has no adapters yet"
     two.once("b")
     assert two.ready() == "ab"
-    # vLLM restarts so fast that the publisher never finds it away.
+    # vLLM restarts so fast that the publisher never sees vLLM down.
     two.vllms["b"].stop()
     two.vllms["b"].start()
     two.member("b").beat()
@@ -520,7 +520,7 @@ def test_vllm_answers_requests_while_it_has_permission() -> None:
     assert asked(app, chat) == 503
     assert asked(app, ready, "POST", True, soon) == 200
     assert [asked(app, path) for path in (chat, ready)] == [200, 200]
-    app.until -= 1  # Stands for one second that passes.
+    app.until -= 1  # This line stands for one second that passes.
     assert [asked(app, path) for path in (chat, ready)] == [200, 503], "the proxy knows it first"
     app.until -= READY_MARGIN_SECONDS
     assert [asked(app, path) for path in (chat, ready)] == [503, 503]

@@ -142,7 +142,8 @@ def test_a_hold_of_an_earlier_runner_is_not_live(shared):
         (-2 * own.lease, False),
         (2 * own.lease, False),
     ):
-        now = time.time()  # A beat in the future comes from a wrong clock, so the hold is not live.
+        # A heartbeat in the future comes from a wrong clock, so the hold is not live.
+        now = time.time()
         shared.spool.hold.put(own.model_copy(update={"beat": now + seconds}))
         assert (shared.spool.hold.live() is not None) is live
 

@@ -51,8 +51,8 @@ def hashes(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_token_on_its_way_is_of_the_weights_before() -> None:
-    """A token whose step ran before the swap counts as sampled by the old weights. A request can
-    wait for such a token if it was evicted before the swap: vLLM 0.26 delivers the token."""
+    """A token whose step ran before the swap counts as sampled by the old weights. vLLM 0.26
+    delivers such a token even to a request that was evicted before the swap."""
     scheduler = Scheduler(
         [Request("running", 7, 1, b"first")], [Request("evicted", 3, 1, b"first")]
     )

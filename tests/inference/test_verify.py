@@ -67,7 +67,8 @@ def within(limit: float) -> Tolerance:
 
 
 def refusal(served: np.ndarray, of_trainer: Probe, tolerance: float = 0.02) -> str:
-    """The reason for which verification refuses the log-probs `served`, empty if they pass."""
+    """The reason for which verification refuses the log-probs `served`. The result is empty if the
+    log-probs pass."""
     try:
         verify(Scorer(served), "run@1", of_trainer, tolerance=within(tolerance))
     except WrongWeights as error:
@@ -176,8 +177,9 @@ def test_a_few_tokens_may_be_off_by_any_amount(share: float, passes: bool) -> No
 def test_a_mixtures_tokens_that_go_to_other_experts_decide_nothing(
     step: float, refused: int
 ) -> None:
-    """In a mixture of experts, each computation sends other tokens to other experts, a few of 100
-    tokens. `refused`: in at least this many of 50 tries the old weights must be refused."""
+    """In a mixture of experts, each computation sends a few of 100 tokens to other experts. These
+    tokens differ from computation to computation. `refused`: in at least this many of 50 tries the
+    old weights must be refused."""
 
     def computed(values: np.ndarray) -> np.ndarray:
         return values + noise(0.03) + noise(1.0) * (RNG.random(values.shape) < 0.04)
@@ -267,7 +269,7 @@ def test_the_bound_grows_with_the_measured_rounding_and_with_the_way(
 ) -> None:
     """The way is the distance from the base model's log-probs to the checkpoint's. After a real
     model has moved by 0.8 nats, vLLM's and the trainer's log-probs of its right weights differ by
-    0.12 nats. With an FP8 base they differ by 0.33 nats from the first step on."""
+    0.12 nats. With an FP8 base the log-probs differ by 0.33 nats from the first step on."""
     new, base = BASE + moved, BASE + base_error
     bound = max(ROUNDING["bfloat16"], 4 * base_error) + MOVED_SHARE * moved
     rule = Tolerance(ROUNDING["bfloat16"])

@@ -21,7 +21,8 @@ from waiting import answers, until
 API_KEY, ADMIN_TOKEN = "the-api-key", "the-admin-token"
 GPU = os.environ.get("TANDEM_TEST_GPU")
 # A cache of keys and values for 32,768 tokens. At each start vLLM writes zeros to the whole cache.
-# A deployment on the CPU has a cache of 1 GiB by default, and the zeros take 1.2 s of CPU time.
+# A deployment on the CPU has a cache of 1 GiB by default, and writing zeros to 1 GiB takes 1.2 s of
+# CPU time.
 SMALL_CACHE = {"TANDEM_VLLM_ARGS": "--num-gpu-blocks-override=256"}
 WHERE = {"TANDEM_DEVICE": "cpu"} | SMALL_CACHE
 SENDERS: dict[str, str] = {}  # Environment variables of the ranks that send weights to the server.

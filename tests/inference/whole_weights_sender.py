@@ -77,7 +77,7 @@ class Senders:
             rank.kill()
         for rank in self.ranks:
             rank.join(30)
-        print(self._logs())  # pytest shows it when a test fails
+        print(self._logs())  # pytest shows this output when a test fails
 
     def run_of(self, run: str) -> None:
         """Wait until the ranks have a model for the run."""

@@ -240,7 +240,7 @@ class Workers:
 
 
 class Core:
-    """vLLM's engine. It calls its workers as vLLM's executor calls them."""
+    """vLLM's engine. The engine calls its workers as vLLM's executor calls them."""
 
     def __init__(self, workers: Workers) -> None:
         self.workers = [MergedWorker() for _ in workers.each]

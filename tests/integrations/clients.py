@@ -34,8 +34,8 @@ def python_of(name: str) -> Path:
             for attempt in range(3):  # the package index sometimes refuses
                 if subprocess.run(install, check=attempt == 2).returncode == 0:
                     break
-            # ART's PipelineTrainer imports torch and transformers. They come from Tandem's own
-            # environment, which is searched after the packages that are installed here.
+            # ART's PipelineTrainer imports torch and transformers. Both packages come from Tandem's
+            # own environment, which is searched after the packages that are installed here.
             site = next((ROOT / ".venv/lib").glob("python*/site-packages"))
             next((directory / "lib").glob("python*/site-packages")).joinpath(
                 "zz_tandem.pth"
@@ -45,8 +45,8 @@ def python_of(name: str) -> Path:
 
 
 def run(stack: LocalStack, python: Path | str, program: Path, *arguments: str) -> str:
-    """The output of a client's program. It runs with Tandem's source, the addresses and the key, in
-    the stack's directory."""
+    """The output of a client's program. The program runs with Tandem's source, the addresses and
+    the key, in the stack's directory."""
     environment = {
         name: value
         for name, value in os.environ.items()

@@ -113,7 +113,7 @@ def test_supervised_training_on_a_file(common: dict[str, Any], tmp_path: Path) -
     # The program continues from its checkpoint, with the optimizer's state.
     asyncio.run(sft_train.main(sft_train.Config(**settings | {"num_epochs": 3})))
     assert len(metrics(common, "train_mean_nll")) == 12
-    # Another program begins from its weights.
+    # Another program begins from the weights of the first program's last checkpoint.
     other = settings | {
         "log_path": str(tmp_path / "other"),
         "load_checkpoint_path": last["state_path"],

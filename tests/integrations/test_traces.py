@@ -114,7 +114,7 @@ def test_outputs_of_one_example_are_a_group() -> None:
 
 
 class Agent:
-    """Plays task 0 at once, with or without an error. The other tasks never end."""
+    """An agent that plays task 0 at once, with or without an error. The other tasks never end."""
 
     def __init__(self, *, fails: bool) -> None:
         self.fails, self.running = fails, 0
@@ -213,7 +213,7 @@ def test_arts_defaults_stand_for_what_peft_args_leave_out(
     made = dict[str, Any]()
 
     class Controller:
-        """Has one run, of rank 64 and alpha 32."""
+        """A controller with one run, which has LoRA rank 64 and alpha 32."""
 
         async def create_run(
             self, _run: str, *, base_model: str, lora: dict[str, Any] | None

@@ -1,5 +1,5 @@
-"""A collector's thread and its page: failures, hangs and old measurements; and how histograms
-count."""
+"""The tests of a collector's thread and its page cover failures, hangs, old measurements, and the
+counts of histograms."""
 
 import threading
 
@@ -15,7 +15,7 @@ USED, FOUND = "tandem_gpu_memory_used_bytes", "tandem_gpu_found"
 
 
 class Driver(Collector):
-    """Stands in for a device driver that fails and hangs."""
+    """A stand-in for a device driver that fails and hangs."""
 
     name = "nvml"
     metrics = (
@@ -82,7 +82,8 @@ def test_a_hung_collector_delays_neither_the_scrape_nor_other_collectors(
         monkeypatch.setattr(collector.time, "monotonic", lambda: now() + 61)
         seen = exported.scrape()
         assert seen.get("tandem_collector_success", collector="nvml") == 0
-        assert seen.get(USED, uuid="GPU-a") is None  # the value may be wrong a minute later
+        # The page leaves the value out, because the value may be wrong a minute later.
+        assert seen.get(USED, uuid="GPU-a") is None
         assert seen.get(FOUND) is not None
         assert last_success("nvml") == hung
         monkeypatch.undo()
@@ -117,7 +118,8 @@ def test_a_failure_shows_and_what_was_collected_before_stays_for_a_minute(
     monkeypatch.setattr(collector.time, "monotonic", lambda: now() + 61)
     assert after(RuntimeError("the driver says no"), 6) == (0, None, 4)
     said = [record for record in caplog.records if record.name == "exporter"]
-    assert len(said) == 3  # one line when it begins to fail, one when it works again
+    # The collector logs one line when it begins to fail, and one line when it works again.
+    assert len(said) == 3
 
 
 def test_a_value_on_a_buckets_bound_is_within_it(driver) -> None:

@@ -57,7 +57,7 @@ def test_the_volume_of_downloaded_models_has_its_own_series(tmp_path: Path, monk
 def test_a_full_volume_can_be_read_and_has_no_probe(volume: Spool, monkeypatch) -> None:
     monkeypatch.setattr("tandem.spool.fs.write_all", full_disk)
     exported = Exported(*make_collectors(Settings(root=volume.root, device="cpu"), ("trainer",)))
-    for _ in range(2):  # also between two probes
+    for _ in range(2):  # the second collection is between two probes
         seen = exported.collect()
         assert seen.get("tandem_policy_version", side="trainer", run="r") == 0
         assert seen.get("tandem_collector_success", collector="volumes") == 0
@@ -85,7 +85,8 @@ def test_programs_their_states_and_restarts(tmp_path: Path, monkeypatch) -> None
     for restarts in (0, 1):
         counts = exported.collect().by("program", "tandem_supervisor_process_restarts_total")
         assert counts == {"vllm": restarts, "runner": 0}
-    assert not exported.works("supervisor")  # supervisord has answered before
+    # supervisord has answered before, so its silence is a failure
+    assert not exported.works("supervisor")
 
 
 def test_the_build_says_what_is_installed(monkeypatch) -> None:

@@ -230,11 +230,11 @@ def test_failed_attempts_are_counted_by_their_error(volume: Spool) -> None:
         release(volume, job, 95, None)
         requeue(volume, job, kind)
     submit(volume, "j2")
-    volume.queue.cancel("j2")  # it began and ended between two collections
+    volume.queue.cancel("j2")  # j2 began and ended between two collections
     exported.collect()
     submit(volume, "j3")
     volume.queue.cancel("j3")
-    seen = exported.collect()  # lists the finished jobs again
+    seen = exported.collect()  # this collection lists the finished jobs again
     counts = seen.by("error", "tandem_job_attempts_failed_total")
     assert {error: count for error, count in counts.items() if count} == {
         "oom": 1,
@@ -246,7 +246,8 @@ def test_failed_attempts_are_counted_by_their_error(volume: Spool) -> None:
         "failed": 1,
         "cancelled": 2,
     }
-    assert seen.get("tandem_job_queue_wait_seconds_count", kind="rl") == 1  # only the first claim
+    # Only the first claim counts.
+    assert seen.get("tandem_job_queue_wait_seconds_count", kind="rl") == 1
     assert seen.get("tandem_job_duration_seconds_count", kind="rl") == 1  # cancelled jobs never ran
     assert not seen.all("tandem_job_gpu_left_bytes")  # the memory could not be measured
 
@@ -261,7 +262,8 @@ def test_events_from_before_the_exporter_are_read_but_not_counted(volume: Spool)
     seen = exported.collect()
     assert seen.get("tandem_jobs_finished_total", outcome="failed") == 0
     assert seen.get("tandem_train_tokens_total") == 0
-    assert seen.get("tandem_train_loss") == 0.5  # the loss comes at once, not with the next step
+    # The loss is exported at once, not only with the next step.
+    assert seen.get("tandem_train_loss") == 0.5
     step(volume, job, 2)
     volume.queue.finish(job, failed())
     seen = exported.collect()
@@ -329,7 +331,7 @@ def test_a_new_exporter_knows_what_idle_resident_ranks_keep(volume: Spool) -> No
         assert seen.get("tandem_jobs_finished_total", outcome="failed") == 0
         assert seen.get("tandem_job_release_seconds_count") == 0
         seen = exported.collect()
-    with volume.runner_lock("new"):  # the ranks went with their runner
+    with volume.runner_lock("new"):  # the ranks ended with their runner
         pass
     assert not exported_jobs(volume).collect().all("tandem_job_gpu_resident_bytes")
 
@@ -360,7 +362,8 @@ def test_a_silent_rank_is_not_up_and_its_memory_is_not_exported(volume: Spool, m
     seen = exported.collect()
     assert seen.by("rank", "tandem_rank_up") == {"0": 0, "1": 1, "2": 0}
     assert seen.by("rank", "tandem_torch_memory_allocated_bytes").keys() == {"1"}
-    assert seen.get("tandem_train_rank_step", run="r", rank="0") == 1  # rank 0's step stays
+    # rank 0's step is still exported
+    assert seen.get("tandem_train_rank_step", run="r", rank="0") == 1
 
 
 def test_while_an_attempt_waits_no_rank_is_silent(volume: Spool, monkeypatch) -> None:
@@ -432,7 +435,7 @@ def test_a_volume_that_goes_and_comes_back(volume: Spool, tmp_path: Path, monkey
     monkeypatch.undo()
     assert not seen.names & {"tandem_torch_memory_allocated_bytes", "tandem_rank_up"}
     assert seen.get("tandem_train_rank_step", run="r", rank="0") == 0
-    assert seen.get("tandem_train_active") == 1  # alerts about a hang need these three
+    assert seen.get("tandem_train_active") == 1  # alerts about a hang need these three metrics
     assert seen.all("tandem_job_info")
     assert seen.get("tandem_train_last_step_timestamp_seconds", run="r") is not None
     assert seen.get("tandem_train_tokens_total") == 640
@@ -497,12 +500,13 @@ def test_only_jobs_whose_files_have_not_moved_are_remembered_and_a_used_id_count
     jobs = JobsCollector(opener(volume))
     exported = Exported(jobs)
     exported.collect()
-    for number in range(4):  # followed while they run, or found when they have ended
+    # The collector follows two jobs while they run, and finds the two others when they have ended.
+    for number in range(4):
         submit(volume, f"j{number}")
         claimed = volume.queue.claim("runner")
         if number % 2:
             exported.collect()
-        if number == 3:  # a process dies between the terminal event and the move
+        if number == 3:  # a process dies between the terminal event and the job's move
             volume.events.append("j3", "failed", error=failed().error.model_dump())
             exported.collect()
         finish(claimed)

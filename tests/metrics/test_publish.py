@@ -102,7 +102,7 @@ def test_served_and_refused_steps_are_counted_once(volume: Spool) -> None:
     assert seen.get("tandem_publish_total", outcome="served") == 0
     assert seen.get("tandem_publish_logprob_error_nats") == 0.005
     assert seen.get("tandem_publish_logprob_error_allowed_nats") == 0.15
-    for number in (2, 3):  # two steps between two collections
+    for number in (2, 3):  # two steps are served between two collections
         job = train_one(volume)
         serve(volume, number)
         append_served(volume, job)
@@ -159,7 +159,7 @@ def test_the_phase_of_merged_weights_is_what_the_server_says(volume: Spool, tmp_
     )
     assert seen.get("tandem_collector_success", collector="merged") == 0
     (tmp_path / "gone").rename(volume.root)
-    vllm.merged_phase = ""  # a vLLM that serves adapters
+    vllm.merged_phase = ""  # stands for a vLLM that serves adapters
     assert not exported.works("merged")
     vllm.stop()
     seen = exported.collect()
@@ -199,14 +199,15 @@ def test_records_and_events_that_no_publisher_writes(volume: Spool, monkeypatch)
     for _ in range(2):
         seen = exported.collect()
         assert seen.get("tandem_publish_total", outcome="served") == 3
-        # One event has no seconds.
+        # The event of step 1 has a list in place of the seconds by stage, so step 1 gives no
+        # duration.
         assert seen.get("tandem_publish_duration_seconds_count", stage="load") == 2
     asked = []
     manifest = Checkpoints.manifest
     monkeypatch.setattr(
         Checkpoints, "manifest", lambda *step: asked.append(step) or manifest(*step)
     )
-    serve(volume, 5000)  # the collector does not search for each step up to this one
+    serve(volume, 5000)  # the collector does not look up every step below 5000
     exported.collect()
     assert len(asked) <= 2
 

@@ -128,7 +128,7 @@ async def main() -> None:
     steps = {info.step for info in await backend._tandem.checkpoints(run)}
     assert {0, 1, 3} <= steps, steps
     known = _marker(model, 1)
-    known.rmdir()  # ART does not know step 1 now, as if another program had made it
+    known.rmdir()  # now ART does not know step 1, as if another program had made step 1
     await model.delete_checkpoints()
     assert {0, 1, 3} == {info.step for info in await backend._tandem.checkpoints(run)}
     known.mkdir()

@@ -1,5 +1,5 @@
 """An OpenAI client (openai 2.x and 3.x) through the rollout door: each choice alone is a turn, and
-the turns train."""
+a job trains on the turns."""
 
 import json
 import os

@@ -61,7 +61,8 @@ def _wandb(directory: Path, run: str, metric: str) -> list[Curve]:
             }
             if metric in row:
                 rows.append((row["_step"], row["optimizer_step"], row[metric]))
-    for rows in found.values():  # W&B's server accepts only rows whose step is above the last one
+    # W&B's server accepts only rows whose step is above the step of the row before.
+    for rows in found.values():
         assert [row[0] for row in rows] == sorted({row[0] for row in rows})
     return [[row[1:] for row in rows] for _, rows in sorted(found.items())]
 
@@ -75,8 +76,8 @@ def _mlflow(directory: Path, run: str, metric: str) -> list[Curve]:
 
 
 def tables(directory: Path, run: str) -> dict[str, list[tuple[int, Any]]]:
-    """The tables of samples in each tracker. Each table is an optimizer step with the table's rows;
-    in TensorBoard it is an optimizer step with the last line of the text."""
+    """The tables of samples in each tracker. For W&B and MLflow, a table is (optimizer step, rows).
+    For TensorBoard, a table is (optimizer step, last line of the text)."""
     loaded = accumulator(directory, run)
     texts = loaded.Tensors("samples") if "samples" in loaded.Tags()["tensors"] else []
     found: dict[str, list[tuple[int, Any]]] = {"wandb": [], "mlflow": []}

@@ -55,7 +55,7 @@ def test_the_loaders_of_all_trackers_find_the_same_run(history):
         assert read("checkpoint/peak_memory_bytes") == [(2, 3000), (3, 3000)]
         assert read("checkpoint/reward_mean") == [(2, 0.5), (3, 0.5)]
         assert [step for step, _ in read("served/mean_abs_logprob_error")] == [2, 3]
-        assert read("memory_optimizer_peak_bytes") == []  # null in the event
+        assert read("memory_optimizer_peak_bytes") == []  # the event has null for this value
     table = accumulator(history.directory, history.run).Tensors("hyperparameters")
     assert b"| optimizer.learning_rate | 0.0001 |" in table[0].tensor_proto.string_val[0]
 
@@ -80,7 +80,7 @@ def test_each_tracker_has_a_table_of_what_was_sampled_for_a_checkpoint(history, 
     def follow() -> None:
         track(history.client, history.run, to, lambda: file, follow=False)
 
-    history.train(1, 0.9)  # before there is a file
+    history.train(1, 0.9)  # at this step `file` does not exist yet
     follow()
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     history.train(2, 0.8)
@@ -206,8 +206,8 @@ t.track(Tandem(sys.argv[5], sys.argv[6]), sys.argv[1], [sys.argv[2]], follow=Fal
     [("tensorboard", "after", 4), ("wandb", "after", 60), ("mlflow", "before the tag", 4)],
 )
 def test_a_kill_loses_and_doubles_no_step(history, kind, moment, steps):
-    """The tracking process gets SIGKILL right after it has written a row. With MLflow this is
-    before the process sets the tag that confirms the row."""
+    """The tracking process gets SIGKILL right after it has written a row. With MLflow the signal
+    arrives before the process sets the tag that confirms the row."""
     losses = [step / 64 for step in range(steps)]
     history.train(1, *losses)
     arguments = [
@@ -253,7 +253,7 @@ def test_it_follows_jobs_to_come(history):
         threading.Thread(target=track, args=arguments, kwargs={"follow": True}, daemon=True).start()
         history.begin()
         history.steps(1, 0.5)
-        written("loss", 1)  # while the job runs
+        written("loss", 1)  # the row is written while the job still runs
         history.steps(2, 0.5)
         written("loss", 1, 2)
         history.succeed()
@@ -270,7 +270,7 @@ def test_two_trackers_of_a_run_in_one_place_are_refused(history, kind):
     to = place(kind, history.directory)
     with pytest.raises(Conflict, match="another `tandem track`"):
         track(history.client, history.run, [to, to], follow=False)
-    run_track(history, kind)  # the lock ended with its holder
+    run_track(history, kind)  # the call that held the lock has ended, so the lock is free
 
 
 def test_a_wrong_place_and_a_missing_package_are_named(history, monkeypatch):
