@@ -128,7 +128,7 @@ def claims(spool: Spool, count: int) -> dict[str, float]:
         if job is not None:
             error = JobError(type="rank_error", message="bench")
             spool.queue.finish(job, JobResult(state="failed", error=error, finished=time.time()))
-        assert any(spool.jobs.index.heads())  # the runner asks this before it claims a job
+        assert any(spool.jobs.index.heads())  # the runner checks this before it claims a job
         claim_begin = time.perf_counter()
         with syncs() as synced:
             job = spool.queue.claim("bench")

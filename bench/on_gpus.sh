@@ -9,7 +9,7 @@
 # Parts only where they are named, of four GPUs: starts4 swap4 learn4 ranks4 groups4 small plan4 (plan4-large: the models of 60 GB).
 # SHAPE=tiny DEVICE=cpu JOBS=2 show what of it runs without a GPU.
 set -uo pipefail
-# The images contain bytecode. With this variable each process would compile torch and Megatron again.
+# The images contain bytecode. With PYTHONDONTWRITEBYTECODE each process would compile torch and Megatron again.
 unset PYTHONDONTWRITEBYTECODE
 work=${WORK:-/tmp/tandem-bench}
 shape=${SHAPE:-qwen3-8b} device=${DEVICE:-cuda} jobs=${JOBS:-20}

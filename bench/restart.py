@@ -109,7 +109,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 ROW_LENGTH = {"tiny": 256}  # slots of a packed row, by shape
-LONG_ROW = 4096  # of the others
+LONG_ROW = 4096  # slots of a packed row, for the other shapes
 
 _MAKE_MODEL = """
 import json, sys
@@ -324,8 +324,8 @@ def host_memory(runner: int) -> dict[str, float]:
 
 
 def growth(stays: list[dict[str, float]]) -> dict[str, float]:
-    """The memory that stays after the last job, and its growth since the second job; the first job
-    may fill caches."""
+    """The memory that stays after the last job, and its growth since the second job. The growth
+    leaves out the first job, which may fill caches."""
     first, last = stays[min(1, len(stays) - 1)], stays[-1]
     found = {"left MiB": max(each["device MiB"] for each in stays)}
     for name in ("device MiB", "host MiB", "shm MiB", "open files"):
