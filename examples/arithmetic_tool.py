@@ -97,8 +97,8 @@ class Sums:
         return {**self.answer(""), "tool_calls": calls}
 
     def answer(self, content: object) -> Message:
-        """An answer. With the template's tools it has a thought, like the messages of a thinking
-        model."""
+        """An answer. With the template's tools the answer has a thought, like the messages of a
+        thinking model."""
         thought = {"reasoning": "hm"} if self.options else {}
         return {"role": "assistant", "content": str(content), **thought}
 
