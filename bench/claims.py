@@ -7,10 +7,10 @@ spools of several sizes.
                           checkpoints streams]
 
 Each size has a spool of its own, filled with copies of one small RL job (8 trajectories of 16
-tokens), and a controller process of its own; clients and claims run in this process. All of these
-share the machine's cores with other programs. `load` is the machine's load average during the
-measurement; CPU times depend on the load least. `between two jobs`: milliseconds from the call that
-ends a job until the next job is claimed.
+tokens), and a controller process of its own; clients and claims run in this process. Controller,
+clients and claims share the machine's cores with other programs. `load` is the machine's load
+average during the measurement; CPU times depend on the load least. `between two jobs`: milliseconds
+from the call that ends a job until the next job is claimed.
 """
 
 import argparse

@@ -144,7 +144,7 @@ run() {
     for part in shared one tensor data; do wants "$part" && model "$part"; done
     wait
     wants shared && into shared 600 python3 -m bench.shared --shape "$shape" --work "$work/shared" --out "$work/shared"
-    # This part runs alone on the machine: ranks of other parts would read too, and take memory bandwidth.
+    # The part `one` runs alone on the machine: ranks of other parts would read too, and take memory bandwidth.
     restart one 720 --jobs "$jobs" --seconds 650
     restart data 300 --ranks 2 --jobs 4
     wants memory && tests 0 tests/rank/test_memory_gpu.py tests/training/test_offload_gpu.py &

@@ -9,8 +9,8 @@ The base model has the shape `--shape` and random weights, which are made once. 
 of rank 16; each job is two optimizer steps of SFT. Times come from the job's own events; `left` is
 the memory that nvidia-smi shows between two jobs. After each job the memory of all remaining
 processes is read too, so that many jobs (`--jobs 20`) show its growth. Needs as many GPUs as ranks.
-With --side-by-side all ways run at once, and each way needs as many GPUs. With --device cpu and the
-shape `tiny` or `tiny-moe` the program only shows that it works.
+With --side-by-side all ways run at once, and each way needs as many GPUs as ranks. With --device
+cpu and the shape `tiny` or `tiny-moe` the program only shows that it works.
 """
 
 import argparse

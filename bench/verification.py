@@ -48,7 +48,7 @@ Key = tuple[int, str]  # step and kind of a case
 
 
 class Engine:
-    """vLLM in this process. It has the methods of `VllmClient` that `verify` calls."""
+    """vLLM in this process. The class has the methods of `VllmClient` that `verify` calls."""
 
     def __init__(self, model: str, dtype: str, lora: bool, memory: float) -> None:
         from vllm import LLM
