@@ -44,7 +44,7 @@ def train(out: Path, text: str, tell: Callable[[str], object]) -> dict[str, Any]
     """Trains by `tandem rl` with the configuration `text`. Returns the lines that `tandem rl`
     recorded, and samples of the first and the last step. `tell` is called with a readable sentence
     for each line."""
-    config = out / "sums.toml"  # the files of `tandem rl` are in the same directory
+    config = out / "sums.toml"  # `tandem rl` writes its files into this directory too
     config.write_text(text)
     settings = tomllib.loads(text)
     last = settings["rl"]["steps"]
