@@ -119,7 +119,7 @@ def syncs() -> Iterator[list[float]]:
 
 
 def claims(spool: Spool, count: int) -> dict[str, float]:
-    """Claims, heartbeats and ends of jobs, as the runner does them."""
+    """Claims jobs, writes heartbeats and ends jobs, as the runner does."""
     claimed, own, renewed, between = [], [], [], []
     job: Job | None = None
     computed = time.process_time()

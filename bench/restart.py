@@ -283,7 +283,7 @@ def measure(
 
 
 def wait(spool: Spool, job: str, log: Path, wanted: JobState = "succeeded") -> None:
-    """Waits until the job has ended. Raises AssertionError if its state is not `wanted`."""
+    """Waits until the job has ended. Raises AssertionError if the job's state is not `wanted`."""
     end = time.monotonic() + 300
     while (state := spool.jobs.get(job)[0]) not in TERMINAL:
         assert time.monotonic() < end, f"{job} did not end\n{log.read_text()[-3000:]}"

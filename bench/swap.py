@@ -492,7 +492,7 @@ def main() -> None:
         "--name", default=None, help="of the file under bench/results; default: swap-SHAPE"
     )
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends vLLM and the ranks too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the exit ends vLLM and the ranks
     options.out = options.out or Path(tempfile.mkdtemp(prefix="tandem-swap-"))
     options.logs, options.name = (
         options.logs or options.out,
