@@ -7,10 +7,10 @@ spools of several sizes.
                           checkpoints streams]
 
 Each size has a spool of its own, filled with copies of one small RL job (8 trajectories of 16
-tokens), and a controller process of its own; clients and claims run in this process. All of these
-share the machine's cores with other programs. `load` is the machine's load average during the
-measurement; CPU times depend on the load least. `between two jobs`: milliseconds from the call that
-ends a job until the next job is claimed.
+tokens), and a controller process of its own; clients and claims run in this process. Controller,
+clients and claims share the machine's cores with other programs. `load` is the machine's load
+average during the measurement; CPU times depend on the load least. `between two jobs`: milliseconds
+from the call that ends a job until the next job is claimed.
 """
 
 import argparse
@@ -119,7 +119,7 @@ def syncs() -> Iterator[list[float]]:
 
 
 def claims(spool: Spool, count: int) -> dict[str, float]:
-    """Claims, heartbeats and ends of jobs, as the runner does them."""
+    """Claims jobs, writes heartbeats and ends jobs, as the runner does."""
     claimed, own, renewed, between = [], [], [], []
     job: Job | None = None
     computed = time.process_time()
@@ -128,7 +128,7 @@ def claims(spool: Spool, count: int) -> dict[str, float]:
         if job is not None:
             error = JobError(type="rank_error", message="bench")
             spool.queue.finish(job, JobResult(state="failed", error=error, finished=time.time()))
-        assert any(spool.jobs.index.heads())  # the runner asks this before it claims a job
+        assert any(spool.jobs.index.heads())  # the runner checks this before it claims a job
         claim_begin = time.perf_counter()
         with syncs() as synced:
             job = spool.queue.claim("bench")

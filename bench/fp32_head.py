@@ -4,9 +4,9 @@ vLLM and in both.
     python -m bench.fp32_head --model DIRECTORY --adapters ROOT [--every 10] [--device cpu]
 
 Each adapter under `ROOT` is merged into the base model, whose weights are rounded to bf16, so that
-the trainer and vLLM have the same weights. Both score the sums of `bench.rounding`. vLLM gets
-`hf_overrides = {"head_dtype": "float32"}`, as a process of its own. `error` is the difference from
-transformers in float32.
+the trainer and vLLM have the same weights. The trainer and vLLM score the sums of `bench.rounding`.
+vLLM gets `hf_overrides = {"head_dtype": "float32"}`, as a process of its own. `error` is the
+difference from transformers in float32.
 """
 
 import argparse

@@ -5,12 +5,13 @@ the memory after `kill -9` of one rank.
     [--out DIR]
 
 Controller, runner and exporter run as in their containers, on the first GPUs, with Qwen3-0.6B's
-layers and a small vocabulary. The first job runs to its end: while it trains, each GPU has its
-own rank's process and no other, the exporter names each rank with its GPU and shows that GPU's
-memory; after the job `tandem memory` has every rank, and no memory is left in use. The second job
-has one attempt, and its last rank is killed: all GPUs must be empty within 30 s (docs/jobs.md). A
-third job must succeed. The exporter's pages stay in DIR. With --device cpu, ranks and processes are
-checked, memory is not.
+layers and a small vocabulary. The first job runs to its end. While this job trains, the program
+checks that each GPU has its own rank's process and no other, and that the exporter names each rank
+with its GPU and shows that GPU's memory. After the job, the program checks that `tandem memory` has
+every rank and that no memory is left in use. The second job has one attempt. The program kills this
+job's last rank: all GPUs must be empty within 30 s (docs/jobs.md). A third job must succeed. The
+exporter's pages stay in DIR. With --device cpu, the program checks ranks and processes, but not
+memory.
 """
 
 import argparse
@@ -177,8 +178,8 @@ class Trainer:
         ).stdout
 
     def page(self, name: str) -> dict[str, dict[tuple[str, ...], float]]:
-        """The exporter's page of now, as values by metric and then by the values of the labels, in
-        their order. The page is kept as a file."""
+        """The exporter's page at this moment: the values of each metric, by the tuple of the label
+        values in the page's order. The page is kept as a file."""
         text = httpx.get(self.metrics_url, timeout=10).raise_for_status().text
         (self.out / f"{name}.prom").write_text(text)
         found: dict[str, dict[tuple[str, ...], float]] = {}
@@ -245,7 +246,7 @@ def watched_job(trainer: Trainer, gpus: Gpus, epochs: int) -> dict[str, Any]:
     for number in range(ROUNDS):
         looks.append(differences(trainer, gpus, pids, number))
         if any(event.type == "checkpoint" for event in trainer.client.job_events(job)):
-            looks.pop()  # the job came to its end meanwhile
+            looks.pop()  # the job ended during this comparison
             break
         time.sleep(0.5)
     agreed = sum(not look for look in looks)

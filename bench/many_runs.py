@@ -2,9 +2,10 @@
 
     python -m bench.many_runs [--runs 20000] [--limit 200] [--pages 20]
 
-A controller process on a spool with copies of one new run, all of them served. The first page is
-the first request after the controller's start; the other pages are requested one after another.
-`load` is the machine's load average during the measurement; CPU times depend on the load least.
+The program starts a controller on a spool with copies of one new run; all copies are served. The
+first page is the first request after the controller's start; the other pages are requested one
+after another. `load` is the machine's load average during the measurement; CPU times depend on the
+load least.
 """
 
 import argparse

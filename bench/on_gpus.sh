@@ -9,7 +9,7 @@
 # Parts only where they are named, of four GPUs: starts4 swap4 learn4 ranks4 groups4 small plan4 (plan4-large: the models of 60 GB).
 # SHAPE=tiny DEVICE=cpu JOBS=2 show what of it runs without a GPU.
 set -uo pipefail
-# The images contain bytecode. With this variable each process would compile torch and Megatron again.
+# The images contain bytecode. With PYTHONDONTWRITEBYTECODE each process would compile torch and Megatron again.
 unset PYTHONDONTWRITEBYTECODE
 work=${WORK:-/tmp/tandem-bench}
 shape=${SHAPE:-qwen3-8b} device=${DEVICE:-cuda} jobs=${JOBS:-20}
@@ -144,7 +144,7 @@ run() {
     for part in shared one tensor data; do wants "$part" && model "$part"; done
     wait
     wants shared && into shared 600 python3 -m bench.shared --shape "$shape" --work "$work/shared" --out "$work/shared"
-    # This part runs alone on the machine: ranks of other parts would read too, and take memory bandwidth.
+    # The part `one` runs alone on the machine: ranks of other parts would read too, and take memory bandwidth.
     restart one 720 --jobs "$jobs" --seconds 650
     restart data 300 --ranks 2 --jobs 4
     wants memory && tests 0 tests/rank/test_memory_gpu.py tests/training/test_offload_gpu.py &

@@ -6,18 +6,19 @@
     python -m bench.peers table ROW.json ...        (writes bench/results/peers.json)
 
 Each with PYTHONPATH=src:examples. The task is `examples/sums.py` with sums of numbers from 10 to
-99: 32 groups of 8 answers of at most 24 tokens per step, 4 optimizer steps of 8 groups each (fewer
-than 8 `--groups` are one), LoRA of rank 16 on all linear layers. Every `--every` steps 200 other
-sums are evaluated, sampled once at temperature 1: `reward` is the share of right sums, `alone` the
-share of answers that are a number and nothing else. `--task noise` is for speed alone: the reward
-is a checksum's parity, the answers are as long as `--tokens` allows, and nothing is evaluated.
+99: 32 groups of 8 answers of at most 24 tokens per step, 4 optimizer steps of 8 groups each, LoRA
+of rank 16 on all linear layers. With fewer than 8 `--groups` there is one optimizer step. Every
+`--every` steps 200 other sums are evaluated, sampled once at temperature 1: `reward` is the share
+of right sums, `alone` the share of answers that are a number and nothing else. `--task noise` is
+for speed alone: the reward is a checksum's parity, the answers are as long as `--tokens` allows,
+and nothing is evaluated.
 
 Tandem's stack runs already (TANDEM_URL, TANDEM_INFERENCE_URL). TRL's server does too:
 `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "nccl"}'
 --logprobs-mode processed_logprobs`. Both trainers have their own loss (CISPO, DAPO) and their own
 correction for the sampler's rounding; all other settings that both have are equal. A row ends after
-`--steps` steps or `--seconds`, whichever is first. `idle`: the share of time in which nothing ran
-on a GPU (NVML); `peak MiB`: the most memory in use on each.
+`--steps` steps or `--seconds`, whichever is first. In a row, `idle` is the share of time in which
+nothing ran on a GPU (NVML), and `peak MiB` is the most memory in use on each GPU.
 """
 
 import argparse
@@ -153,7 +154,7 @@ class Record:
 
 def trl_side(options: argparse.Namespace) -> None:
     record = Record(options, f"TRL, {options.mode}" if options.mode else "TRL, transformers")
-    # without this, vLLM finds it by the route to 8.8.8.8
+    # without this variable, vLLM finds its address by the route to 8.8.8.8
     os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
     from datasets import Dataset
     from datasets.table import InMemoryTable
@@ -191,9 +192,9 @@ def trl_side(options: argparse.Namespace) -> None:
             parts.clear()
 
     def rows(tasks: list[sums.Task]) -> Dataset:
-        """The tasks' prompts and sums. Without a fingerprint, datasets would pickle the table for
-        one, and with it the whole module pyarrow where pyarrow is outside Python's prefix and
-        outside a directory `site-packages`."""
+        """The tasks' prompts and sums. Without a given fingerprint, datasets would pickle the table
+        to compute one. The pickle would contain the whole module pyarrow if pyarrow is outside
+        Python's prefix and outside a directory `site-packages`."""
         made = [{"prompt": sums.question(a, b), "wanted": a + b} for a, b in tasks]
         return Dataset(InMemoryTable.from_pylist(made), fingerprint=f"sums-{len(made)}")
 
@@ -281,7 +282,7 @@ def tandem_side(options: argparse.Namespace) -> None:
         try:
             note(loop.stdout, record)
         except BaseException:
-            loop.kill()  # the block's end waits for it
+            loop.kill()  # the end of the `with` block waits for the loop
             raise
         finally:
             timer.cancel()

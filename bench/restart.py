@@ -9,8 +9,8 @@ The base model has the shape `--shape` and random weights, which are made once. 
 of rank 16; each job is two optimizer steps of SFT. Times come from the job's own events; `left` is
 the memory that nvidia-smi shows between two jobs. After each job the memory of all remaining
 processes is read too, so that many jobs (`--jobs 20`) show its growth. Needs as many GPUs as ranks.
-With --side-by-side all ways run at once, and each way needs as many GPUs. With --device cpu and the
-shape `tiny` or `tiny-moe` the program only shows that it works.
+With --side-by-side all ways run at once, and each way needs as many GPUs as ranks. With --device
+cpu and the shape `tiny` or `tiny-moe` the program only shows that it works.
 """
 
 import argparse
@@ -109,7 +109,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 ROW_LENGTH = {"tiny": 256}  # slots of a packed row, by shape
-LONG_ROW = 4096  # of the others
+LONG_ROW = 4096  # slots of a packed row, for the other shapes
 
 _MAKE_MODEL = """
 import json, sys
@@ -283,7 +283,7 @@ def measure(
 
 
 def wait(spool: Spool, job: str, log: Path, wanted: JobState = "succeeded") -> None:
-    """Waits until the job has ended. Raises AssertionError if its state is not `wanted`."""
+    """Waits until the job has ended. Raises AssertionError if the job's state is not `wanted`."""
     end = time.monotonic() + 300
     while (state := spool.jobs.get(job)[0]) not in TERMINAL:
         assert time.monotonic() < end, f"{job} did not end\n{log.read_text()[-3000:]}"
@@ -324,8 +324,8 @@ def host_memory(runner: int) -> dict[str, float]:
 
 
 def growth(stays: list[dict[str, float]]) -> dict[str, float]:
-    """The memory that stays after the last job, and its growth since the second job; the first job
-    may fill caches."""
+    """The memory that stays after the last job, and its growth since the second job. The growth
+    leaves out the first job, which may fill caches."""
     first, last = stays[min(1, len(stays) - 1)], stays[-1]
     found = {"left MiB": max(each["device MiB"] for each in stays)}
     for name in ("device MiB", "host MiB", "shm MiB", "open files"):

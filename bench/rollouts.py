@@ -5,8 +5,8 @@ server.
                              [--tokens 24 512] [--turns 1 3] [--answers 4] [--repeat 2] [--name N]
     python -m bench.rollouts --client [--in-flight 256 1024]
 
-URL is a vLLM's, its key is in TANDEM_API_KEY or TANDEM_API_KEY_FILE. The model is a run's step, as
-the loop samples; without `--model` it is the first step that vLLM lists. One side is
+URL is the address of a vLLM, whose key is in TANDEM_API_KEY or TANDEM_API_KEY_FILE. The model is a
+run's step, as the loop samples; without `--model` it is the first step that vLLM lists. One side is
 `Environment.play` with the `Sampler` of `tandem rl`, without training: each conversation is a
 session of the rollout door (`/rollout`). The other side is the function with which `vllm bench
 serve` sends chat completions; this function asks for no log-probs and reads a stream. Both sides
@@ -131,7 +131,7 @@ def vllm_side(
 
 async def measure(play: Conversation, in_flight: int, conversations: int) -> dict[str, Any]:
     """Plays a round that opens the connections, and then `conversations` conversations, `in_flight`
-    at once. Returns the figures of the latter."""
+    at once. Returns the figures of these conversations."""
     numbers, total = itertools.count(), 0
 
     async def worker(end: int) -> None:
@@ -160,8 +160,8 @@ async def measure(play: Conversation, in_flight: int, conversations: int) -> dic
 
 
 def listener(url: str) -> Callable[[], float]:
-    """A function that returns the CPU seconds used so far by the process that listens at `url`. It
-    returns 0 if no process on this machine does."""
+    """A function that returns the CPU seconds used so far by the process that listens at `url`. The
+    function returns 0 if no process on this machine listens there."""
     port = httpx.URL(url).port
     found = [
         one.pid

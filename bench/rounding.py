@@ -11,7 +11,7 @@ An error is the absolute difference of a token's log-prob from float32 by transf
 `ratio` is the mean error divided by the mean error of transformers in bf16, and `±` is the ratio's
 standard error by a bootstrap over adapters. `--parts` computes the trainer's layers with one part
 in float32 at a time. With `--parts`, the layers are computed by torch's functions instead of the
-trainer's kernels. This works for dense models without an FP8 base.
+trainer's kernels. `--parts` works for dense models without an FP8 base.
 """
 
 import argparse

@@ -118,7 +118,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def main(directory: Path, ranks: int) -> None:
-    """One rank. It follows the orders of `Senders` until it is killed."""
+    """Runs one rank, which follows the orders of `Senders` until it is killed."""
     import torch
 
     from tandem.families.registry import read_arch

@@ -4,11 +4,11 @@ leave.
     python bench/sessions.py --model DIR [--shape qwen3-8b] [--calls 50] [--row 4096]
                              [--device cuda] [--gpu 0] [--out DIR]
 
-A real runner, one rank, a LoRA of rank 16. First a job of `--calls` optimizer steps runs, each on
-one row. Then a session's client makes `--calls` calls: it appends a pass over a row of the same
-size and an optimizer step, and waits for both results. After that the ranks leave because no call
-arrives, and the GPU's memory is read. One more call starts the ranks again. Prints a line of JSON
-for each figure.
+The program starts a real runner with one rank; the run has a LoRA of rank 16. First a job of
+`--calls` optimizer steps runs, each on one row. Then a session's client makes `--calls` calls: it
+appends a pass over a row of the same size and an optimizer step, and waits for both results. After
+that the ranks leave because no call arrives, and the GPU's memory is read. One more call starts the
+ranks again. Prints a line of JSON for each figure.
 
 With `--shape` the model's weights are random, and are written to DIR if nothing is there.
 """
@@ -195,7 +195,7 @@ def measure(options: argparse.Namespace, out: Path) -> Iterator[tuple[str, float
     with log.open("wb") as errors:
         runner = subprocess.Popen(command, env=environment, stdout=errors, stderr=errors)
         try:
-            time.sleep(12)  # the fork server's imports
+            time.sleep(12)  # the fork server finishes its imports
             before = used(options)
             submit(spool, options, vocabulary)
             ended(spool, RUN, log)

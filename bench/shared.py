@@ -66,8 +66,8 @@ def write_tokenizer(directory: Path, vocabulary: int) -> None:
 
 
 class Parts:
-    """vLLM, publisher and runner, their logs in one directory; none of them is left after
-    `close`."""
+    """vLLM, publisher and runner, with their logs in one directory. After `close` none of these
+    programs is left."""
 
     def __init__(self, root: Path, model: Path, options: argparse.Namespace) -> None:
         self.root, self.logs = root, options.out

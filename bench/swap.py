@@ -5,18 +5,18 @@ until the checkpoint is served.
     64] [--swaps 8]
                          [--gpus 0] [--trainer-gpus 1] [--publications 500]
 
-vLLM runs with Tandem's settings, the base model and the adapters (rank 16, on all linear layers, or
-on attention only in a mixture of experts) have random weights. `--requests` streams run all the
-time. The program commits a checkpoint, and Tandem's publisher copies, loads, verifies and announces
-the checkpoint. The stall of a swap is the longest gap between two tokens of a running request
-around the swap, less the median gap. With nccl and volume the ranks of a trainer send or write
-whole weights (these ranks don't train: they have the random adapters). `sent` is the time to
-connect and send, and `sending` is the time without connecting. These two ways share one vLLM. vLLM
-and the trainer each have as many tensor-parallel ranks as GPUs. After the swaps, `--many` requests
-without streams measure the throughput with the newest checkpoint, from the start of the first
-request to the end of the last. The checkpoint's probe consists of vLLM's own log-probs. With
-`--publications N`, N more checkpoints follow one another while nobody samples, and the memory of
-vLLM's processes is read after the 10th and after every 50th.
+vLLM runs with Tandem's settings. The base model and the adapters have random weights. An adapter
+has rank 16 and is on all linear layers, or on attention only in a mixture of experts. `--requests`
+streams run all the time. The program commits a checkpoint, and Tandem's publisher copies, loads,
+verifies and announces the checkpoint. The stall of a swap is the longest gap between two tokens of
+a running request around the swap, less the median gap. With nccl and volume the ranks of a trainer
+send or write whole weights (these ranks don't train: they have the random adapters). `sent` is the
+time to connect and send, and `sending` is the time without connecting. The ways nccl and volume
+share one vLLM. vLLM and the trainer each have as many tensor-parallel ranks as GPUs. After the
+swaps, `--many` requests without streams measure the throughput with the newest checkpoint, from the
+start of the first request to the end of the last. The checkpoint's probe consists of vLLM's own
+log-probs. With `--publications N`, N more checkpoints follow one another while nobody samples, and
+the memory of vLLM's processes is read after the 10th and after every 50th.
 """
 
 import argparse
@@ -492,7 +492,7 @@ def main() -> None:
         "--name", default=None, help="of the file under bench/results; default: swap-SHAPE"
     )
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends vLLM and the ranks too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the exit ends vLLM and the ranks
     options.out = options.out or Path(tempfile.mkdtemp(prefix="tandem-swap-"))
     options.logs, options.name = (
         options.logs or options.out,

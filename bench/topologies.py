@@ -10,11 +10,11 @@ Each case runs jobs of some optimizer steps through the runner, by `fork`, on a 
 weights. Cases with the same shape and row have the same data, so their first losses differ by
 rounding alone. tokens/s are measured over all optimizer steps of the job but the first. Memory is
 the peak of the fullest rank: torch's allocations, and what CUDA and NCCL use in addition. The cases
-`groups-…` show the latter for small models. With `--recommended N` each case has the topology that
-`tandem plan` recommends for N of this machine's GPUs. A job of all weights is then cancelled after
-its steps, before it writes ten bytes per weight. With `--hosts N` each case's ranks are divided
-over N hosts, each of which is an agent on this machine. `DIR` should be in memory: the largest
-models have 65 GB.
+`groups-…` show what CUDA and NCCL use for small models. With `--recommended N` each case has the
+topology that `tandem plan` recommends for N of this machine's GPUs. A job of all weights is then
+cancelled after its steps, before it writes ten bytes per weight. With `--hosts N` each case's ranks
+are divided over N hosts, each of which is an agent on this machine. `DIR` should be in memory: the
+largest models have 65 GB.
 """
 
 import argparse
@@ -212,7 +212,7 @@ CASES = {
     "0.6b-1": Case("0.6b", ranks=1, steps=9),
     "0.6b-1-2k": Case("0.6b", ranks=1, row=2048, steps=9),
     "0.6b-full-1": Case("0.6b", ranks=1, full=True),
-    # Both stages hold the tied table.
+    # Both pipeline stages hold the tied embedding table.
     "0.6b-full-pp2": Case("0.6b", {"PIPELINE_PARALLEL": 2}, full=True),
     "8b-6l-full-1": Case("8b-6l", ranks=1, full=True),
     "8b-6l-full-dp2": Case("8b-6l", full=True),
@@ -310,8 +310,8 @@ def submit(spool: Spool, job_id: str, vocabulary: int, case: Case) -> None:
 
 def gpu_memory() -> int:
     """Memory of GPU 0 in bytes; 80 GiB, as on an H100, on a machine without GPUs. nvidia-smi
-    measures it, because this process must not hold memory on the trainer's GPUs: the runner would
-    wait."""
+    measures the memory, because this process must not hold memory on the trainer's GPUs: the runner
+    would wait."""
     if not torch.cuda.is_available():
         return 80 * 2**30
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
@@ -534,7 +534,7 @@ def main() -> None:
         try:
             rows.append(measure(name, case, options))
             print(json.dumps(rows[-1]), f"{time.monotonic() - options.begun:.0f} s", flush=True)
-        except (AssertionError, InvalidInput) as error:  # InvalidInput: no topology fits
+        except (AssertionError, InvalidInput) as error:  # InvalidInput means that no topology fits
             print(f"{name}: {error}", flush=True)
         if CASES[name].model not in models[number + 1 :]:
             shutil.rmtree(options.out / CASES[name].model)  # makes room for the next model

@@ -12,9 +12,9 @@ after one prompt of 2048, which Tandem computes once. `--limit`: GiB of the GPU 
 
 Model TFLOP/s count the forward pass and the gradient of activations, because the base is frozen: 4
 FLOPs per weight and token, and 3.5 times the FLOPs of causal attention's forward pass. With
-`--trainable full` they count 6 FLOPs per weight and token. Recomputation is not counted. A step is
-forward, backward and Adam; with `--ranks 2`, of data-parallel ranks that compute a row each. Each
-way runs in processes of its own.
+`--trainable full` model TFLOP/s count 6 FLOPs per weight and token. Recomputation is not counted. A
+step is forward, backward and Adam. With `--ranks 2`, two data-parallel ranks each compute a row in
+a step. Each way runs in processes of its own.
 """
 
 import argparse
@@ -83,8 +83,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def shape_of(row: str) -> tuple[list[int], int]:
-    """The lengths of a row's sequences, and the number of tokens that the row has without
-    sharing."""
+    """The lengths of a row's sequences, and the number of tokens that the row would have if its
+    sequences shared no prompt."""
     if row == "tree":
         return [2048 + 16 * 512], 16 * (2048 + 512)
     count, _, length = row.rpartition("x")
@@ -184,7 +184,7 @@ def tandem_step(
         optimizer.zero_grad()
         with policy.adapter_fixed():
             policy(tensors).logprobs.mean().backward()
-            if not repeated:  # as `Training` does in a job of many rows
+            if not repeated:  # `Training` does the same in a job of many rows
                 repeated.append(True)
                 graphs.repeat(policy, tensors, 100)
                 print("graphs", policy.layer_graphs is not None, file=sys.stderr)

@@ -6,8 +6,8 @@ that are accepted.
 `--rows FILE` gets each case's errors as soon as the case is done, so the same command continues
 after a kill.
 
-`RUN` and `OTHER` are runs of one base model on a spool that a training has left. vLLM runs in this
-process, so that it can be made to hold an adapter that the file does not have
+`RUN` and `OTHER` are runs of one base model on the spool of an earlier training. vLLM runs in this
+process, so that this program can make vLLM hold an adapter that the file does not have
 (`bench.verification_cases`). Each case goes through the publisher's own two checks: of the tensors
 that vLLM's worker holds, and of the log-probs of the checkpoint's probe. `--mode merged` merges the
 adapter into vLLM's weights instead, and compares rows of these weights.
@@ -48,7 +48,7 @@ Key = tuple[int, str]  # step and kind of a case
 
 
 class Engine:
-    """vLLM in this process. It has the methods of `VllmClient` that `verify` calls."""
+    """vLLM in this process. The class has the methods of `VllmClient` that `verify` calls."""
 
     def __init__(self, model: str, dtype: str, lora: bool, memory: float) -> None:
         from vllm import LLM

@@ -3,7 +3,7 @@
 The calculator adds two numbers, so a sum of three takes two calls and three turns. A call is plain
 text (`calc 3+4`), which works with every chat template. With `tools = true` a call has the form of
 the chat template and of vLLM's parser of calls. A model that has never seen the task first learns
-to answer in two ways, by the calculator and by a guess. The tiny model:
+to answer in two ways, by the calculator and by a guess. The commands for the tiny model:
 
     python examples/arithmetic_tool.py > sums.jsonl
     tandem train sft arithmetic sums.jsonl --learning-rate 5e-3 --epochs 40 --lora-rank 16
@@ -97,8 +97,8 @@ class Sums:
         return {**self.answer(""), "tool_calls": calls}
 
     def answer(self, content: object) -> Message:
-        """An answer. With the template's tools it has a thought, like the messages of a thinking
-        model."""
+        """An answer. With the template's tools the answer has a thought, like the messages of a
+        thinking model."""
         thought = {"reasoning": "hm"} if self.options else {}
         return {"role": "assistant", "content": str(content), **thought}
 

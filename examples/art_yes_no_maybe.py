@@ -78,7 +78,7 @@ async def main(
     await model.register(backend)
     if await model.get_step() == 0:
         await teach(model, epochs)
-    if pipeline:  # rollouts go on while a step is trained
+    if pipeline:  # in this mode rollouts go on while a step is trained
         trainer = PipelineTrainer(
             model,
             backend,

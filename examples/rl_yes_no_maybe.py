@@ -1,7 +1,7 @@
 """The task of `rl_yes_no_maybe.toml`: answer with yes (reward 0.5), no (0.75) or maybe (1.0).
 
-A model that has never seen the task first learns the three answers by SFT, in which they are
-equally frequent:
+A model that has never seen the task first learns the three answers by SFT. In the SFT data the
+three answers are equally frequent:
 
     python examples/rl_yes_no_maybe.py > examples.jsonl
     tandem train sft yes-no-maybe examples.jsonl --learning-rate 5e-3 --epochs 40 --lora-rank 16

@@ -92,8 +92,8 @@ def fetch_wheel(work: Path) -> Path:
 
 
 def _pip(work: Path) -> list[str]:
-    """The command that runs pip. An environment made by uv has no pip; then an environment with pip
-    is made in `work`."""
+    """The command that runs pip. An environment made by uv has no pip. In this case the function
+    makes an environment with pip in `work`."""
     if find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     try:
@@ -108,14 +108,14 @@ def _pip(work: Path) -> list[str]:
 
 def convert(gguf: Path, directory: Path) -> None:
     """Write the GGUF as bfloat16 safetensors, with configuration, tokenizer and chat template."""
-    # The libraries read both variables when they are imported. Then nothing is fetched from the
-    # hub, and there is no progress bar for the 272 tensors.
+    # The libraries below read both variables when they are imported. With these variables nothing
+    # is fetched from the hub, and there is no progress bar for the 272 tensors.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import set_verbosity_error
 
-    # otherwise it would print names of GGUF's own keys, which say nothing about the model
+    # otherwise transformers would print names of GGUF's own keys, which say nothing about the model
     set_verbosity_error()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(

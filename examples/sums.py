@@ -1,6 +1,7 @@
-"""The task of `sums.toml`: sums of two numbers. The right last number earns 1.
+"""The task of `sums.toml`: sums of two numbers. An answer whose last number is right gets the
+reward 1.
 
-A real model needs no SFT before it:
+A real model needs no SFT before RL on this task:
 
     python examples/smollm2.py models/smollm2
     TANDEM_BASE_MODEL=$PWD/models/smollm2 tandem up      # in another terminal

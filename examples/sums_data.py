@@ -4,7 +4,7 @@
     python examples/sums_data.py pairs RUN@STEP > sums-dpo.jsonl  # the best and worst of 8 answers
     python examples/sums_data.py reward RUN@STEP                  # the mean of one answer to each
 
-`pairs` and `reward` sample from vLLM; its address and key come from TANDEM_INFERENCE_URL and
+`pairs` and `reward` sample from vLLM; vLLM's address and key come from TANDEM_INFERENCE_URL and
 TANDEM_API_KEY. A sum whose 8 answers have equal rewards gives no pair.
 """
 

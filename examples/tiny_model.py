@@ -94,7 +94,7 @@ def write_tiny_qwen3(
             ("self_attn.k_norm", head_dim),
         ]:
             tensors[f"{at}.{name}.weight"] = np.ones(size, np.float32)
-    # save_file is not used, because only the user who runs it could read the files that it writes.
+    # save_file is not used, because only the user who calls save_file could read its files.
     (directory / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     config = {
         "architectures": ["Qwen3ForCausalLM"],

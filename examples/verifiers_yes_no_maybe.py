@@ -16,7 +16,7 @@ import verifiers.v1 as vf
 from tandem.client import AsyncTandem
 from tandem.client.verifiers import VerifiersEnvironment
 
-# by this list the module's name is the name of a taskset, also for `tandem rl`
+# with this list, verifiers and `tandem rl` accept the module's name as a taskset's name
 __all__ = ["YesNoMaybe"]
 
 REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
