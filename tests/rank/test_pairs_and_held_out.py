@@ -93,7 +93,7 @@ class Reference:
         return logprobs[where - 1, ids[where]]
 
     def loss(self, pairs: list[PreferencePair], before: list[list[torch.Tensor]]) -> torch.Tensor:
-        """The loss of DPO: eq. 7 of the paper on DPO."""
+        """The loss of DPO by equation 7 of the paper on DPO."""
         margins = [
             sum(
                 sign * (now - old).sum()
@@ -191,8 +191,8 @@ def test_two_ranks_of_the_experts_evaluate_one_held_out_pair(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("reference", ["start", "base", 0])
 def test_the_reference_of_a_later_job(spool: Spool, model: Path, reference: Any) -> None:
-    """The job begins at step 1. With the reference "start", which is step 1, the loss begins at
-    log 2. "base" and step 0 are the same model."""
+    """The job begins at step 1. With the reference "start", which is step 1, the loss begins at log
+    2. The references "base" and step 0 are the same model."""
     jobs.run_here(spool, submit_pairs(spool, model, "r", PreferenceLoss(beta=BETA), epochs=4))
     pack = partial(
         prepare_dpo,

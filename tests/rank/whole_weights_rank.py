@@ -15,7 +15,7 @@ from tandem.topology.sizes import Sizes
 from tandem.trainer.rank.model_files import ModelFiles
 from tandem.trainer.rank.publication import TrainedWeights
 
-MOST = 700  # The most elements of a buffer: so few that tensors are cut.
+MOST = 700  # A buffer has at most 700 elements, so tensors are cut.
 
 
 def main(directory: Path, tp: int) -> None:
