@@ -1,6 +1,6 @@
 """The runner's decisions about attempts. The executor's processes follow a script, and the clock is
-simulated. Every order of events leads to one end. The fence is the point from which an attempt can
-commit and write nothing more. Two attempts are never unfenced at the same time."""
+simulated. In every order of events a job has exactly one end. After its fence an attempt can
+neither commit nor write anything. A job never has two attempts without a fence at the same time."""
 
 import time
 from collections import Counter
@@ -237,8 +237,8 @@ class Scripted:
 
 
 class Racing(Checkpoints):
-    """Checkpoints whose method `made_by`, by which the runner looks for the job's checkpoint, is
-    followed at once by commits of frozen ranks."""
+    """Checkpoints for a race: frozen ranks commit right after each call of `made_by`. The runner
+    looks for the job's checkpoint by `made_by`."""
 
     executor: Scripted
 
@@ -431,7 +431,7 @@ def test_the_reasons_of_a_wait_are_events_and_a_new_runner_goes_on_with_it(clock
     state, _, events = run(script, clock, adopting=True)
     told = [event.data["reason"] for event in events if event.type == "waiting"]
     assert (state, told) == ("succeeded", ["quota"])
-    changing = [f"wait for {number % 7}" for number in range(8_000)]  # This takes 800 s.
+    changing = [f"wait for {number % 7}" for number in range(8_000)]  # These waits take 800 s.
     state, _, events = run([*changing, "stage", "commit", "exit 0"], clock)
     told = [event.data["reason"] for event in events if event.type == "waiting"]
     assert state == "succeeded"
