@@ -77,7 +77,8 @@ def test_what_is_renamed_was_synced_first_and_its_directory_after(tmp_path, monk
     assert [log[0][0], *log[1:]] == ["fsync", ("rename", "file"), ("fsync", "in")]
 
     def committed(name: str, files: set[str]) -> list[tuple[str, str]]:
-        """The calls after the rename to `name`. Checks that all `files` were synced before it."""
+        """The calls after the rename to `name`. Checks that all `files` were synced before this
+        rename."""
         moved = log.index(("rename", name))
         assert {("fsync", file) for file in files} <= set(log[:moved])
         return log[moved + 1 :]

@@ -1,5 +1,5 @@
-"""Several processes at once on one spool: no job is lost, and none is taken twice. Also random
-histories of jobs."""
+"""Several processes at once on one spool: no job is lost, and none is taken twice. The file also
+tests random histories of jobs."""
 
 import multiprocessing
 import os
@@ -46,7 +46,8 @@ def may_conflict(field: str) -> Iterator[None]:
 
 
 def together(*works) -> None:
-    """Runs each function in a process of its own, all started at one moment. Fails if one fails."""
+    """Runs each function in a process of its own, all started at one moment. Fails if one of the
+    processes fails."""
     barrier = FORK.Barrier(len(works))
 
     def start(work):
@@ -64,7 +65,7 @@ def together(*works) -> None:
 def test_the_same_submission_from_many_processes_is_one_job(spool):
     add_run(spool, "q")
 
-    def send(run):  # the same ids for two runs: each id goes to one of the two
+    def send(run):  # two runs get requests with the same ids; each id goes to one of the runs
         for i in range(5):
             with may_conflict("id"):
                 submit(spool, f"j{i}", run)
@@ -196,7 +197,8 @@ class Life(RuleBasedStateMachine):
         self.directory = memory_directory()
         self.spool = spool_with_run(Path(self.directory.name))
         add_run(self.spool, "q")
-        self.chain: dict[str, list[str]] = {"r": [], "q": []}  # makers of the steps 1, 2, …
+        # Run -> ids of the jobs that made the steps 1, 2, …
+        self.chain: dict[str, list[str]] = {"r": [], "q": []}
         self.queue: dict[str, list[str]] = {"r": [], "q": []}  # ids that are queued, oldest first
         self.running: dict[str, Job] = {}  # run -> job
         self.cancelling: set[str] = set()
