@@ -79,7 +79,8 @@ def _run(environment: dict[str, str], log: Path, script: str, arguments: tuple[s
 
 
 def run_ranks(count: int, script: str, *arguments: str) -> None:
-    """Run `python <script> <arguments>` as each of `count` ranks at once. All of them succeed."""
+    """Run `python <script> <arguments>` as each of `count` ranks at once. All ranks must
+    succeed."""
     [port] = free_ports(1)
     environment = os.environ | {
         "WORLD_SIZE": str(count),
