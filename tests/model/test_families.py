@@ -321,7 +321,7 @@ def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(
     from vllm.transformers_utils.config import get_config
 
     # vLLM writes `kimi_k2` into transformers' class of DeepSeek V3. At the end of the test pytest
-    # restores the class, because it would save models under a wrong name.
+    # restores the class, because the changed class would save models under a wrong name.
     monkeypatch.setattr(transformers.DeepseekV3Config, "model_type", "deepseek_v3")
 
     def of(values: dict[str, Any]) -> dict[str, Any]:
