@@ -1,5 +1,5 @@
-"""The results of transformers, PEFT and torch's AdamW for a case. They compute each sequence alone,
-on one rank and without packing."""
+"""The results of transformers, PEFT and torch's AdamW for a case. The reference computes each
+sequence alone, on one rank and without packing."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,10 +1,10 @@
 """The oracle compares Tandem on generated models, topologies and rows with transformers, PEFT and
 torch's AdamW in fp32.
 
-It compares the loss, every gradient, and the weights after three optimizer steps. Gradients may
-differ by 1e-5, relative in norm. Weights may differ by 1e-3 of the distance by which they moved. If
-fp32 itself has larger errors, a float64 reference decides. `breaks.py` has the mistakes that the
-oracle must find. `--all-cases -k <seed>:` runs a single case.
+The oracle compares the loss, every gradient, and the weights after three optimizer steps. Gradients
+may differ by 1e-5, relative in norm. Weights may differ by 1e-3 of the distance by which they
+moved. If fp32 itself has larger errors, a float64 reference decides. `breaks.py` has the mistakes
+that the oracle must find. `--all-cases -k <seed>:` runs a single case.
 """
 
 import json
