@@ -370,8 +370,8 @@ def test_the_fullest_stage_of_a_pipeline_counts():
 
 
 def test_the_slowest_stage_of_a_pipeline_bounds_its_speed():
-    """Here the last stage takes the most memory: it has fewer rows in flight, so more of its layers
-    keep everything. The first stage is the slowest."""
+    """Here the last stage takes the most memory: this stage has fewer rows in flight, so more of
+    its layers keep everything. The first stage is the slowest."""
     workload, sizes = workload_of("qwen3-8b", slots=16384, rows=16), Sizes(pipeline=2)
     [one] = [one for one in plan(workload, 2, 40 * GIB).candidates if one.sizes == sizes]
     levels = [stage.levels(40 * GIB) for stage in formulas.stages(workload, sizes)]
