@@ -71,7 +71,7 @@ def submit_pairs(
 
 
 class Reference:
-    """PEFT's model with the adapter of a checkpoint. It computes in fp32, on whole sequences
+    """PEFT's model with the adapter of a checkpoint. The model computes in fp32, on whole sequences
     without packing."""
 
     def __init__(self, model: Path, adapter: Path) -> None:
@@ -158,8 +158,8 @@ def test_dpo_equals_peft_and_adamw_over_several_steps(spool: Spool, model: Path)
 
 
 def test_two_ranks_of_the_experts_evaluate_one_held_out_pair(tmp_path: Path) -> None:
-    """The second rank has no rows of the held-out pair. It computes its experts for the first
-    rank's tokens."""
+    """The second rank has no rows of the held-out pair. The second rank computes its experts for
+    the first rank's tokens."""
     spool, model = (
         Spool.create(tmp_path / "spool"),
         jobs.make_model(tmp_path / "m", "qwen3_moe", vocab_size=320),
