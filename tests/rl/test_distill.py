@@ -1,5 +1,5 @@
-"""On-policy distillation: the advantages of tokens against the reverse KL in float64, and the loop
-with a teacher."""
+"""The tests of on-policy distillation compare the advantages of tokens with the reverse KL in
+float64, and run the loop with a teacher."""
 
 import asyncio
 import json

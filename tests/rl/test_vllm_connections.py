@@ -21,7 +21,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @asynccontextmanager
 async def serving(handler: Handler) -> AsyncIterator[str]:
-    """The /v1 of a server whose every route is `handler`."""
+    """The URL of /v1 of a server that answers every route by `handler`."""
     runner = web.ServerRunner(web.Server(handler, handler_cancellation=True))
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
