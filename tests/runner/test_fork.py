@@ -118,8 +118,8 @@ def test_cancel(stack):
     assert stack.spool.queue.cancel(job_id) == "running"
     state, job = stack.wait(job_id)
     assert (state, job.result.error.type) == ("cancelled", "cancelled")
-    # The run's next job has no checkpoint to start from. Its error names the job that should have
-    # made this checkpoint.
+    # The run's next job has no checkpoint to start from. The next job's error names the job that
+    # should have made this checkpoint.
     state, job = stack.wait(follower)
     assert (state, job.result.error.type, job.attempt) == ("failed", "base_missing", 1)
     assert job_id in job.result.error.message
