@@ -259,8 +259,8 @@ class Soak:
         )
 
     def finish(self) -> list[str]:
-        """Stop everything, sweep the files that the strikes left as if they were old, and check
-        once more."""
+        """Stop all programs, sweep the files that the strikes left as if these files were old, and
+        check the spool once more."""
         problems = self.stack.close(STOP_SECONDS)
         problems += self._wait(
             "no process is left", STOP_SECONDS, lambda: check.leftovers(self.root)

@@ -1,8 +1,8 @@
 """`python -m soak.vllm`: the tests' fake vLLM as a program, for a spool with real checkpoints.
 
-The log-probs of a probe's tokens under an adapter come from the manifest of the checkpoint with the
-same bytes, into which the trainer wrote them. So the publisher's verification works. The program's
-start takes a third of a second.
+The trainer writes the log-probs of a probe's tokens into a checkpoint's manifest. The fake vLLM
+answers with the log-probs in the manifest of the checkpoint that has the adapter's bytes. So the
+publisher's verification works. The program's start takes a third of a second.
 """
 
 import hashlib
