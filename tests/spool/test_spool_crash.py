@@ -1,4 +1,4 @@
-"""A death at every system call of every operation, torn writes included.
+"""A process dies at every system call of every operation, also in the middle of a write.
 
 After each death a newly opened spool shows the state before the operation or after it. A second
 call, by a client or a new runner, completes the operation to the same state as without the death.

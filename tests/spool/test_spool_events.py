@@ -1,5 +1,5 @@
-"""Events: no gaps, no duplicates, nothing torn. (`test_spool_crash` kills writers at every system
-call.)"""
+"""A job's events have no gaps and no duplicates, and readers see no torn event. (`test_spool_crash`
+kills writers at every system call.)"""
 
 import json
 import multiprocessing

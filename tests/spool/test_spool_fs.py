@@ -1,5 +1,5 @@
-"""Files on the volume: ids, atomic writes, the order of syncs, locks, what an NFS client may
-forget, and memory."""
+"""The tests of files on the volume are about ids, atomic writes, the order of syncs, locks, what an
+NFS client may forget, and memory."""
 
 import errno
 import gc

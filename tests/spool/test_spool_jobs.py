@@ -37,7 +37,7 @@ def types(spool: Spool, job_id: str) -> list[str]:
 
 
 def places(spool: Spool, job_id: str) -> list[str]:
-    """The place of the job's directory below jobs/, and its content."""
+    """The place of the job's directory below jobs/, and the directory's content."""
     (directory,) = [path for path in spool.paths.jobs.rglob(f"*,{job_id}*") if path.is_dir()]
     found = [directory.relative_to(spool.paths.jobs).parts[0]]
     found += sorted(path.name for path in directory.iterdir())

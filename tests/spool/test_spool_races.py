@@ -94,8 +94,8 @@ def test_submissions_to_one_run_form_one_chain(spool, base_steps, jobs):
 
 
 def test_claims_cancels_requeues_and_submissions_race(spool):
-    """Two claimers, two cancellers, a submitter and a reader; every job ends once, and its events
-    are consistent."""
+    """Two claimers, two cancellers, a submitter and a reader run at the same time. Every job ends
+    once, and its events are consistent."""
     runs = [f"run{i}" for i in range(4)]
     for run in runs:
         add_run(spool, run)
@@ -189,8 +189,8 @@ def _check_story(spool: Spool, job_id: str) -> None:
 
 
 class Life(RuleBasedStateMachine):
-    """Random histories of two runs against a model in memory; every object is reopened now and
-    then."""
+    """Random histories of two runs are compared with a model in memory. Every object is reopened
+    now and then."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""The volume itself: how it is made and opened; volumes that are full, read-only, a plain file,
-moved, or shared by two users; names; and the runner's lock."""
+"""The tests of the volume itself are about making and opening it, volumes that are full, read-only,
+a plain file, moved, or shared by two users, names, and the runner's lock."""
 
 import os
 import shutil
