@@ -1,5 +1,5 @@
-"""`tandem up` with small programs: output, order, restarts, crash loops, and that every kind of end
-leaves no process."""
+"""The tests run `tandem up` with small programs. They check output, order, restarts, crash loops,
+and that every kind of end leaves no process."""
 
 import json
 import os
