@@ -1,5 +1,5 @@
-"""A second implementation of the losses, from their papers, in float64 NumPy. It computes value and
-analytic gradient token by token in plain loops.
+"""A second implementation of the losses, from their papers, in float64 NumPy. The implementation
+computes value and analytic gradient token by token in plain loops.
 
 This module shares no code with `tandem.training.losses`. `lp`, `old`, `sampler`, `ref`, `adv`,
 `entropy` are float64 [n]. `sequences`, `trajectories`, `groups` are lists of index arrays. Each of
