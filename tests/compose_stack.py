@@ -222,8 +222,8 @@ class Compose:
         return json.loads(docker("inspect", self.container(service)).stdout)[0]
 
     def status(self, service: str) -> str:
-        """`<state> and <health>`, such as `running and healthy`. `-` stands for a container without
-        a health check."""
+        """`<state> and <health>`, such as `running and healthy`. A container without a health check
+        has `-` as its health."""
         state = self.inspect(service)["State"]
         return f"{state['Status']} and {state.get('Health', {}).get('Status', '-')}"
 

@@ -56,8 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep garbage collections from looking at what stays until the end: some million objects of
-    modules and tests."""
+    """Keep garbage collections from visiting the objects that live until the end: some million
+    objects of modules and tests."""
     gc.collect()
     gc.freeze()
 
