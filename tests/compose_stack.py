@@ -1,7 +1,7 @@
 """Stacks of containers that `docker compose` starts, each with its own name, ports, secrets and
 volumes.
 
-Tests inspect their containers and kill their processes.
+Tests inspect the containers of these stacks and kill the containers' processes.
 """
 
 import json
@@ -46,7 +46,8 @@ for entry in pathlib.Path("/proc").glob("[0-9]*"):
 print(json.dumps(processes))
 """
 
-until = partial(waiting.until, poll=0.3)  # each check runs docker commands
+# The tests poll only every 0.3 s, because each check runs docker commands.
+until = partial(waiting.until, poll=0.3)
 
 
 LEAST_COMPOSE = (2, 24)  # the compose files use `!reset` and `!override`
@@ -190,8 +191,8 @@ class Compose:
     def up(
         self, *services: str, timeout: float = 300, profiles: Sequence[str] = (), **variables: str
     ) -> float:
-        """Run `up --wait`. Returns its duration in seconds. Raises AssertionError with the ends of
-        all logs if it fails."""
+        """Run `up --wait`. Returns the duration of the command in seconds. Raises AssertionError
+        with the ends of all logs if the command fails."""
         begin = time.monotonic()
         words = [
             *_profiles(profiles),
@@ -203,7 +204,7 @@ class Compose:
         ]
         done = self.run(*words, check=False, timeout=timeout + 60, **variables)
         seconds = time.monotonic() - begin
-        # Compose up to 5.5 may exit with 0 at its timeout.
+        # Compose up to version 5.5 may exit with 0 when `up --wait` reaches its timeout.
         came_up = done.returncode == 0 and seconds < timeout
         assert came_up, (
             f"up --wait: {done.returncode} after {seconds:.0f}"
@@ -221,8 +222,8 @@ class Compose:
         return json.loads(docker("inspect", self.container(service)).stdout)[0]
 
     def status(self, service: str) -> str:
-        """`<state> and <health>`, such as `running and healthy`. `-` stands for a container without
-        a health check."""
+        """`<state> and <health>`, such as `running and healthy`. A container without a health check
+        has `-` as its health."""
         state = self.inspect(service)["State"]
         return f"{state['Status']} and {state.get('Health', {}).get('Status', '-')}"
 
@@ -244,7 +245,7 @@ class Compose:
 
     def exits(self, since: float, container: str | None = None) -> dict[str, int]:
         """Service → exit status of the service's last container that ended after `since` (Unix
-        seconds). With `container`, only this container counts."""
+        seconds). If `container` is given, only this container counts."""
         words = [
             "--since",
             f"{since:.3f}",
@@ -314,7 +315,7 @@ def check_processes(stack: Compose, service: str, uid: str) -> None:
     system is read-only."""
     for status in json.loads(stack.exec(service, "python", "-c", PROCESSES).stdout).values():
         if status["Name"].startswith("runc:"):
-            # this process is a health check that runc prepares; it drops its rights one by one
+            # runc still prepares this process, a health check, and drops its rights one by one
             continue
         assert status["Uid"].split() == [uid] * 4
         assert status["Gid"].split()[0] == "0"

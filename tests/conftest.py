@@ -17,8 +17,8 @@ import every_process.sitecustomize
 from fake_nvml import FakeNvml
 from tandem.system.environment import omp_waiting
 
-# GOMP_SPINCOUNT is set before torch is loaded. It is needed because other programs compute beside
-# this process, too.
+# The tests set GOMP_SPINCOUNT before they load torch. GOMP_SPINCOUNT is needed because other
+# programs compute beside this process, too.
 os.environ.update(omp_waiting(os.environ))
 # If several programs share two cores, a tiny model's two threads only wait for each other. The
 # waiting took a fifth of the CPU time of tests with a real vLLM. tests/stack/test_stack.py and the
@@ -56,8 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep garbage collections from looking at what stays until the end: some million objects of
-    modules and tests."""
+    """Keep garbage collections from visiting the objects that live until the end: some million
+    objects of modules and tests."""
     gc.collect()
     gc.freeze()
 
@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _begins(group: list[pytest.Item]) -> tuple[bool, bool, bool, int]:
     """The sort key of a group of tests. Workers take groups in this order: the group of the Docker
     engine, groups with only slow tests, groups with a slow test, and then larger groups before
-    smaller groups. So the last groups are short."""
+    smaller groups. In this order the groups that run last are short."""
     slow = [item.get_closest_marker("slow") is not None for item in group]
     docker = any(item.get_closest_marker("docker") for item in group)
     return not docker, not all(slow), not any(slow), -len(group)
@@ -161,7 +161,8 @@ def _environment() -> Iterator[None]:
 
 @pytest.fixture
 def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    """A fake NVIDIA driver without GPUs, in place of the machine's driver. Tests `set` its GPUs."""
+    """A fake NVIDIA driver without GPUs, in place of the machine's driver. A test gives the driver
+    GPUs with the method `set`."""
     fake = FakeNvml(tmp_path)
     fake.install(monkeypatch)
     return fake

@@ -1,7 +1,8 @@
 """The ranks that tests/model/test_topologies.py starts: python cut_rank.py ORDERS.
 
-ORDERS is a JSON file, {directory: {world: {number: `Sizes`' fields}}}. For each order in turn, the
-ranks compute rows of <directory>/model with <directory>/adapter, and write the results to
+ORDERS is a JSON file with the object {directory: {world: {number: fields of `Sizes`}}}. `world` is
+the number of ranks, and `number` is the number of a topology. For each order in turn, the ranks
+compute rows of <directory>/model with <directory>/adapter, and write the results to
 <directory>/<world>.<number>.<rank>.pt. `BREAKS` are mistakes in the ranks' code; with each of them
 the results must be wrong.
 """
@@ -44,7 +45,7 @@ from tandem.training.optimizer import AdapterOptimizer
 def lora(family: str) -> LoraShape:
     if family in ("gpt_oss", "qwen3_vl_moe"):
         return LoraShape(rank=4, alpha=2.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
-    if family == "gemma4_text":  # Gemma 4's `k_proj` makes values, too
+    if family == "gemma4_text":  # Gemma 4's `k_proj` computes keys and values
         targets = tuple(target for target in LORA_TARGETS if target != "k_proj")
         return LoraShape(rank=4, alpha=2.0, targets=targets)
     if family.startswith("qwen3_5"):
@@ -55,7 +56,7 @@ def lora(family: str) -> LoraShape:
 
 
 ROWS = 4
-SLOTS = 261  # these slots can't be divided evenly over ranks
+SLOTS = 261  # 261 slots can't be divided evenly over 2, 4 or 8 ranks
 SETTINGS = OptimizerSettings(learning_rate=1e-2, max_grad_norm=0.5)
 
 
@@ -124,7 +125,7 @@ def _own_part(tensor, group):
 
 
 def _ring(tensor, group):
-    """Gathers the ranks' parts in another order."""
+    """Gathers the ranks' parts in a wrong order."""
     return GATHER(tensor, group).view(group.size(), *tensor.shape).roll(1, 0).flatten(0, 1)
 
 
@@ -157,7 +158,8 @@ def _residual_twice(self, values, routing, plus):
 
 
 def _scaled(self, *arguments):
-    """The scale alpha / rank, divided by the number of ranks that share an expert."""
+    """Computes gradients with a wrong scale: alpha / rank, divided by the number of ranks that
+    share an expert."""
     before, self.scale = self.scale, self.scale / self.topology.sizes.expert_tensor
     try:
         return ADAPTER_GRADIENTS(self, *arguments)
@@ -258,7 +260,8 @@ DEAL_ROW, TREE_PARAMS = policy_module.deal_row, policy_module.tree_params
 
 
 def _own_tokens_only(self, *arguments):
-    """Products of this rank's features, not summed over the ranks."""
+    """Computes products of this rank's features, and by mistake does not sum the products over the
+    ranks."""
     with mock.patch.object(
         LoraLinear, "_sum_over_ranks", lambda linear, x: _own_part(x, linear.group)
     ):

@@ -50,17 +50,18 @@ class FakeVllm:
         self.calls: list[tuple[str, Any]] = []
         self.ignores_weights = False  # serves every adapter as the base model
         self.max_model_len = 4096
-        self.statuses: dict[str, list[int]] = {}  # statuses of the next answers, by path
-        self.problem = "not now"  # the message of answers with these statuses
+        self.statuses: dict[str, list[int]] = {}  # path -> HTTP statuses of the path's next answers
+        self.problem = "not now"  # the message of answers with a status of `statuses`
         self.list_seconds = 0.0  # duration of an answer with the list of models
         self.used: dict[str, float] = {}  # adapter -> Unix seconds of its last request
         self.merged_phase = ""  # with merged weights: the answer to GET /tandem/merged
         self.asleep = False
         self.dead = False  # the engine has died; the server still answers
-        # Called before the engine sleeps. If it raises, the answer is 500.
+        # The fake calls `on_sleep` before the engine sleeps. If `on_sleep` raises, the answer is
+        # 500.
         self.on_sleep: Callable[[], None] = lambda: None
         self.on_wake: Callable[[], None] = lambda: None
-        self.ready_until = 0.0  # by the monotonic clock, in seconds
+        self.ready_until = 0.0  # the end of readiness by the monotonic clock, in seconds
         self.instance = ""
         self._engine = threading.Lock()
         self._server: ThreadingHTTPServer | None = None
@@ -103,8 +104,8 @@ class FakeVllm:
 
     @property
     def ready(self) -> bool:
-        """Whether the server would answer requests, as one of several servers behind one
-        address."""
+        """Whether this server, if it is one of several servers behind one address, would answer
+        requests."""
         return self._server is not None and time.monotonic() < self.ready_until
 
     def loads(self) -> list[str]:
@@ -120,7 +121,7 @@ class FakeVllm:
         content = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
         request.send_response(status)
         request.send_header("Content-Length", str(len(content)))
-        # One connection per request, so that stopping the server leaves none behind.
+        # Each request has its own connection, so no connection is left when the server stops.
         request.send_header("Connection", "close")
         request.end_headers()
         request.wfile.write(content)
@@ -193,7 +194,8 @@ class FakeVllm:
         return 404, {"error": {"message": "no such route"}}
 
     def _sleep(self, path: str) -> tuple[int, Any]:
-        """The answer to a call about sleep. The engine executes one call after another."""
+        """The answer to a call of /sleep, /wake_up or /is_sleeping. The engine executes one call
+        after another."""
         with self._engine:
             if self.dead:
                 return 500, {"error": {"message": "EngineCore encountered an issue"}}
@@ -226,8 +228,8 @@ class FakeVllm:
         return 200, {"choices": choices}
 
     def _sample(self, body: dict[str, Any]) -> tuple[int, Any]:
-        """`max_tokens` tokens that count up from the prompt's last token; they end at the first
-        stop token."""
+        """`max_tokens` tokens that count up from the prompt's last token. The first stop token is
+        the last of these tokens."""
         prompt, most = body["prompt"], body["max_tokens"]
         if len(prompt) + most > self.max_model_len:
             return 400, {"error": {"message": "the prompt is too long"}}

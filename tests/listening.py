@@ -30,8 +30,8 @@ def listening(pid: int) -> set[str]:
 
 @contextmanager
 def watched(pid: int) -> Iterator[dict[str, str]]:
-    """Address → command of the process that listened on it. The processes are `pid` and all its
-    descendants, for as long as the context lasts."""
+    """A dictionary: address → command of the process that listened on this address. The processes
+    are `pid` and all its descendants, for as long as the context lasts."""
     found: dict[str, str] = {}
     over = threading.Event()
 

@@ -155,7 +155,7 @@ class LocalStack:
         """Living processes of `program` that belong to this stack, oldest first."""
         pids = []
         for process in processes.marked("TANDEM_ROOT", str(self.root)):
-            with suppress(OSError):  # it is gone by now
+            with suppress(OSError):  # the process has ended meanwhile
                 if PROGRAMS[program].encode() in Path(
                     f"/proc/{process.pid}/cmdline"
                 ).read_bytes().split(b"\0"):

@@ -53,7 +53,8 @@ def start_rank(environment: dict[str, str], log: Path, script: str, *arguments: 
 
 @cache
 def _server() -> Any:
-    """The fork server of this process. It starts with the first rank and ends with this process."""
+    """The fork server of this process. The server starts with the first rank and ends with this
+    process."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["policies", "tandem.trainer.rank.entry", "rank.jobs"])
     # The NVML check keeps Megatron's import from calling CUDA, which no fork survives.
@@ -79,7 +80,8 @@ def _run(environment: dict[str, str], log: Path, script: str, arguments: tuple[s
 
 
 def run_ranks(count: int, script: str, *arguments: str) -> None:
-    """Run `python <script> <arguments>` as each of `count` ranks at once. All of them succeed."""
+    """Run `python <script> <arguments>` as each of `count` ranks at once. All ranks must
+    succeed."""
     [port] = free_ports(1)
     environment = os.environ | {
         "WORLD_SIZE": str(count),

@@ -75,7 +75,7 @@ def test_a_drawing_is_current(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(TERMINALS))
 def test_a_picture_of_a_terminal_is_current(name):
-    """The commands print today what the pictures show."""
+    """The commands print the text that the pictures show."""
     assert (PICTURES / f"{name}.svg").read_text() == TERMINALS[name](), "run: make pictures"
 
 

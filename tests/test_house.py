@@ -125,7 +125,8 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
-    """The strongly connected components of several modules, or of one that imports itself."""
+    """The strongly connected components that have several modules, or one module that imports
+    itself."""
 
     def reachable(start: str) -> set[str]:
         found: set[str] = set()

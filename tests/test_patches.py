@@ -20,7 +20,7 @@ NO_HOOK = "never: vLLM has no hook"
 PATCHES = [
     # The package, the replaced name, Tandem's file, and the version of the package with which the
     # patch can go. A name that begins with `object` belongs to a variable's object. Instead of the
-    # version, `never` or `open` tells why the patch stays or what is open in the package.
+    # version, `never` tells why the patch stays, and `open` tells what is open in the package.
     ("torch", "torch.compile", TORCH, "never: Megatron-core compiles while it is imported"),
     ("torch", "torch.cuda._cached_device_count", TORCH, "2.13"),
     ("torch", "torch.distributed.TCPStore", AGENT, "never: torchrun listens on all interfaces"),
@@ -209,8 +209,8 @@ class Finder:
                     self._names.setdefault(one.id, set()).update(paths)
 
     def _paths(self, node: ast.expr) -> set[str]:
-        """The dotted names of other packages that an expression may mean; empty if it means
-        none."""
+        """The dotted names of other packages that an expression may mean. The set is empty if the
+        expression means no such name."""
         match node:
             case ast.Name(id=name):
                 return self._names.get(name, set())
@@ -273,8 +273,8 @@ def constant(key: ast.expr) -> str:
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Each imported name, with the object that it stands for. Functions may import another thing by
-    the same name."""
+    """Each imported name, with the object that it stands for. Two functions may import different
+    objects by the same name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:

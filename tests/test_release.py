@@ -17,7 +17,7 @@ from api_server import KEY, Server, make_root
 from tandem import __version__
 
 pytestmark = pytest.mark.slow
-INSTALLED = pytest.mark.sample(0, of="installed packages")  # take minutes to make environments
+INSTALLED = pytest.mark.sample(0, of="installed packages")  # environments take minutes to make
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples/data/sums.jsonl"
 TRIES = 5

@@ -159,7 +159,8 @@ def test_a_secret_that_no_header_can_carry_is_refused_and_not_shown(tmp_path, co
         Settings(admin_token_file=tmp_path / "token").secret("admin_token")
     assert refused.value.field == "TANDEM_ADMIN_TOKEN_FILE"
     assert "second" not in str(refused.value)
-    (tmp_path / "token").write_bytes(b"\xef\xbb\xbfkey-one\nkey-two")  # with a byte order mark
+    # The file begins with a byte order mark.
+    (tmp_path / "token").write_bytes(b"\xef\xbb\xbfkey-one\nkey-two")
     assert Settings(api_key_file=tmp_path / "token").api_keys == ["key-one", "key-two"]
     (tmp_path / "token").write_text("ann:key-1\nkey-2\nbob:key-3,ann:key:4\n: key-5\n")
     named = {"key-1": "ann", "key-2": "", "key-3": "bob", "key:4": "ann", ":": "", "key-5": ""}
@@ -195,7 +196,7 @@ def test_a_model_under_the_root_is_taken_from_there(tmp_path):
     assert Settings(root=tmp_path, base_model="models/tiny").model_path() == str(
         tmp_path / "models" / "tiny"
     )
-    for name in ("Qwen/Qwen3-8B", "a" * 300):  # longer than a file's name may be
+    for name in ("Qwen/Qwen3-8B", "a" * 300):  # a file's name can't have 300 characters
         assert Settings(root=tmp_path, base_model=name).model_path() == name
 
 

@@ -61,7 +61,7 @@ class PlayedRanks:
 
     def __init__(self, spool: Spool, *, serves: bool = True) -> None:
         self.spool, self.serves = spool, serves
-        self.held = threading.Event()  # while it is set, nothing is answered
+        self.held = threading.Event()  # while `held` is set, no request is answered
         self.problem: RequestError | None = None  # the error of the next request
         self.done: list[tuple[str, int, str]] = []
         self._stop = threading.Event()

@@ -10,8 +10,9 @@ from tandem.system import processes
 
 
 def until[T](what: object, check: Callable[[], T], timeout: float = 120, poll: float = 0.05) -> T:
-    """The first true answer of `check`; AssertionError naming `what` after `timeout` seconds. A
-    function as `what` is called then, and can name what is still missing.
+    """Returns the first true answer of `check`. Raises AssertionError after `timeout` seconds, with
+    `what` in its message. If `what` is a function, it is called at that time and can name what is
+    still missing.
 
     The default timeout is long enough for a machine on which everything takes ten times as long.
     The function returns as soon as `check` is true. Before that, `check` may raise httpx.HTTPError,

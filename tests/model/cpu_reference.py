@@ -21,8 +21,8 @@ SLOTS, USED = 1000, 950
 
 
 def lora_of(model: Path) -> LoraShape:
-    """An adapter on every linear layer, in mixtures on the experts too. Gemma 4's `k_proj` has
-    none."""
+    """The shape of an adapter on every linear layer, and on the experts of a mixture. Gemma 4's
+    `k_proj` has no adapter."""
     targets = default_targets(read_arch(str(model)))
     lora = LoraShape(rank=16, alpha=32.0)
     return lora if "k_proj" in targets else lora.model_copy(update={"targets": targets})

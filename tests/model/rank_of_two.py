@@ -20,9 +20,10 @@ from tandem.topology.sizes import Sizes
 
 
 def shared_reading(model: Path, groups: parallel.ReadingGroups | None) -> dict[str, object]:
-    """The report of this rank. `read`: the names of the parameters that it read first. `missing`:
-    the names of the parameters that it had to read after the exchange. `same`: whether all values
-    are right at the end. `next`: the number of parameters that it would read for a next job."""
+    """The report of this rank. `read`: the names of the parameters that the rank read first.
+    `missing`: the names of the parameters that the rank had to read after the exchange. `same`:
+    whether all values are right at the end. `next`: the number of parameters that the rank would
+    read for a next job."""
     arch = read_arch(str(model))
     alone, shared = (
         BaseWeights(arch, torch.float32, Sizes(), groups=each) for each in (None, groups)

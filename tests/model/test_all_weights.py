@@ -86,7 +86,7 @@ def reference(model: Path, path: Path) -> Reference:
 
 def trained(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors without `layer_scalar`, a frozen number of each layer of Gemma 4. `saved` does
-    not copy its value."""
+    not copy the value of `layer_scalar`."""
     return {name: value for name, value in tensors.items() if "layer_scalar" not in name}
 
 
@@ -141,8 +141,8 @@ def test_master_values_in_bf16_lose_nothing():
 
 
 def test_bf16_steps_add_up_below_its_resolution(alone, tmp_path):
-    """Each step is a thousandth of the resolution of a weight in bf16. After the steps the master
-    values equal, bit for bit, the weights of a model in fp32."""
+    """Each step moves a weight by a thousandth of the weight's resolution in bf16. After the steps
+    the master values equal, bit for bit, the weights of a model in fp32."""
     model = write_random_model(tmp_path / "model", seed=4, spread=1.0)
     exact, half = make_full(model, SETTINGS), make_full(model, SETTINGS, torch.bfloat16)
     for name, weight in exact.policy.base().items():

@@ -72,7 +72,7 @@ def test_the_block_mask_is_the_dense_one(length):
             name for name, value in vars(theirs).items() if isinstance(value, torch.Tensor)
         ]:
             mine, other = getattr(ours, field), getattr(theirs, field)
-            # Only the first indices, as many as `num_blocks` says, have a meaning.
+            # Only the first `num_blocks` indices have a meaning.
             if field.endswith("indices"):
                 count = getattr(theirs, field.replace("indices", "num_blocks"))
                 valid = torch.arange(mine.shape[-1]) < count[..., None]

@@ -1,5 +1,5 @@
-"""Whole weights travel between processes that meet through a file. No other user's process can
-join."""
+"""Whole weights travel between processes that meet through a file. A process of another user can't
+take part."""
 
 import os
 import subprocess

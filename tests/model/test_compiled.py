@@ -120,9 +120,9 @@ def test_what_makes_another_kind():
 
 
 # A program that calls FlexAttention as a rank does, for a whole row and for the row's first 200
-# slots. It computes no gradients, because FlexAttention has none on the CPU. It prints the number
-# of calls of torch.compile, and whether the result is that of the dense mask. Tandem's import of
-# Megatron must not call torch.compile.
+# slots. The program computes no gradients, because FlexAttention has none on the CPU. The program
+# prints the number of calls of torch.compile, and whether the result is that of the dense mask.
+# Tandem's import of Megatron must not call torch.compile.
 ATTENTION = """
 import sys, torch
 from torch.nn.functional import pad

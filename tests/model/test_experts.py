@@ -1,4 +1,5 @@
-"""The arithmetic of experts. A GPU computes the same bits each time.
+"""The arithmetic of experts. If a GPU repeats a computation of experts, the results have the same
+bits.
 
 test_same_as_transformers.py would find a token that an expert drops, and test_same_gradients.py
 would find an auxiliary loss.

@@ -120,10 +120,10 @@ OF_SOME = {  # Keys that only models with windows or mixtures have.
     "routed_scaling_factor",
     "use_qk_norm",
     "full_attention_interval",
-    "per_layer_config",  # transformers' own way to write `global_head_dim`
+    "per_layer_config",  # transformers writes `global_head_dim` in this key
     "attn_output_gate",  # transformers and vLLM do not read this key.
     "output_gate_type",
-    # vLLM reads the next four keys. transformers has no such choices.
+    # vLLM reads the next four keys. transformers does not have the choices of these keys.
     "topk_method",
     "scoring_func",
     "moe_layer_freq",
@@ -194,7 +194,7 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
         "decoder_sparse_step": (1, getattr(hf, "decoder_sparse_step", 1)),
         **{key: (False, bool(getattr(hf, key, None))) for key in NOT_BUILT},
     }
-    # In other families `attention_bias` is about the bias of the output too.
+    # In families other than Seed-OSS, `attention_bias` is about the bias of the output too.
     if arch.model_type == "seed_oss":
         found["attention_bias"] = (arch.qkv_bias, hf.attention_bias)
     if gdn := arch.gdn:
@@ -264,8 +264,8 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
         found["mlp_layer_types"] = found["first_k_dense_replace"]
         found["head_dim"] = (arch.head_dim, hf.qk_head_dim)
         found["partial_rotary_factor"] = (mla.rope_size, hf.head_dim)
-        # transformers' default of this key fits one published model, whatever `num_attention_heads`
-        # is. So the number of heads is the right value.
+        # transformers' default of `num_key_value_heads` fits one published model, whatever
+        # `num_attention_heads` is. So the right value is the number of heads.
         found["num_key_value_heads"] = (arch.num_kv_heads, arch.num_heads)
     return found
 
@@ -321,7 +321,7 @@ def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(
     from vllm.transformers_utils.config import get_config
 
     # vLLM writes `kimi_k2` into transformers' class of DeepSeek V3. At the end of the test pytest
-    # restores the class, because it would save models under a wrong name.
+    # restores the class, because the changed class would save models under a wrong name.
     monkeypatch.setattr(transformers.DeepseekV3Config, "model_type", "deepseek_v3")
 
     def of(values: dict[str, Any]) -> dict[str, Any]:
@@ -330,10 +330,10 @@ def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(
         more = {"num_hidden_layers": 4, "n_routed_experts": 32} if family in DEEPSEEKS else {}
         values = {key: more.get(key, value) for key, value in values.items()}
         if family.startswith("gemma4"):
-            # The default of this key is 256, and Tandem refuses 256.
+            # The default of `hidden_size_per_layer_input` is 256, and Tandem refuses 256.
             values["hidden_size_per_layer_input"] = 0
             del values["num_experts"]
-        # A config of this family without `tie_word_embeddings` is ambiguous.
+        # A config of `qwen3_vl_moe` without `tie_word_embeddings` is ambiguous.
         if family == "qwen3_vl_moe":
             values = {"tie_word_embeddings": False, **values}
         return {
@@ -398,7 +398,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
             {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]},
             "layer_types",
         ),
-        # vLLM gives a Llama with this key a window.
+        # vLLM gives a Llama whose config has `sliding_window` a window.
         (QWEN3, {"model_type": "llama", "sliding_window": 4096}, "sliding-window"),
         (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "other kinds"),
         (QWEN3, {"layer_types": ["full_attention", "linear_attention"]}, "other kinds"),
@@ -540,7 +540,7 @@ def test_a_failure_of_the_hub_that_may_pass_does_not_make_the_model_wrong(monkey
     with pytest.raises(TandemError) as caught:
         model_directory("org/model")
     assert (type(caught.value), caught.value.retriable) == (kind, kind is not InvalidInput)
-    # With `cached`, the hub is not contacted, so no error counts as one that may pass.
+    # With `cached`, the hub is not contacted, so no error is retriable.
     with pytest.raises(InvalidInput):
         model_directory("org/model", cached=True)
 

@@ -119,8 +119,8 @@ def test_a_step_that_fails_leaves_nothing(alone, tmp_path, monkeypatch, level):
 
 
 def test_the_levels_that_a_budget_allows():
-    """For each budget in bytes, `budgets` has the number of the four layers that keep everything,
-    and the number of those that keep the attention block."""
+    """`budgets` maps a budget in bytes to two numbers: how many of the four layers keep everything,
+    and how many keep the attention block."""
     budgets = {360: (4, 0), 359: (3, 1), 160: (1, 2), 59: (0, 0), -1: (0, 0)}
     assert {
         budget: choose_levels(SavedBytes(10, 30, 90), 4, budget) for budget in budgets
@@ -128,7 +128,8 @@ def test_the_levels_that_a_budget_allows():
 
 
 def test_a_rank_that_has_no_room_for_one_whole_layer_chooses_too(alone, tmp_path, monkeypatch):
-    """Such a rank must choose, because the other ranks wait for its choice."""
+    """A rank without room for one whole layer must choose levels too, because the other ranks wait
+    for its choice."""
 
     def no_room(*_):
         raise torch.OutOfMemoryError

@@ -73,7 +73,7 @@ def test_values_and_gradients_with_forced_experts(alone, tmp_path, norm_topk_pro
     tensors = load_file(directory / WEIGHTS_FILE)
     adapter = {key: value.double().requires_grad_() for key, value in tensors.items()}
     experts = random_experts()
-    experts[20:30] = -1  # For these tokens the router chooses.
+    experts[20:30] = -1  # The router chooses the experts of tokens 20 to 29.
     # The grouped product of transformers does not support float64, so experts are computed eagerly.
     load = transformers.AutoModelForCausalLM.from_pretrained
     reference = load(model, dtype=torch.float64, experts_implementation="eager").requires_grad_(

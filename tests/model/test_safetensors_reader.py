@@ -59,7 +59,7 @@ def test_every_tensor_arrives_bit_for_bit(file, tensors, chunk_bytes, threads, m
 def test_ranges_columns_blocks_and_dtypes(file, tensors, chunk_bytes, monkeypatch):
     monkeypatch.setattr(safetensors_reader, "CHUNK_BYTES", chunk_bytes)
     stored = read_headers([file])["f32"]
-    rows = torch.zeros(16, 10, dtype=torch.float64)  # The file has another dtype.
+    rows = torch.zeros(16, 10, dtype=torch.float64)  # This dtype is not the file's.
     columns = torch.zeros(48, 4)
     # Each of the six groups has 12 rows. The file has rows 2 to 9 of each group.
     blocks = torch.zeros(6, 12, 10)

@@ -58,7 +58,7 @@ def test_an_adapter_that_we_saved_is_the_one_that_was_read(alone, tmp_path, fami
 
 def test_a_layers_experts_are_few_parameters_and_many_of_pefts_tensors(alone, tmp_path):
     policy = make_policy(write_random_model(tmp_path / "model", family="qwen3_moe"), LORA)
-    assert len(policy.lora_parameters()) == 2 * 2 * 7  # 2 layers, the matrices A and B, 7 targets.
+    assert len(policy.lora_parameters()) == 2 * 2 * 7  # 2 layers, matrices A and B, 7 targets.
     stack = policy.lora_parameters()[
         "base_model.model.model.layers.1.mlp.experts.*.down_proj.lora_B.weight"
     ]

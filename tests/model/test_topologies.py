@@ -90,7 +90,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
     """(family, world) -> number of the topology -> the results of each rank, for the topologies
-    that the selected tests need. Also: family -> the directory of its model."""
+    that the selected tests need. The fixture also maps each family to the directory of the family's
+    model."""
     found: dict[Any, Any] = {}
     orders: dict[str, Any] = {}
     asked = _asked(

@@ -53,7 +53,8 @@ def test_the_adapter_has_the_names_of_transformers_modules(alone, tmp_path, mode
     lora = lora_of(model)
     adapter = write_random_adapter(tmp_path, model, lora)
     assert_same_logits(make_policy(model, lora), theirs(model))
-    # Gemma 4's vision tower has layers with the same names, so PEFT can't load the adapter.
+    # Gemma 4's vision tower has layers with the names of the adapted layers, so PEFT can't load the
+    # adapter.
     if read_arch(str(model)).global_heads:
         with pytest.raises(ValueError, match="Gemma4ClippableLinear"):
             peft.PeftModel.from_pretrained(theirs(model), adapter)

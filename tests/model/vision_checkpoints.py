@@ -1,4 +1,4 @@
-"""Compares checkpoints that have a vision tower with transformers."""
+"""Comparisons with transformers, for checkpoints that have a vision tower."""
 
 from pathlib import Path
 

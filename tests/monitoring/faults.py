@@ -55,7 +55,8 @@ def fault(
 
 
 def _as_change(function: Callable[..., None]) -> Callable[..., Change]:
-    """`function` without its first argument, the stack, which the change gets later."""
+    """A function that makes changes by `function`, whose first argument is the stack. It takes the
+    other arguments, and a change gets the stack later."""
     return lambda *arguments, **named: lambda stack: function(stack, *arguments, **named)
 
 
@@ -64,12 +65,12 @@ phase = _as_change(phase_of_merged)
 
 
 def since(begin: int, value: float, before: float | None = 0.0) -> Value:
-    """`before` until minute `begin`, and `value` from then on."""
+    """The value is `before` until minute `begin`, and `value` from then on."""
     return lambda minute: value if minute >= begin else before
 
 
 def growing(begin: int, per_minute: float) -> Value:
-    """0 until minute `begin`, then `per_minute` more each minute."""
+    """The value is 0 until minute `begin`, and then grows by `per_minute` each minute."""
     return lambda minute: per_minute * max(minute - begin, 0)
 
 

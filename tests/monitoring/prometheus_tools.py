@@ -1,4 +1,5 @@
-"""Prometheus' programs from PATH, or from its image. Without either, the test is skipped."""
+"""Prometheus' programs, from PATH or from Prometheus' image. A test is skipped if there are neither
+programs nor an image."""
 
 import os
 import shutil
@@ -56,7 +57,8 @@ def promtool(
     promtool's input."""
     cwd.chmod(0o755)
     run = command("promtool", *arguments, cwd=cwd)
-    fast = os.environ | {"GOGC": "400"}  # by default a quarter of the time is garbage collection
+    # With Go's default of GOGC, promtool spends a quarter of its time on garbage collection.
+    fast = os.environ | {"GOGC": "400"}
     return subprocess.run(
         run, cwd=cwd, env=fast, input=text, capture_output=True, text=True, timeout=300, check=False
     )

@@ -1,5 +1,5 @@
-"""Series minute by minute. A stack is {series: value per minute}; None is a minute without a
-sample."""
+"""Time series with one value per minute. A stack is a dictionary {series: value per minute}. The
+value None stands for a minute without a sample."""
 
 from collections.abc import Callable
 

@@ -30,7 +30,8 @@ def replicas() -> Stack:
             stack[name] = list(values)
     for replica in "01":
         phase_of_merged(stack, lambda _: "served", replica)
-        # The second server starts later. A slow publication takes it out for minutes.
+        # The second server is ready only after minute 10. A slow publication makes it unready from
+        # minute 60 to minute 66.
         late = (lambda m: float(m > 10 and not 60 <= m < 66)) if replica == "1" else 1
         put(stack, "inference", "tandem_replica_ready", late, replica=replica)
     return stack
@@ -147,7 +148,7 @@ def _vllm(stack: Stack, *, pace: float) -> None:
             method="POST",
             status=status,
         )
-    # The publisher sends a request at each of its turns.
+    # The publisher sends a request in each turn of its loop.
     put(
         stack,
         "vllm",
@@ -160,7 +161,7 @@ def _vllm(stack: Stack, *, pace: float) -> None:
 
 
 def resident_idle() -> Stack:
-    """As `idle`; the last job's ranks stay and keep 2.8 GiB of each device."""
+    """The stack `idle`, in which the last job's ranks stay and keep 2.8 GiB of each device."""
     return _with_ranks_kept(idle())
 
 
@@ -175,8 +176,8 @@ def _with_ranks_kept(stack: Stack) -> Stack:
 
 
 def on_cpu() -> Stack:
-    """`idle` on a machine without GPUs, in the middle of one long job. The memory that a rank
-    reports is the memory of its process."""
+    """The stack `idle` on a machine without GPUs, in the middle of one long job. The memory that a
+    rank reports is the memory of its process."""
     stack = idle(gpus=False)
     _run_long_job(stack, kind="sft")
     put(stack, "trainer", "tandem_rank_up", 1, run="math", rank="0")
@@ -201,7 +202,8 @@ def _run_long_job(stack: Stack, kind: str) -> None:
 
 
 def waiting() -> Stack:
-    """`idle`, with an attempt that waits for the start of its ranks, as the exporter reports it."""
+    """The stack `idle` with an attempt that waits for the start of its ranks. The exporter reports
+    such an attempt with these metrics."""
     stack = idle()
     put(stack, "controller", "tandem_jobs", 1, state="running")
     put(stack, "trainer", "tandem_train_active", 1)
@@ -228,7 +230,8 @@ CYCLE = JOB + PAUSE
 
 
 def _during_jobs(value: Value, *, first: int = 0) -> Value:
-    """`value` from minute `first` of each job to its end, else None."""
+    """The value is `value` from minute `first` of each job to the job's end. At other times it is
+    None."""
 
     def at(minute: int) -> float | None:
         if not first <= minute % CYCLE < JOB:
@@ -244,7 +247,8 @@ def _jobs_done(minute: int) -> int:
 
 def training() -> Stack:
     """One job after another. Each job takes eight minutes, and two minutes pass before the next
-    job. vLLM serves a job's step a minute after the job's end. It answers requests all the time."""
+    job. vLLM serves a job's step a minute after the job's end. vLLM answers requests all the
+    time."""
     stack = idle()
     _vllm(stack, pace=1)
     put(stack, "controller", "tandem_jobs", 3, state="queued")
@@ -273,7 +277,7 @@ def training() -> Stack:
         trainer("tandem_rank_up", _during_jobs(1), run="math", rank=str(rank))
         for kind, size in (("reserved", 120), ("allocated", 16), ("inactive_split", 24)):
             trainer(f"tandem_torch_memory_{kind}_bytes", _during_jobs(size * GIB), **where)
-        # Jobs of different sizes.
+        # The jobs need different amounts of memory.
         floor = _during_jobs(lambda minute: (16 + 44 * (minute // CYCLE % 3)) * GIB, first=2)
         trainer("tandem_torch_memory_step_floor_bytes", floor, **where)
         trainer(
@@ -316,8 +320,8 @@ def training() -> Stack:
 
 
 def _publish(stack: Stack) -> None:
-    """Each job's checkpoint takes 100 MiB of the shared volume, and is served a minute after the
-    job's end."""
+    """Each job's checkpoint takes 100 MiB of the shared volume. vLLM serves the checkpoint a minute
+    after the job's end."""
     put(
         stack,
         "trainer",
@@ -356,7 +360,7 @@ def _publish(stack: Stack) -> None:
 
 
 def merged() -> Stack:
-    """As `training`, with merged weights. Prometheus sees a swap of the weights when a step
+    """The stack `training` with merged weights. Prometheus sees a swap of the weights when a step
     arrives. There is no run in the first hour."""
     stack = training()
     put(stack, "inference", "tandem_merged_runs", lambda minute: minute >= 60)
@@ -382,8 +386,8 @@ def phase_of_merged(stack: Stack, phase: Callable[[int], str], replica: str = ""
 
 
 def merged_and_sharing() -> Stack:
-    """As `sharing`, with merged weights. vLLM starts again when the trainer has the GPU, so vLLM
-    serves its first step when the trainer's job is over."""
+    """The stack `sharing` with merged weights. vLLM starts again when the trainer has the GPU, so
+    vLLM serves its first step when the trainer's job is over."""
     stack = sharing()
     put(stack, "inference", "tandem_merged_runs", 1)
     phase_of_merged(stack, lambda minute: "served" if minute < 40 or minute >= 102 else "empty")
@@ -391,12 +395,12 @@ def merged_and_sharing() -> Stack:
 
 
 def resident() -> Stack:
-    """As `training`, with ranks that stay between jobs and keep 2.8 GiB of each device."""
+    """The stack `training` with ranks that stay between jobs and keep 2.8 GiB of each device."""
     return _with_ranks_kept(training())
 
 
 def in_long_job() -> Stack:
-    """As `training`, with one job for the whole time."""
+    """The stack `training` with one job for the whole time."""
     stack = training()
     for series in [series for series in stack if series.startswith("tandem_job_info")]:
         del stack[series]
@@ -464,7 +468,7 @@ def sharing() -> Stack:
 
 
 def sharing_in_one_pod() -> Stack:
-    """As `sharing`, in Kubernetes: the containers of trainer and inference are in one pod."""
+    """The stack `sharing` in Kubernetes: the containers of trainer and inference are in one pod."""
     stack = sharing()
     in_one_pod(stack)
     return stack
@@ -477,7 +481,8 @@ def in_one_pod(stack: Stack) -> None:
 
 
 def only_verifying() -> Stack:
-    """As `training`, without sampling: vLLM answers only the publisher's requests for one token."""
+    """The stack `training` without sampling: vLLM answers only the publisher's requests for one
+    token."""
     stack = training()
     _vllm(stack, pace=0)
     for metric, labels in (

@@ -25,8 +25,8 @@ GPUS = 8  # 8 GPUs train, and 8 others serve
 # Queries that rightly show nothing on a healthy stack that has run for seconds.
 EMPTY = {
     "overview: Firing alerts A",
-    "jobs: Full in A",  # the volume does not shrink
-    "jobs: Attempts that failed A",  # it shows only intervals with a failure
+    "jobs: Full in A",  # the free space of the volume does not shrink
+    "jobs: Attempts that failed A",  # the panel shows only intervals with a failure
     *(
         f"{name}: {annotation}"
         for name in DASHBOARDS
@@ -106,7 +106,8 @@ def test_every_query_of_every_dashboard_shows_something(prometheus):
 
 
 def test_panels_tell_eight_gpus_apart(prometheus):
-    """If a panel does not add up GPUs or ranks, each has a curve and a name of its own."""
+    """If a panel does not add up GPUs or ranks, each GPU or rank has a curve and a name of its
+    own."""
     by_gpu = {
         name
         for metric in CATALOGUE

@@ -73,7 +73,7 @@ def test_every_metric_and_recorded_series_is_seen_somewhere():
 
 def test_labels_in_matchers_are_those_of_the_metric():
     """A matcher on a label or value that the metric never has selects nothing, and no test of
-    values would show it."""
+    values would show this mistake."""
     of_target = {"job", "instance", "namespace", "pod", "role", "le"}
     labels = {
         name: metric.labels for metric in CATALOGUE + VLLM_METRICS for name in exported(metric)
@@ -111,8 +111,8 @@ def test_vllms_names_and_labels_are_in_its_source():
     source = (root / "v1/metrics/loggers.py").read_text()
     for metric in VLLM_METRICS:
         if not metric.name.startswith("vllm:"):
-            continue  # from prometheus_fastapi_instrumentator, and from our plugin
-        # prometheus_client adds a counter's _total itself
+            continue  # metrics of prometheus_fastapi_instrumentator and of our plugin
+        # prometheus_client itself adds _total to a counter's name
         name = metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name
         made = re.search(rf"(_\w+_cls)\(\s*name=\"{name}\"|name = \"{name}\"", source)
         assert made, f"vLLM has no {name}"

@@ -1,5 +1,5 @@
 """Small mistakes in Tandem that the oracle must find. For each mistake this module has the function
-that it replaces, and the cases in which it can show.
+that the mistake replaces, and the cases in which the mistake can show.
 
 `cut_rank.BREAKS` has the mistakes of ranks that each train a part of an adapter.
 """
@@ -62,7 +62,7 @@ def not_of_the_router(self, routing, _of_probs):
 
 
 def late(self, part, *arguments):
-    """In each step Adam uses the bias correction of the step after it."""
+    """In each step Adam uses the bias correction of the next step."""
     self.steps += 1
     UPDATE(self, part, *arguments)
     self.steps -= 1
@@ -183,7 +183,8 @@ def small(*families: str) -> Callable[[Case], bool]:
 
 
 def of_each_head(self, parts):
-    """The wide norm is computed over each single head, like the norms of Qwen3's heads."""
+    """The norm over all heads is computed over each single head, like the norms of Qwen3's
+    heads."""
     heads = [part.unflatten(-1, (-1, self._shape.size)) for part in parts[:2]]
     inverses = [(head.square().mean(-1, keepdim=True) + self._shape.eps).rsqrt() for head in heads]
     return [one.expand_as(of).flatten(1) for one, of in zip(inverses, heads, strict=True)]
@@ -491,7 +492,7 @@ BREAKS = {
     ),
     "gemma4: layers have no number": Break(
         (DecoderLayer, "_scaled", lambda _self, x: x),
-        # The norm after the last layer hides the number of this layer.
+        # The norm after the last layer hides the last layer's `layer_scalar`.
         lambda c: of_gemma4(c) and c.config["num_hidden_layers"] > 1,
     ),
     "gemma4: its number is not in the gradient": Break(

@@ -1,5 +1,5 @@
-"""The oracle's cases. A case has a model, a topology, trained parameters, and packed rows. All are
-drawn from a seed."""
+"""The oracle's cases. A case has a model, a topology, trained parameters, and packed rows. All
+parts of a case are drawn from a seed."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -41,8 +41,8 @@ VOCABULARY = SHAPE["vocab_size"]
 
 @dataclass
 class Node:
-    """A node of a tree of tokens. Its tokens follow the tokens of the nodes above it. Each child is
-    another continuation."""
+    """A node of a tree of tokens. The node's tokens follow the tokens of the nodes above it. Each
+    child is another continuation."""
 
     tokens: list[int]
     children: list["Node"] = field(default_factory=list)

@@ -1,5 +1,5 @@
-"""The results of transformers, PEFT and torch's AdamW for a case. They compute each sequence alone,
-on one rank and without packing."""
+"""The results of transformers, PEFT and torch's AdamW for a case. The reference computes each
+sequence alone, on one rank and without packing."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,8 +62,8 @@ class Model:
                 self.base, directory / "adapter", is_trainable=True
             ).to(dtype)
             named = {name.replace(".default", ""): p for name, p in theirs.named_parameters()}
-            # If the layers of a vision tower have the same names, PEFT makes adapters of zeros
-            # there. These are left out.
+            # If layers of a vision tower have the names of adapted layers, PEFT makes adapters of
+            # zeros for them. The reference leaves out the vision tower's adapters.
             self.parameters = {name: named[name] for name in adapter}
             self.logits = lambda tokens: theirs(tokens[None]).logits[0]
 
@@ -100,7 +100,8 @@ class Model:
 def compute(case: Case, directory: Path, dtype: torch.dtype = torch.float32) -> Reference:
     model = Model(case, directory, dtype)
     trained = model.parameters
-    # All tensors of an adapter have weight decay. If all weights are trained, vectors have none.
+    # All tensors of an adapter have weight decay. If all weights are trained, vectors have no
+    # weight decay.
     decays = [p for p in trained.values() if p.ndim > 1]
     rest = [p for p in trained.values() if p.ndim == 1]
     adam = torch.optim.AdamW(

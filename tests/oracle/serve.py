@@ -32,8 +32,8 @@ def logprobs(order: Order) -> list[torch.Tensor]:
             "enable_lora": True,
             "max_lora_rank": 8,
             "max_loras": 1,
-            # The adapter's targets, by Tandem's names. They leave experts out, because vLLM's
-            # adapter layers for experts need a GPU.
+            # The adapter's targets, by Tandem's names. Experts are not among the targets, because
+            # vLLM's adapter layers for experts need a GPU.
             "lora_target_modules": adapted["target_modules"],
         }
     # `tandem serve-inference` too starts vLLM with the arguments of the model's family.

@@ -1,10 +1,10 @@
 """The oracle compares Tandem on generated models, topologies and rows with transformers, PEFT and
 torch's AdamW in fp32.
 
-It compares the loss, every gradient, and the weights after three optimizer steps. Gradients may
-differ by 1e-5, relative in norm. Weights may differ by 1e-3 of the distance by which they moved. If
-fp32 itself has larger errors, a float64 reference decides. `breaks.py` has the mistakes that the
-oracle must find. `--all-cases -k <seed>:` runs a single case.
+The oracle compares the loss, every gradient, and the weights after three optimizer steps. Gradients
+may differ by 1e-5, relative in norm. Weights may differ by 1e-3 of the distance by which they
+moved. If fp32 itself has larger errors, a float64 reference decides. `breaks.py` has the mistakes
+that the oracle must find. `--all-cases -k <seed>:` runs a single case.
 """
 
 import json
@@ -126,9 +126,9 @@ class Oracle:
                     found.append(f"gradient of {name}: {(one - true).norm() / true.norm():.1e}")
         if (strayed := self._strayed(ours, theirs, theirs)) > WEIGHTS:
             # For an ill-conditioned mixture of experts, gradients in fp32 differ from float64 by
-            # 2.5e-5. Two such computations differ by twice the error of one computation. With the
-            # same code in float64 the difference vanishes (3e-5). So float64 decides here too, as
-            # for gradients.
+            # 2.5e-5. Two computations in fp32 differ by twice the error of one computation. With
+            # the same code in float64 the difference vanishes (3e-5). So a float64 reference
+            # decides about the weights too, as about the gradients.
             exact = self.theirs(seed, torch.float64)
             apart, limit = self._strayed(ours, exact, theirs), self._strayed(theirs, exact, theirs)
             if apart > max(WEIGHTS, 3 * limit):

@@ -116,9 +116,10 @@ def measured() -> list[tuple[dict, Workload, tuple[int, int]]]:
 def test_memory_is_what_was_measured_on_one_gpu():
     for row, workload, levels in measured():
         needs = rank_memory(workload, Sizes(data=row["ranks"]))
-        # torch's peak has neither CUDA's nor NCCL's memory.
+        # torch's peak does not contain the memory of CUDA and NCCL.
         bytes_ = needs.total(levels) - needs.context
-        if row["way"] == "auto":  # these rows had no Adam, and gradients came after the peak
+        # These rows were measured without Adam, and the gradients came after the peak.
+        if row["way"] == "auto":
             bytes_ -= needs.gradients + needs.optimizer
         difference = bytes_ / GIB - row["peak GiB"]
         print(
@@ -139,7 +140,7 @@ def test_speed_is_what_was_measured_for_rows_of_one_sequence():
             for one in plan(workload, row["ranks"], limit).candidates
             if one.sizes == Sizes(data=row["ranks"])
         ]
-        if candidate.levels != levels:  # `auto` kept less than would have fitted
+        if candidate.levels != levels:  # `auto` kept less than would have fitted into memory
             continue
         ratio = candidate.tokens_per_second / row["tokens/s"]
         print(
@@ -346,9 +347,9 @@ def test_what_activations_in_fp32_need_is_what_the_formula_says():
 
 
 def test_ranks_that_cut_experts_have_the_rows_of_all_of_them():
-    """Ranks that share experts keep as many bytes for them as a single rank. This was also measured
-    on two ranks: each rank's layers kept as many bytes of gate and up as the layers of a single
-    rank."""
+    """Ranks that share experts keep as many bytes for the experts as a single rank. A measurement
+    on two ranks shows the same: each rank's layers kept as many bytes of gate and up as the layers
+    of a single rank."""
     workload = Workload(ARCHS["qwen3-30b-a3b"], None, 8192)
     for sizes in (
         Sizes(expert_tensor=2, data=2),
@@ -369,8 +370,8 @@ def test_the_fullest_stage_of_a_pipeline_counts():
 
 
 def test_the_slowest_stage_of_a_pipeline_bounds_its_speed():
-    """Here the last stage takes the most memory: it has fewer rows in flight, so more of its layers
-    keep everything. The first stage is the slowest."""
+    """Here the last stage takes the most memory: this stage has fewer rows in flight, so more of
+    its layers keep everything. The first stage is the slowest."""
     workload, sizes = workload_of("qwen3-8b", slots=16384, rows=16), Sizes(pipeline=2)
     [one] = [one for one in plan(workload, 2, 40 * GIB).candidates if one.sizes == sizes]
     levels = [stage.levels(40 * GIB) for stage in formulas.stages(workload, sizes)]

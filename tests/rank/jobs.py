@@ -240,7 +240,8 @@ def run_two_ranks(
     """Run jobs of different runs one after the other in the same two ranks, so torch is imported
     only once.
 
-    `topologies`: job -> name in `TOPOLOGIES`. Returns each job's checkpoint and last beats.
+    `topologies`: job -> name in `TOPOLOGIES`. Returns each job's checkpoint and the ranks' last
+    heartbeats.
     """
     jobs = [claim(spool, job_id) for job_id in topologies]
     script = str(Path(__file__).with_name("rank_of_jobs.py"))

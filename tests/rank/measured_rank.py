@@ -76,8 +76,9 @@ def measure(at: str, phase: str | None = None, reported: dict[str, int] | None =
     gc.collect()
     visible = 0
     if device.is_cuda():
-        memory.release_workspaces()  # Each thread that multiplies matrices has 32 MiB.
-        # Lets the allocator take back memory that other streams no longer use.
+        # Each thread that multiplies matrices has a workspace of 32 MiB.
+        memory.release_workspaces()
+        # This allocation makes the allocator take back memory that other streams no longer use.
         torch.empty(1, device=device.device())
     else:
         visible = sum(

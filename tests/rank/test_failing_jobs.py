@@ -107,8 +107,8 @@ def test_a_step_whose_event_a_full_volume_refuses_is_trained_all_the_same(
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_missing_optimizer_state_fails_the_job(listed: bool, spool: Spool) -> None:
-    """The job fails even if the manifest doesn't list the missing file. It does not begin with a
-    new state of Adam instead. (`test_resident` alters an adapter.)"""
+    """The job fails even if the manifest doesn't list the missing file. The job does not begin with
+    a new state of Adam instead. (`test_resident` alters an adapter.)"""
     directory = jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"))
     (directory / checkpoint.OPTIMIZER_FILE).unlink()
     if not listed:
@@ -171,8 +171,8 @@ def test_a_last_step_that_makes_log_probs_nan_ends_the_job_once(spool: Spool) ->
 
 
 def one_token_each(advantages: list[float], logprob: float) -> list[Group]:
-    """A group whose trajectories have one token each. The models' checks are left out, because the
-    controller would refuse some of the tests' values."""
+    """A group whose trajectories have one token each. The group is built without pydantic's checks,
+    because the controller would refuse some of the tests' values."""
     members = [
         Trajectory.model_construct(
             turns=[
@@ -267,7 +267,7 @@ def test_a_step_that_runs_out_of_memory_begins_again_with_layers_that_keep_less(
     spool: Spool, monkeypatch
 ) -> None:
     """The checkpoint has the same bytes as without the error. If all layers already keep nothing,
-    the job fails, because they can't free more memory."""
+    the job fails, because the layers can't free more memory."""
     original, levels = Policy.forward, list[list[SaveLevel]]()
 
     def small(policy, *arguments, **options):

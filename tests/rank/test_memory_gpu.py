@@ -3,7 +3,8 @@ optimizer need. A step and a checkpoint leave no bytes behind, and the device is
 of the ranks.
 
 On a GPU torch's allocator counts the bytes. On the CPU the tests count the bytes of tensors that
-Python can reach, where these are enough. `python3 -m pytest -m gpu tests/rank/test_memory_gpu.py`
+Python can reach, where this count is enough. `python3 -m pytest -m gpu
+tests/rank/test_memory_gpu.py` runs the tests on a GPU.
 """
 
 import json
@@ -47,8 +48,8 @@ MODELS = {
         "ffn_size": 3072,
     },
 }
-BLOCK = 512  # torch's allocator rounds each allocation up to a multiple of so many bytes.
-# torch's allocator adds up to so many bytes to a larger allocation, if the rest of a block is too
+BLOCK = 512  # torch's allocator rounds each allocation up to a multiple of BLOCK bytes.
+# torch's allocator adds up to LARGE bytes to a larger allocation, if the rest of a block is too
 # small to be kept.
 LARGE = 2**20
 FEW = 8 * BLOCK  # Bytes of a few scalars.
@@ -145,7 +146,7 @@ def test_a_loaded_model_is_its_parameters_gradient_buffers_and_moments(
     assert measured.base <= base < measured.base + 2 * SEGMENT
     assert base % SEGMENT == 0
     assert measured.lora <= size_of(built, "gradients") <= measured.lora + SCALARS
-    assert size_of(built, "other") <= SCALARS  # These are RoPE's frequencies.
+    assert size_of(built, "other") <= SCALARS  # The other bytes are RoPE's frequencies.
     assert built["sizes"] | {"moments": loaded["sizes"]["moments"]} == loaded["sizes"]
     assert size_of(loaded, "moments") == 2 * measured.lora
     # Between these two phases the rank reads weights, through memory that it allocates for that.

@@ -71,7 +71,7 @@ def submit_pairs(
 
 
 class Reference:
-    """PEFT's model with the adapter of a checkpoint. It computes in fp32, on whole sequences
+    """PEFT's model with the adapter of a checkpoint. The model computes in fp32, on whole sequences
     without packing."""
 
     def __init__(self, model: Path, adapter: Path) -> None:
@@ -93,7 +93,7 @@ class Reference:
         return logprobs[where - 1, ids[where]]
 
     def loss(self, pairs: list[PreferencePair], before: list[list[torch.Tensor]]) -> torch.Tensor:
-        """The loss of DPO: eq. 7 of the paper on DPO."""
+        """The loss of DPO by equation 7 of the paper on DPO."""
         margins = [
             sum(
                 sign * (now - old).sum()
@@ -158,8 +158,8 @@ def test_dpo_equals_peft_and_adamw_over_several_steps(spool: Spool, model: Path)
 
 
 def test_two_ranks_of_the_experts_evaluate_one_held_out_pair(tmp_path: Path) -> None:
-    """The second rank has no rows of the held-out pair. It computes its experts for the first
-    rank's tokens."""
+    """The second rank has no rows of the held-out pair. The second rank computes its experts for
+    the first rank's tokens."""
     spool, model = (
         Spool.create(tmp_path / "spool"),
         jobs.make_model(tmp_path / "m", "qwen3_moe", vocab_size=320),
@@ -191,8 +191,8 @@ def test_two_ranks_of_the_experts_evaluate_one_held_out_pair(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("reference", ["start", "base", 0])
 def test_the_reference_of_a_later_job(spool: Spool, model: Path, reference: Any) -> None:
-    """The job begins at step 1. With the reference "start", which is step 1, the loss begins at
-    log 2. "base" and step 0 are the same model."""
+    """The job begins at step 1. With the reference "start", which is step 1, the loss begins at log
+    2. The references "base" and step 0 are the same model."""
     jobs.run_here(spool, submit_pairs(spool, model, "r", PreferenceLoss(beta=BETA), epochs=4))
     pack = partial(
         prepare_dpo,

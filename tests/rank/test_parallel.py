@@ -121,7 +121,8 @@ def test_two_ranks_equal_one(kind: str, topology: str, results: Results, spool: 
 
 
 def test_both_ranks_report_the_memory_of_every_phase(results: Results, spool: Spool) -> None:
-    """Rank 0 gathers the event `loaded`. The event contains the numbers of each rank's own beat."""
+    """Rank 0 gathers the event `loaded` from all ranks. The event contains the numbers of each
+    rank's own heartbeat."""
     steps, _, beats = results["gspo", "dp"]
     assert beats.keys() == {0, 1}
     often = {"forward_backward", "optimizer"}

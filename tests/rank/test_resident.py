@@ -35,8 +35,8 @@ def full(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
 def chain(
     spool: Spool, main: Callable[[Path, str, int], int], full: bool
 ) -> list[dict[str, bytes]]:
-    """Runs jobs. Between them a resident rank must continue with its state, switch to another run,
-    or read a checkpoint again. Returns the files of each checkpoint."""
+    """Runs jobs. Between two jobs a resident rank must continue with its state, switch to another
+    run, or read a checkpoint again. Returns the files of each checkpoint."""
     made = []
 
     def run(submit: Callable[..., str], name: str, job_id: str, **options: Any) -> None:

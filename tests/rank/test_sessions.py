@@ -369,7 +369,7 @@ def test_a_rank_whose_memory_runs_out_begins_again_with_the_passes_before(
         nonlocal count
         count += 1
         totals = add(self, *arguments)
-        if count in (2, 4):  # The second pass, and the second computation of the second pass.
+        if count in (2, 4):  # The second pass fails, and its second computation fails too.
             raise torch.OutOfMemoryError
         return totals
 

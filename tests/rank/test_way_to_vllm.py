@@ -12,7 +12,7 @@ from tandem.trainer.launch import RankSettings
 from tandem.trainer.rank.way_to_vllm import address_for_vllm, choose_interface
 
 HERE = VllmPlace(address="192.0.2.9", network=network_name())
-# 127.0.0.2 is a second address of loopback. It can be reached in every network namespace.
+# 127.0.0.2 is a second address of loopback. 127.0.0.2 can be reached in every network namespace.
 ELSEWHERE = VllmPlace(address="127.0.0.2", network="another-boot:1")
 
 

@@ -1,6 +1,6 @@
 """`python whole_weights_rank.py DIRECTORY TP`: a rank that merges DIRECTORY/adapter into
-DIRECTORY/model. The rank writes the whole weights to DIRECTORY/merged. It writes the tensors that
-it would send to vLLM to DIRECTORY/sent<rank>.pt."""
+DIRECTORY/model. The rank writes the whole weights to DIRECTORY/merged. To DIRECTORY/sent<rank>.pt
+the rank writes the tensors that it would send to vLLM."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ from tandem.topology.sizes import Sizes
 from tandem.trainer.rank.model_files import ModelFiles
 from tandem.trainer.rank.publication import TrainedWeights
 
-MOST = 700  # The most elements of a buffer: so few that tensors are cut.
+MOST = 700  # A buffer has at most 700 elements, so tensors are cut.
 
 
 def main(directory: Path, tp: int) -> None:

@@ -1,4 +1,5 @@
-"""Volumes of released versions: this version reads every record of them, shows them, and trains on.
+"""This version reads every record of the volumes of released versions. It shows the records, and
+continues the training.
 
 `make_volume.py` made the volumes. If this version can't read a volume, this version needs a
 migration, or must refuse the volume with a clear message as it refuses the format before 0.1.0.

@@ -49,7 +49,7 @@ class FakeStack:
         self.created = 1.0  # the time when the run was created; 0 without a run
         self.jobs: dict[str, Job] = {}
         self.trained: list[Job] = []
-        self.sampled: list[tuple[int, int]] = []  # of each request: (asked step, served step)
+        self.sampled: list[tuple[int, int]] = []  # (asked step, served step) of each request
         self.serving: Callable[[int], bool] = lambda _: True
         self.fail_jobs = fail_jobs
         self.refuses = 100  # the first step that the publisher refuses
@@ -118,7 +118,7 @@ class FakeStack:
         try:
             self.mark()
         except Killed:
-            # The request has arrived, and is packed after the client's death.
+            # The request has arrived. The controller packs it after the client's death.
             if self.random.random() < 0.5:
                 self._start(self._accept_later(request))
             raise

@@ -1,5 +1,5 @@
-"""On-policy distillation: the advantages of tokens against the reverse KL in float64, and the loop
-with a teacher."""
+"""The tests of on-policy distillation compare the advantages of tokens with the reverse KL in
+float64, and run the loop with a teacher."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def test_the_advantages_give_the_gradient_of_the_reverse_kl() -> None:
     lp, lq = log_softmax(logits), log_softmax(teacher)
     p = np.exp(lp)
     advantages = -np.array(reverse_kl(lp.tolist(), lq.tolist()))
-    scores = np.eye(VOCABULARY) - p  # row t: the gradient of log p(t) by the logits
+    scores = np.eye(VOCABULARY) - p  # row t is the gradient of log p(t) by the logits
     gradient = (p * advantages) @ scores  # the gradient of the objective, which the policy ascends
 
     def divergence(at: np.ndarray) -> float:

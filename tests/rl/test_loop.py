@@ -56,7 +56,7 @@ def lines(directory: Path) -> list[dict[str, Any]]:
 
 
 def shown(loop: loops.Loop) -> str:
-    """The text of the panel."""
+    """The text of the loop's panel."""
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(panel(loop))
     return console.export_text()
@@ -147,7 +147,7 @@ def test_the_loop_ends_where_everything_fails(tmp_path: Path) -> None:
 
 
 class Outage(Environment):
-    """A service that the rollouts need is away after the first step, for `failures` rollouts."""
+    """After the first step, a service that the rollouts need is away for `failures` rollouts."""
 
     failures = 40
 
@@ -205,7 +205,7 @@ def test_where_no_group_teaches_anything_the_loop_ends(
     with pytest.raises(NothingToLearn):
         asyncio.run(make_loop(settings, stack, Environment(stack, equal=range(50)), tmp_path).run())
     assert stack.newest == 0
-    assert 48 <= len(stack.sampled) / 6 <= 60  # groups of three rollouts of two turns
+    assert 48 <= len(stack.sampled) / 6 <= 60  # each group has three rollouts of two turns
 
 
 def refuse(stack: FakeStack, batches: int) -> None:
@@ -427,7 +427,7 @@ def test_a_rollback_behind_a_job_that_is_still_followed_has_its_step_made_again(
 def test_the_same_command_goes_on_when_a_refused_step_is_served(tmp_path: Path, bound: int) -> None:
     stack, settings = FakeStack(), config(steps=4, max_off_policy_steps=bound)
 
-    async def scene() -> None:  # in one event loop, which the jobs of the fake stack need
+    async def scene() -> None:  # the fake stack's jobs need one event loop for all runs
         for _ in range(2):
             with pytest.raises(StepRefused):
                 await make_loop(settings, stack, Environment(stack), tmp_path).run()
@@ -537,7 +537,7 @@ def test_state_files_whose_names_differ_behind_the_last_dot_have_locks_of_their_
     with (
         file_lock(tmp_path / "lr-1e-5.lock"),
         file_lock(tmp_path / "lr-1e-5.0.lock"),
-    ):  # a thread may take its own locks again
+    ):  # another thread runs the loop, because a thread may take its own locks again
         asyncio.run(asyncio.to_thread(asyncio.run, loop.run()))
     check(stack, 1, 0)
 
@@ -560,7 +560,7 @@ def test_a_state_of_another_run_or_a_damaged_one_is_refused(tmp_path: Path) -> N
     stack = FakeStack()
     run(config(steps=1), stack, tmp_path)
     other = config(environment=[{"use": "other:env"}])
-    stack.created = 0  # the loop makes no run: this stack can't make one
+    stack.created = 0  # the loop must not create a run, because this stack can't create one
     with pytest.raises(InvalidInput, match="is of run 'fake' with the environments fake:fake"):
         run(other, stack, tmp_path)
     for stack.created in (0, 2):
@@ -665,7 +665,7 @@ def test_the_best_step_is_pinned_and_named_and_nothing_better_ends_the_loop(tmp_
     made = stack.newest
     assert any("no evaluation was better than that of step 2" in line for line in said)
     again = make_loop(settings, stack, environment, tmp_path)
-    asyncio.run(again.run())  # the same command, after the end
+    asyncio.run(again.run())  # the same command runs again after the training's end
     assert (stack.newest, again.last) == (made, made)
 
     checked = tmp_path / "pinned"
@@ -716,7 +716,7 @@ def test_evaluations_have_names_sampling_and_pass_at(tmp_path: Path) -> None:
     ("rewards", "k", "expected"),
     [
         ([[1, 0, 0, 0]], 1, 1 / 4),
-        ([[1, 0, 0, 0]], 2, 1 / 2),  # 3 of 6 pairs have a 1
+        ([[1, 0, 0, 0]], 2, 1 / 2),  # 3 of the 6 pairs contain the reward 1
         ([[1, 1, 0, 0]], 2, 5 / 6),
         ([[1, 0, 0, 0], [0, 0, 0, 0]], 4, 1 / 2),
         ([[1], [0, 0]], 2, 0.0),  # the first task lost a sample
@@ -832,7 +832,7 @@ def test_the_live_view_shows_the_loop(tmp_path: Path) -> None:
     settings = config(steps=3, evaluation={"groups": 2})
     loop = make_loop(settings, stack, Environment(stack), tmp_path)
 
-    assert "0 of 3 in flight" in shown(loop)  # before the first step
+    assert "0 of 3 in flight" in shown(loop)  # the panel before the first step
     asyncio.run(loop.run())
     text = shown(loop)
     assert "fake@3 of 3, served @3" in text

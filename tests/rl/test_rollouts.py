@@ -109,7 +109,7 @@ def test_where_everything_is_discarded_the_loop_ends_with_the_reason(tmp_path: P
 
 
 class Plain(Environment):
-    """An environment whose `rollout` is a plain function. Each call of it gets a thread."""
+    """An environment whose `rollout` is a plain function. Each call of `rollout` gets a thread."""
 
     threads: set[int]
     never = False
@@ -203,7 +203,7 @@ def test_a_coroutine_that_blocks_is_named_and_ended_at_its_limit(
     [when] = [when for when, text in told if text.startswith(named)]
     assert when - blocked[0] < 5
     lost = [line["lost"]["failed"] for line in lines(tmp_path)]
-    # The other rollouts go on, although they were blocked for as long.
+    # The other rollouts go on, although they were blocked for as long as the failed rollout.
     where = f"test_rollouts.py, line {line_of('mark: blocks')}"
     assert sum(sum(each.values()) for each in lost) == 1
     assert re.fullmatch(rf"TandemError \({where}\)", "".join(next(filter(None, lost))))
@@ -252,6 +252,6 @@ def test_ctrl_c_and_the_end_wait_for_no_rollout(kind: str) -> None:
     if kind != "ends":
         process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=30)
-    assert time.monotonic() - began < 8  # it takes 1.5 s; other programs may slow it
+    assert time.monotonic() - began < 8  # the command takes 1.5 s; other programs may slow it
     assert process.returncode == (0 if kind == "ends" else 130)
     assert ("stopped" in printed) == (kind == "blocks")

@@ -165,7 +165,7 @@ def test_the_file_keeps_the_last_rollouts_and_survives_a_kill(
     assert [one["reward"] for one in read_samples(file)] == list(range(47, 57))
 
     whole = file.read_bytes()
-    file.write_bytes(whole[:-7])  # killed while the last rollout was written
+    file.write_bytes(whole[:-7])  # as if the loop was killed while it wrote the last rollout
     assert [one["reward"] for one in read_samples(file)] == list(range(46, 56))
     SampleFile(file).add([sample(trajectory(99, "a"), run="r", task="t")])
     assert [one["reward"] for one in read_samples(file)][-2:] == [55, 99]
@@ -175,7 +175,8 @@ def test_the_file_keeps_the_last_rollouts_and_survives_a_kill(
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "replace", killed)  # before the shorter file takes its place
+    # The loop is killed before the shorter file takes the file's place.
+    monkeypatch.setattr(Path, "replace", killed)
     before = file.read_bytes()
     with pytest.raises(KeyboardInterrupt):
         SampleFile(file)

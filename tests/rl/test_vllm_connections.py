@@ -21,7 +21,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @asynccontextmanager
 async def serving(handler: Handler) -> AsyncIterator[str]:
-    """The /v1 of a server whose every route is `handler`."""
+    """The URL of /v1 of a server that answers every route by `handler`."""
     runner = web.ServerRunner(web.Server(handler, handler_cancellation=True))
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -56,7 +56,7 @@ def test_many_requests_at_once_have_a_connection_each_and_later_ones_use_these()
             return answers
 
     answers = asyncio.run(scene())
-    assert most > 100  # a pool of httpx, or of aiohttp by default, ends at 100
+    assert most > 100  # by default a pool of httpx or aiohttp has at most 100 connections
     assert len(peers) <= 150
     assert {answer.json()["text"] for answer in answers} == {"schön ?"}
 
@@ -108,7 +108,7 @@ def test_neither_a_proxy_for_other_hosts_nor_netrc_changes_a_request(
     assert [authorization for _, authorization in got] == ["none", "none"]
     assert got[0][0] == "/v1/models"
     assert got[1][0].endswith("/v1/models")
-    assert got[1][0].startswith("http://127.0.0.1:")  # the request as a proxy gets it
+    assert got[1][0].startswith("http://127.0.0.1:")  # a proxy gets the whole URL of a request
 
 
 async def _half(request: web.Request) -> web.StreamResponse:

@@ -19,7 +19,7 @@ from tandem.trainer.launch import RankSettings
 
 
 def preload(device: str):
-    # The fork server, which is the ranks' parent, imports this once for all jobs.
+    # The fork server, which is the ranks' parent, imports torch.distributed once for all jobs.
     if os.environ.get("TANDEM_LAUNCH") == "fork":
         import torch.distributed  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""A real runner process on a spool of its own. Its ranks misbehave as a test orders
+"""A real runner process on a spool of its own. The runner's ranks misbehave as a test orders
 (`fake_rank`)."""
 
 import os
@@ -103,8 +103,8 @@ class Stack:
         return answer
 
     def _refused(self) -> bool:
-        """Whether the runner that was started last ended with an error. An end by a test's signal
-        does not count as an error."""
+        """Whether the newest runner has ended with an error. An end by a test's signal does not
+        count as an error."""
         return bool(self._processes) and (self.runner.poll() or 0) > 0
 
     def until_logged(self, text: str) -> None:

@@ -1,5 +1,5 @@
-"""A fake vLLM as a program. It sleeps like the real vLLM and uses memory of a fake GPU. It is slow
-or refuses orders if a test wants this.
+"""A fake vLLM as a program. The program sleeps like the real vLLM and uses memory of a fake GPU.
+The program is slow or refuses orders if a test wants this.
 
 The fake GPU's file `orders` (JSON) has a test's wishes. `sleep_seconds` and `wake_seconds`: the
 seconds that vLLM needs to fall asleep and to wake. `refuse_wakes`: the number of wakes that fail

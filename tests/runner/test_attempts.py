@@ -1,6 +1,6 @@
 """The runner's decisions about attempts. The executor's processes follow a script, and the clock is
-simulated. Every order of events leads to one end. The fence is the point from which an attempt can
-commit and write nothing more. Two attempts are never unfenced at the same time."""
+simulated. In every order of events a job has exactly one end. After its fence an attempt can
+neither commit nor write anything. A job never has two attempts without a fence at the same time."""
 
 import time
 from collections import Counter
@@ -35,7 +35,8 @@ class RunnerKilledError(BaseException):
 
 
 class Clock:
-    """Stands for the module `time`. Its `sleep` returns at once and moves the simulated time on."""
+    """Stands for the module `time`. The stand-in's `sleep` returns at once and moves the simulated
+    time on."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -131,8 +132,8 @@ class Processes:
             (self.files.staged / "adapter_model.safetensors").write_text(content)
 
     def commit(self, *, late: bool) -> None:
-        """Commits the staged checkpoint. `late`: the rank has checked the job's state before it was
-        frozen, so it does not check it again."""
+        """Commits the staged checkpoint. `late`: the rank has checked the job's state before the
+        rank was frozen, so the rank does not check this state again."""
         spool, spec = self.files.spool, self._job.spec
         try:
             spool.checkpoints.commit(
@@ -148,8 +149,8 @@ class Processes:
         self.committed = True
 
     def thaw(self) -> None:
-        """Frozen ranks continue, even if the job has ended. They stage and commit a checkpoint and
-        write an event."""
+        """Frozen ranks continue, even if the job has ended. The frozen ranks stage and commit a
+        checkpoint and write an event."""
         fenced = self._executor.is_fenced(self)
         self.stage()
         self.commit(late=True)
@@ -237,8 +238,8 @@ class Scripted:
 
 
 class Racing(Checkpoints):
-    """Checkpoints whose method `made_by`, by which the runner looks for the job's checkpoint, is
-    followed at once by commits of frozen ranks."""
+    """Checkpoints for a race: frozen ranks commit right after each call of `made_by`. The runner
+    looks for the job's checkpoint by `made_by`."""
 
     executor: Scripted
 
@@ -357,8 +358,8 @@ ACTIONS = [
 @example(["stage", "cancel", "commit", "run"], True, False, False)
 @example(["run", "stage", "kill the runner", "late", "commit", "exit 0"], True, False, True)
 @example(["run", "kill the runner", "cancel", "kill the runner", "commit"], False, True, True)
-# The ranks commit between the runner's last check for the checkpoint and the fence. They try the
-# commit again after the fence.
+# The ranks commit between the runner's last check for the checkpoint and the fence. The ranks try
+# the commit again after the fence.
 @example(["stage", "exit 1", "run", "run"], True, True, False)
 @example(["stage", "kill the runner", "run", "run"], True, True, False)
 def test_any_order_of_events_leads_to_one_end(
@@ -431,7 +432,7 @@ def test_the_reasons_of_a_wait_are_events_and_a_new_runner_goes_on_with_it(clock
     state, _, events = run(script, clock, adopting=True)
     told = [event.data["reason"] for event in events if event.type == "waiting"]
     assert (state, told) == ("succeeded", ["quota"])
-    changing = [f"wait for {number % 7}" for number in range(8_000)]  # This takes 800 s.
+    changing = [f"wait for {number % 7}" for number in range(8_000)]  # These waits take 800 s.
     state, _, events = run([*changing, "stage", "commit", "exit 0"], clock)
     told = [event.data["reason"] for event in events if event.type == "waiting"]
     assert state == "succeeded"

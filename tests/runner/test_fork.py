@@ -118,8 +118,8 @@ def test_cancel(stack):
     assert stack.spool.queue.cancel(job_id) == "running"
     state, job = stack.wait(job_id)
     assert (state, job.result.error.type) == ("cancelled", "cancelled")
-    # The run's next job has no checkpoint to start from. Its error names the job that should have
-    # made this checkpoint.
+    # The run's next job has no checkpoint to start from. The next job's error names the job that
+    # should have made this checkpoint.
     state, job = stack.wait(follower)
     assert (state, job.result.error.type, job.attempt) == ("failed", "base_missing", 1)
     assert job_id in job.result.error.message
@@ -180,7 +180,7 @@ def main(attempt, settings): time.sleep(float(attempt.job))
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path, early):
-    """The fork server's report that a killed launch has ended comes before the next launch
+    """The fork server reports the end of a killed launch. The report comes before the next launch
     (`early`) or after it."""
     (tmp_path / "waiting_rank.py").write_text(WAITING_RANK)
     root = Spool.create(tmp_path / "spool").root

@@ -87,7 +87,8 @@ def test_the_end_of_a_log_that_outran_the_runner_is_kept(tmp_path, monkeypatch):
 
 
 def test_a_log_that_can_not_be_read_any_more_does_not_end_the_runner(tmp_path, monkeypatch):
-    """A rank's log can't be read while the volume is gone. Later its lines are written."""
+    """A rank's log can't be read while the volume is gone. When the volume is back, the lines of
+    the rank's log are written."""
     paths = SimpleNamespace(log_file=lambda _: tmp_path / "j.log", work_dir=lambda *_: tmp_path)
     (tmp_path / "rank.0.log").write_text("hello\n")
     log = JobLog(Attempt(SimpleNamespace(paths=paths), "j", 1), 1)

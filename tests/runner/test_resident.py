@@ -59,8 +59,8 @@ def test_agent_and_ranks_listen_on_loopback_only(stack):
 @pytest.mark.parametrize(
     ("order", "told"),
     [
-        # The error names rank 1, which has failed. It does not name rank 0, which SIGTERM has
-        # ended.
+        # The error names rank 1, which has failed. The error does not name rank 0, which SIGTERM
+        # has ended.
         ({"do": "raise", "rank": 1}, "rank 1 ended with exit code 1"),
         # A rank exits with 0 in the middle of a job.
         ({"do": "leave"}, ""),

@@ -183,7 +183,7 @@ def test_a_volume_that_refuses_every_write_delays_the_end_of_a_job_and_loses_not
     stack.runner.send_signal(signal.SIGSTOP)
     with read_only(stack.spool.paths.job_dir(job_id)):
         for process in stack.children():
-            if process.parent != stack.runner.pid:  # The leader or the rank.
+            if process.parent != stack.runner.pid:  # This child is the leader or a rank.
                 processes.send(process, signal.SIGKILL)
         stack.runner.send_signal(signal.SIGCONT)
         stack.until_logged("can't write the event released")
@@ -221,7 +221,7 @@ def test_a_runner_that_starts_on_a_full_volume_waits(tmp_path):
 def test_a_checkpoint_that_fills_the_volume_is_removed_so_that_the_jobs_end_can_be_written(
     tmp_path, killed
 ):
-    """`killed`: the job's runner died, and the next runner finds the volume full."""
+    """With `killed`, the job's runner has died, and the next runner finds the volume full."""
     root = tmp_path / "volume"
     with mounted(root, "-t", "tmpfs", "-o", "size=2m", "tmpfs"):
         stack = Stack(root, "fork")

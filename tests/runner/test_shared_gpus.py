@@ -45,22 +45,22 @@ def stack(shared):
 
 
 def awake_and_unheld(stack):
-    """Checks the facts that hold after any job: vLLM is awake, there is no hold, and only vLLM uses
-    the GPU's memory."""
+    """Checks the facts that hold after any job: vLLM is awake, no runner holds the GPU, and only
+    vLLM uses the GPU's memory."""
     assert not stack.asleep()
     assert stack.spool.hold.get() is None
     assert fake_gpu.others(stack.gpu) == fake_gpu.AWAKE
 
 
 def live_hold(stack):
-    """Waits for a live hold and returns it. On a busy machine the runner may renew the hold late,
-    so the hold may be stale for a moment."""
+    """Waits until a runner holds the GPU, and returns this live hold. On a busy machine the runner
+    may renew its hold of the GPU late, so the hold may be stale for a moment."""
     return stack.until(stack.spool.hold.live, "a live hold")
 
 
 def floor(mib=0):
-    """UUID -> bytes in use while vLLM sleeps and other processes use `mib` MiB. The driver uses
-    3 MiB of them."""
+    """UUID -> bytes in use while vLLM sleeps and other processes use `mib` MiB. The driver uses 3
+    MiB of these bytes."""
     return {fake_gpu.UUID: (fake_gpu.ASLEEP + 3 + mib) * MIB}
 
 
@@ -121,8 +121,8 @@ def test_while_a_job_trains_the_hold_says_so_and_nobody_wakes_vllm(stack):
     hold = live_hold(stack)
     assert (hold.job, hold.attempt, hold.phase, hold.floor) == (job_id, 1, "training", floor())
     stack.until(lambda: live_hold(stack).beat > hold.beat, "a beat in the hold")
-    # The runner hangs for longer than its lease. Then the hold is stale, but the ranks still use
-    # their memory.
+    # The runner hangs for longer than its lease. Then the runner's hold of the GPU is stale, but
+    # the ranks still use their memory.
     stack.runner.send_signal(signal.SIGSTOP)
     stack.until(lambda: stack.spool.hold.live() is None, "the hold to be stale")
     stack.until(lambda: "is lost, and" in stack.text("publisher"), "the publisher to notice")
@@ -224,9 +224,9 @@ def test_no_rank_starts_once_the_publisher_took_a_hold_that_a_full_volume_did_no
 
 @pytest.mark.parametrize("awake", [False, True])
 def test_a_publisher_that_finds_a_stale_hold_settles_it(stack, awake):
-    """Runner and publisher are killed and leave the hold. `awake`: vLLM is awake at that time, as
-    if they had been killed between vLLM's wake and the removal of the hold. Then vLLM itself uses
-    the memory."""
+    """Runner and publisher are killed, and the runner's hold of the GPU stays on the volume.
+    `awake`: vLLM is awake at that time, as if they had been killed between vLLM's wake and the
+    removal of the hold. If vLLM is awake, vLLM itself uses the GPU's memory."""
     job_id = stack.submit(stack.name, do="wait", attempts=1)
     stack.until_journal("rank runs")
     stack.until(

@@ -27,7 +27,7 @@ SLOW_ENDS = {
 @pytest.fixture(scope="module")
 def stacks(tmp_path_factory):
     """(launch, name) -> a stack and the id of its job. All jobs start at once, because the jobs of
-    SLOW_ENDS take long to end. They end while other tests run."""
+    SLOW_ENDS take long to end. These jobs end while other tests run."""
     stacks = {}
     try:
         for launch in LAUNCHES:

@@ -4,8 +4,8 @@ clocks misbehave.
     python -m tests.soak [--kills 1000] [--seed N]     the soak; `--help` has the options
     python -m tests.soak.check ROOT LEDGER             checks a spool's files again
 
-`stack` starts the programs and finds their processes, `disturb` strikes programs with signals and
-damages files, `client` submits jobs and records the API's answers in the ledger, `vllm` takes the
+`stack` starts the programs and finds their processes. `disturb` strikes programs with signals and
+damages files. `client` submits jobs and records the API's answers in the ledger. `vllm` takes the
 place of vLLM. `check` shares no code with Tandem.
 """
 

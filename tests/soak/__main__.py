@@ -4,11 +4,12 @@ broken.
     python -m tests.soak [--kills 1000] [--seed N] [--pace 1.6] [--servers 2 | --real-vllm]
         [--executor hosts] [--work DIRECTORY]
 
-Each round has one way to start ranks. After it the trainer is stopped and started again, every job
-ends, and `soak.check` reads the files. The seed chooses victims, moments, signals, damage and
-jobs; the kernel chooses when a process runs, so a seed repeats the plan and not the run. Exits with
-1 at the first round with a violation, and keeps its files. As root the volume is a tmpfs that can
-get full and read-only. Without root these two faults are left out.
+Each round has one way to start ranks. After each round the trainer is stopped and started again.
+Then every job ends, and `soak.check` reads the files. The seed chooses victims, moments, signals,
+damage and jobs; the kernel chooses when a process runs, so a seed repeats the plan and not the run.
+The program exits with 1 after the first round with a violation, and keeps the round's files. If the
+user is root, the volume is a tmpfs that can get full and read-only. For other users these two
+faults are left out.
 """
 
 import argparse
@@ -88,7 +89,7 @@ class Soak:
         }
         self._imports = 1.0  # the number of costly strikes that are allowed now
         self._again: list[str] = []  # programs to strike again
-        self._due = 0.0  # when the next strike is due at `options.pace`
+        self._due = 0.0  # time of the next strike at the pace `options.pace`
         self.kills = 0
 
     def round(self, kills: int, launch: str) -> list[str]:
@@ -205,7 +206,7 @@ class Soak:
         return problems
 
     def _roll_back(self) -> None:
-        """Take some of a run's steps out of its chain while the controller may die."""
+        """Roll a run back to an earlier step, while the controller may die."""
         run, step = self._rng.choice(["a", "b", "c"]), self._rng.randrange(3)
         newest = max(
             (int(path.name) for path in self.root.glob(f"runs/{run}/checkpoints/0*")), default=0
@@ -233,7 +234,8 @@ class Soak:
 
     def _not_served(self) -> list[str]:
         """The newest steps that are not served yet. The publisher writes the record of the served
-        step, and then the event of the step's job. A served step has both."""
+        step, and then the event of the step's job. A served step has both the record and the
+        event."""
         missing = []
         for run in self.root.glob("runs/[!.]*/checkpoints"):
             newest, served, told = max(run.glob("0*"), default=run), None, False
@@ -257,8 +259,8 @@ class Soak:
         )
 
     def finish(self) -> list[str]:
-        """Stop everything, sweep the files that the strikes left as if they were old, and check
-        once more."""
+        """Stop all programs, sweep the files that the strikes left as if these files were old, and
+        check the spool once more."""
         problems = self.stack.close(STOP_SECONDS)
         problems += self._wait(
             "no process is left", STOP_SECONDS, lambda: check.leftovers(self.root)
@@ -301,7 +303,7 @@ class Soak:
 
 
 def run(soak: Soak, options: argparse.Namespace) -> list[str]:
-    """The violations of the first round that has any."""
+    """The violations of the first round with violations."""
     rng = random.Random(options.seed)
     begin = time.monotonic()
     if not soak.volume.mounted:
@@ -369,7 +371,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     if options.executor == "hosts":
-        options.launch = "fork"  # agents start ranks only in this way
+        options.launch = "fork"  # agents start ranks only by `fork`
     work = options.work or Path(tempfile.mkdtemp(prefix="soak-"))
     work.mkdir(exist_ok=True)
     print(f"soak: --seed {options.seed} --kills {options.kills}, in {work}", flush=True)

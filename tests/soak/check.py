@@ -2,8 +2,8 @@
 
     python -m tests.soak.check ROOT LEDGER
 
-Prints one line per violation; exits with 1 if there is any. LEDGER contains the answers that the
-client got, see `Ledger`.
+Prints one line per violation. Exits with 1 if there is a violation. LEDGER contains the answers
+that the client got (see `Ledger`).
 """
 
 import json
@@ -28,8 +28,8 @@ ORDER = (
     "woken",
     "requeued",
 )
-# An attempt has the first of these events: each event is written before the next part of the
-# attempt begins.
+# The events of an attempt are the first ones of this chain, because each event is written before
+# the next part of the attempt begins.
 CHAIN = ("claimed", "started", "loaded", "step", "checkpoint")
 JUNK = "soak-junk"
 """A part of the names of files that the soak itself put among the spool's files."""
@@ -40,15 +40,15 @@ class Ledger:
     """The soak's actions and the answers that it got, one JSON object per line: `{"kind": ...,
     ...}`."""
 
-    # Job id -> run, of every request that was sent.
+    # Job id -> the job's run, for every request that was sent.
     asked: dict[str, str] = field(default_factory=dict)
     accepted: set[str] = field(default_factory=set)  # job ids that were answered with success
     refused: set[str] = field(default_factory=set)  # job ids that were answered with a refusal
     damaged: set[str] = field(default_factory=set)  # job ids whose queued file was damaged
     repeated: set[str] = field(default_factory=set)  # accepted job ids that were submitted again
     runs: set[str] = field(default_factory=set)  # runs whose creation was answered with success
-    # Job id -> for each full volume: the number of the job's events when the volume became full,
-    # and the number when the volume had space again.
+    # Job id -> two numbers for each time that the volume was full: the number of the job's events
+    # when the volume became full, and the number when the volume had space again.
     full: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     torn: int = 0  # half lines that were written to event files
     strikes: int = 0  # signals to programs
@@ -249,7 +249,7 @@ def _check_events(job: JobFile, found: list[str]) -> None:
 
 
 def _check_end(job: JobFile, end: dict[str, Any], wrong: Any) -> None:
-    if (result := job.record["result"]) is None:  # `_jobs` has already reported it
+    if (result := job.record["result"]) is None:  # `_jobs` has already reported the missing result
         return
     if any(result[name] != value for name, value in end["data"].items()):
         wrong(f"its result is {result}, its terminal event says {end['data']}")

@@ -17,7 +17,7 @@ ADAPTER, OPTIMIZER = "adapter_model.safetensors", "optimizer/adam.safetensors"
 def check(root: Path, ledger: Any, jobs: dict[str, Any], found: list[str], *, served: bool) -> None:
     """Appends the violations in the checkpoints of all runs to `found`. `ledger`, `jobs`: see
     `soak.check`."""
-    made: dict[str, list[str]] = defaultdict(list)  # by job: its checkpoints
+    made: dict[str, list[str]] = defaultdict(list)  # job id -> the job's checkpoints
     for run in sorted((root / "runs").iterdir()):
         if run.name.startswith(".tmp-") or not run.is_dir():
             continue

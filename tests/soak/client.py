@@ -48,7 +48,7 @@ class Client:
         self._made: set[str] = set()
         self._count = 0
         self.problems: list[str] = []
-        self.sending = threading.Event()  # a request is under way
+        self.sending = threading.Event()  # set while a request is under way
         self._paused = threading.Event()
         self._idle = threading.Event()
         self._idle.set()
@@ -118,7 +118,7 @@ class Client:
             time.sleep(self._rng.uniform(0.05, 0.5))
 
     def _repeat(self, job: str) -> None:
-        """Sends a job's request again. The API must take it for the same job."""
+        """Sends a job's request again. The API must recognise the request as the same job's."""
         run, body = self._bodies[job]
         self._ledger.write("repeated", id=job)
         answer = self.request("POST", f"/v1/runs/{run}/train", body)
@@ -165,7 +165,7 @@ class Client:
     def request(
         self, method: str, path: str, body: dict[str, Any] | None = None
     ) -> httpx.Response | None:
-        """The answer, or None where there is none."""
+        """The API's answer, or None if no answer came."""
         self.sending.set()
         try:
             answer = self._http.request(method, path, json=body)

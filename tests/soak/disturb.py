@@ -58,7 +58,7 @@ class Moments:
         self._root, self._client, self._rng = root, client, rng
 
     def choose(self, program: str) -> str:
-        if program in ("rank", "leader"):  # which live while a job runs
+        if program in ("rank", "leader"):  # these processes live while a job runs
             return self._rng.choice(
                 ("claimed", "started", "loaded", "step", "step", "checkpoint", "checkpoint")
             )
@@ -73,7 +73,7 @@ class Moments:
             time.sleep(self._rng.uniform(0, min(1.5, longest)))
             return moment
         end = time.monotonic() + longest
-        known: dict[str, str] = {}  # by job: its newest event
+        known: dict[str, str] = {}  # job -> the job's newest event
         if moment != "request":
             self._came(moment, known)
         while time.monotonic() < end:
@@ -116,7 +116,7 @@ class Strikes:
         return bool(killed)
 
     def strike(self, victim: Victim, how: str) -> bool:
-        """Signals the victim. Returns whether it still lived."""
+        """Signals the victim. Returns whether the victim still lived."""
         first = {"kill": signal.SIGKILL, "term": signal.SIGTERM}.get(how, signal.SIGSTOP)
         if not victim.send(first):
             return False
@@ -139,7 +139,7 @@ class Conditions:
 
     def __init__(self, stack: Stack, volume: Volume, rng: random.Random, ledger: Ledger) -> None:
         self._stack, self._volume, self._rng, self._ledger = stack, volume, rng, ledger
-        self._now: dict[str, float] = {}  # kind -> when it ends
+        self._now: dict[str, float] = {}  # kind of condition -> time of the condition's end
         self._clock: dict[str, float] = {}
         self._events: dict[str, int] = {}  # job -> number of its events when the volume became full
         self.kinds = ["slow", "clocks", *(["full", "read-only"] if volume.mounted else [])]
@@ -236,7 +236,7 @@ class Damage:
             try:
                 if self.kinds[kind]():
                     return kind
-            except OSError:  # it is gone by now
+            except OSError:  # the file was removed meanwhile
                 continue
         return None
 
@@ -272,7 +272,7 @@ class Damage:
             or (path := self._some("jobs/live/[!.]*/*/[!.]*/job.json")) is None
         ):
             return False
-        if b'"state": "queued"' not in path.read_bytes():  # it may be damaged already
+        if b'"state": "queued"' not in path.read_bytes():  # the file may be damaged already
             return False
         self._ledger.write("damaged", id=path.parent.name.split(",")[-1])
         self._spoil(path)
@@ -341,7 +341,7 @@ class Damage:
             return False
         job = re.search('"job": "(.*)"', (path.parents[0] / "manifest.json").read_text())
         if job is None or not [*self._root.glob(f"jobs/ended/*/*,{job[1]},succeeded")]:
-            return False  # its job has not ended yet, and may look at it
+            return False  # the checkpoint's job has not ended yet, and may read the file
         copy = shutil.copy2(path, self._root.parent / "copy")
         try:
             self._spoil(path)

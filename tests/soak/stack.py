@@ -71,8 +71,8 @@ def _stat(pid: int) -> list[str]:
 
 
 class Volume:
-    """The spool's directory. It is a tmpfs, which can get full and read-only, or a plain directory
-    if mounting is refused."""
+    """The spool's directory. The directory is the mount of a tmpfs, which can get full and
+    read-only. If mounting is refused, it is a plain directory."""
 
     def __init__(self, root: Path, mebibytes: int) -> None:
         self.root = root
@@ -259,8 +259,8 @@ class Stack:
             )
 
     def sweep(self, done: Callable[[], bool]) -> None:
-        """Run a runner, which sweeps at its start, until `done` or a minute later. The trainer must
-        be stopped."""
+        """Run a runner until `done` is true, for at most a minute. A runner sweeps at its start.
+        The trainer must be stopped."""
         environment = self._environment | {"TANDEM_LAUNCH": "torchrun", "TANDEM_EXECUTOR": "local"}
         environment |= {"TANDEM_TRAINER_HOSTS": "1", "TANDEM_TRAINER_RANKS": "1"}
         with (self.logs / "sweep.log").open("ab") as log:
@@ -316,7 +316,8 @@ class Stack:
         return problems
 
     def keep_evidence(self) -> Path:
-        """Copies the spool beside the logs. Returns the directory of both."""
+        """Copies the spool beside the logs. Returns the directory that has the copy and the
+        logs."""
         shutil.copytree(
             self.root, self.work / "spool", ignore=shutil.ignore_patterns("soak-junk-filler")
         )

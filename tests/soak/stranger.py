@@ -14,8 +14,8 @@ from tandem.spool.schema import Served
 
 
 class Stranger(threading.Thread):
-    """The thread that asks. It records violations, and counts the answers. `urls`: the URL of each
-    server. `headers`: headers with the API key."""
+    """The thread that asks. The thread records violations, and counts the answers. `urls`: the URL
+    of each server. `headers`: headers with the API key."""
 
     def __init__(self, root: Path, urls: list[str], headers: dict[str, str]) -> None:
         super().__init__(name="stranger", daemon=True)

@@ -62,8 +62,8 @@ def attempt(spool: Spool, *, steps: int = STEPS) -> object:
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A spool with two jobs that succeeded, the second after a lost attempt, one that failed and
-    one cancelled."""
+    """A spool with four jobs: one succeeded, one succeeded after a lost attempt, one failed, and
+    one was cancelled."""
     root = tmp_path_factory.mktemp("good")
     spool = Spool.create(root / "spool")
     spool.runs.create(spool_tools.run_spec("r"), write_adapter)

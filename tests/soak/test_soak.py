@@ -48,7 +48,7 @@ def test_kills_break_no_promise(
         out, _ = soak.communicate(timeout=600)
     finally:
         if soak.poll() is None:
-            soak.send_signal(signal.SIGTERM)  # it unmounts its volume
+            soak.send_signal(signal.SIGTERM)  # the soak unmounts its volume
             soak.communicate(timeout=60)
         processes.kill_all(
             lambda: processes.marked("TANDEM_ROOT", str(work / "volume")), timeout=10

@@ -1,8 +1,8 @@
 """`python -m soak.vllm`: the tests' fake vLLM as a program, for a spool with real checkpoints.
 
-The log-probs of a probe's tokens under an adapter come from the manifest of the checkpoint with the
-same bytes, into which the trainer wrote them. So the publisher's verification works. The program's
-start takes a third of a second.
+The trainer writes the log-probs of a probe's tokens into a checkpoint's manifest. The fake vLLM
+answers with the log-probs in the manifest of the checkpoint that has the adapter's bytes. So the
+publisher's verification works. The program's start takes a third of a second.
 """
 
 import hashlib
@@ -35,13 +35,13 @@ class ProbeVllm(FakeVllm):
             if long is not None and tokens == long["tokens"][: len(tokens)]:
                 found = dict(zip(long["positions"], long["logprobs"], strict=True))
                 return [found.get(position, -1.0) for position in range(1, len(tokens))]
-        return logprobs(tokens, 0.0)  # by the identity adapter
+        return logprobs(tokens, 0.0)  # log-probs of the identity adapter
 
     def _probes(self, sha256: str) -> Iterator[dict[str, Any]]:
         for path in self._root.glob("runs/*/*/*/manifest.json"):
             try:
                 text = path.read_text()
-            except OSError:  # a rollback moved it
+            except OSError:  # a rollback has moved the manifest
                 continue
             if sha256 in text and (probe := json.loads(text)["probe"]) is not None:
                 yield probe

@@ -22,8 +22,8 @@ LOST = JobError(type="runner_lost", message="gone", retriable=True)
 
 
 def memory_directory() -> TemporaryDirectory:
-    """A temporary directory in memory, where fsync costs nothing; on disk where there is no
-    /dev/shm."""
+    """A temporary directory in memory, where fsync costs nothing. Without a writable /dev/shm the
+    directory is on disk."""
     return TemporaryDirectory(
         dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None, prefix="tandem-test-"
     )

@@ -1,4 +1,4 @@
-"""A death at every system call of every operation, torn writes included.
+"""A process dies at every system call of every operation, also in the middle of a write.
 
 After each death a newly opened spool shows the state before the operation or after it. A second
 call, by a client or a new runner, completes the operation to the same state as without the death.
@@ -87,10 +87,10 @@ def remains(spool: Spool) -> list[str]:
 class Case:
     prepare: Callable[[Spool], object]
     operate: Callable[[Spool], object]
-    # Each of these calls completes the operation after a death. If there is none, the operation is
-    # repeated.
+    # Each of these calls completes the operation after a death. If there is no such call, the
+    # operation is repeated.
     complete: tuple[Callable[[Spool], object], ...] = ()
-    # A state that an operation of several commits may show, too, after a death between the commits.
+    # Whether a state may also show after a death between two commits of the operation.
     between: Callable[[dict], bool] = lambda state: False
 
 

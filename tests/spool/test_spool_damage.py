@@ -1,5 +1,5 @@
-"""One damaged file: the error names it, and everything else goes on. `tests/fuzz` damages more
-files in more ways."""
+"""If one file is damaged, the error names the file, and everything else goes on. `tests/fuzz`
+damages more files in more ways."""
 
 import json
 import os

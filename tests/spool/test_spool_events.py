@@ -1,5 +1,5 @@
-"""Events: no gaps, no duplicates, nothing torn. (`test_spool_crash` kills writers at every system
-call.)"""
+"""A job's events have no gaps and no duplicates, and readers see no torn event. (`test_spool_crash`
+kills writers at every system call.)"""
 
 import json
 import multiprocessing
@@ -68,7 +68,7 @@ def test_a_torn_last_line_is_skipped_and_then_closed(spool, size):
     assert seqs(spool) == [0]
     assert spool.events.append("j", "step").seq == 2
     assert spool.events.read("j")[1] == whole
-    path.write_bytes(b'{"seq":0,"ti')  # nothing but a torn line
+    path.write_bytes(b'{"seq":0,"ti')  # the file has nothing but a torn line
     assert seqs(spool) == []
     assert spool.events.append("j", "claimed").seq == 0
     assert seqs(spool) == [0]

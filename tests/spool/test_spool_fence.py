@@ -135,8 +135,8 @@ def test_of_a_commit_and_the_fence_exactly_one_wins(
 ) -> None:
     races = RACES[request.config.option.all_cases]
     runner, choice, won = Spool(tmp_path / "spool"), random.Random(1), {True: 0, False: 0}
-    # The longest time in seconds that the fence waits. It follows the machine's load, so that
-    # sometimes the commit wins and sometimes the fence.
+    # The longest time in seconds that the fence waits. The longest time follows the machine's load,
+    # so that sometimes the commit wins and sometimes the fence.
     longest = 0.02
     for number in range(races):
         job = start(runner, f"j{number}")

@@ -1,5 +1,5 @@
-"""Files on the volume: ids, atomic writes, the order of syncs, locks, what an NFS client may
-forget, and memory."""
+"""The tests of files on the volume are about ids, atomic writes, the order of syncs, locks, what an
+NFS client may forget, and memory."""
 
 import errno
 import gc
@@ -77,7 +77,8 @@ def test_what_is_renamed_was_synced_first_and_its_directory_after(tmp_path, monk
     assert [log[0][0], *log[1:]] == ["fsync", ("rename", "file"), ("fsync", "in")]
 
     def committed(name: str, files: set[str]) -> list[tuple[str, str]]:
-        """The calls after the rename to `name`. Checks that all `files` were synced before it."""
+        """The calls after the rename to `name`. Checks that all `files` were synced before this
+        rename."""
         moved = log.index(("rename", name))
         assert {("fsync", file) for file in files} <= set(log[:moved])
         return log[moved + 1 :]

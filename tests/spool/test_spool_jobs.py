@@ -37,7 +37,7 @@ def types(spool: Spool, job_id: str) -> list[str]:
 
 
 def places(spool: Spool, job_id: str) -> list[str]:
-    """The place of the job's directory below jobs/, and its content."""
+    """The place of the job's directory below jobs/, and the directory's content."""
     (directory,) = [path for path in spool.paths.jobs.rglob(f"*,{job_id}*") if path.is_dir()]
     found = [directory.relative_to(spool.paths.jobs).parts[0]]
     found += sorted(path.name for path in directory.iterdir())
@@ -107,15 +107,15 @@ def test_the_chain_of_base_steps(spool):
         assert tree(spool.root) == before
     assert submit(spool, "c", base_step=2).spec.base_step == 2
     a = spool.queue.claim("me")
-    commit(spool, a)  # a still runs although its checkpoint exists: it must not count twice
+    commit(spool, a)  # job `a` still runs although its checkpoint exists; it must not count twice
     assert spool.queue.next_base("r") == 3
     spool.queue.finish(a, succeeded(a))
     assert spool.queue.next_base("r") == 3
     b = spool.queue.claim("me")
     assert b.spec.id == "b"
     spool.queue.finish(b, failed())
-    # c can't start from step 2, because no job makes step 2. The next job starts from the end of
-    # the chain.
+    # Job `c` can't start from step 2, because no job makes step 2. The next job starts from the end
+    # of the chain.
     assert [job.spec.id for _, job in spool.jobs.pending("r")] == ["c"]
     assert spool.queue.next_base("r") == 1
 
@@ -194,7 +194,7 @@ def test_a_lease_lasts_while_the_job_runs(spool):
     lease = spool.leases.get("j")
     assert lease == before.model_copy(update={"phase": "training", "beat": lease.beat})
     assert lease.beat > before.beat
-    # A newer version may write such a record:
+    # A newer version may write a record with an additional field.
     spool.paths.lease_file("j").write_text(json.dumps(lease.model_dump() | {"new": 1}))
     assert spool.leases.get("j") == lease
     spool.queue.finish(job, failed())
@@ -250,7 +250,7 @@ def test_each_lost_attempt_has_its_event_and_a_request_to_cancel_goes_with_the_j
     spool.queue.cancel("j")
     assert spool.jobs.cancel_requested("j")
     assert spool.queue.requeue(job, LOST) == "cancelled"
-    assert not spool.jobs.cancel_requested("j")  # the id may be another job's one day
+    assert not spool.jobs.cancel_requested("j")  # another job may get this id later
 
 
 def test_finish_needs_a_running_job_and_its_first_result_stands(spool):
@@ -268,7 +268,8 @@ def test_recover_says_what_was_lost(spool):
     add_run(spool, "q")
     lost, other = start(spool, "lost"), start(spool, "other", "q")
     spool.leases.write(lost, "dead", "training")
-    spool.checkpoints.commit(stage(spool, other), "q", 1, "somebody-else")  # which does not count
+    # This commit does not count, because another job made it.
+    spool.checkpoints.commit(stage(spool, other), "q", 1, "somebody-else")
     assert {job.spec.id: state for state, job in recover(spool, "new")} == {
         "lost": "queued",
         "other": "queued",
@@ -417,7 +418,7 @@ def test_a_claim_and_a_submission_do_not_read_the_queue(spool, monkeypatch):
             directory.mkdir(parents=True)
     assert spool.queue.next_base("r") == 2500
     cost()
-    time.sleep(2.6)  # until then, a directory that has changed is listed each time
+    time.sleep(2.6)  # a directory that has just changed is listed each time
     cost()
     many = cost()
     assert many[1] <= few[1] + 2
@@ -464,12 +465,12 @@ def test_a_damaged_queued_job_is_set_aside_with_its_end_and_the_rest_goes_on(spo
     assert not file.exists()
     (aside,) = spool.paths.damaged.iterdir()
     assert (aside / "job.json").read_text() == "{"
-    (event,) = spool.events.read("j")  # waiting clients get the end
+    (event,) = spool.events.read("j")  # waiting clients get the event of the job's end
     assert (event.type, event.data["error"]["type"]) == ("failed", "job_damaged")
     with refused(NotFound, "id", match="damaged"):
         spool.jobs.get("j")
     assert [job.spec.id for _, job in spool.jobs.list()] == ["k"]
-    assert submit(spool, "j").spec.base_step == 0  # it can be submitted again
+    assert submit(spool, "j").spec.base_step == 0  # the job can be submitted again
     assert spool.damage()["job"] == [str(aside)]
     assert types(spool, "j") == []
 

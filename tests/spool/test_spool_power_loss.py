@@ -1,5 +1,5 @@
-"""A loss of power right after an operation takes back nothing of it. In these tests everything that
-was not synced is lost."""
+"""A loss of power right after an operation undoes no part of the operation. In these tests
+everything that was not synced is lost."""
 
 import os
 from collections.abc import Iterator
@@ -19,7 +19,8 @@ class Disk:
     """The content of the disk: each file and directory as of its last sync."""
 
     def __init__(self) -> None:
-        # Directory -> name in it -> the name's inode, and whether this is a directory.
+        # Inode of a directory -> name in the directory -> the name's inode, and whether this inode
+        # is a directory.
         self._names: dict[int, dict[str, tuple[int, bool]]] = {}
         self._contents: dict[int, bytes] = {}
 

@@ -1,5 +1,5 @@
-"""Several processes at once on one spool: no job is lost, and none is taken twice. Also random
-histories of jobs."""
+"""Several processes at once on one spool: no job is lost, and none is taken twice. The file also
+tests random histories of jobs."""
 
 import multiprocessing
 import os
@@ -46,7 +46,8 @@ def may_conflict(field: str) -> Iterator[None]:
 
 
 def together(*works) -> None:
-    """Runs each function in a process of its own, all started at one moment. Fails if one fails."""
+    """Runs each function in a process of its own, all started at one moment. Fails if one of the
+    processes fails."""
     barrier = FORK.Barrier(len(works))
 
     def start(work):
@@ -64,7 +65,7 @@ def together(*works) -> None:
 def test_the_same_submission_from_many_processes_is_one_job(spool):
     add_run(spool, "q")
 
-    def send(run):  # the same ids for two runs: each id goes to one of the two
+    def send(run):  # two runs get requests with the same ids; each id goes to one of the runs
         for i in range(5):
             with may_conflict("id"):
                 submit(spool, f"j{i}", run)
@@ -93,8 +94,8 @@ def test_submissions_to_one_run_form_one_chain(spool, base_steps, jobs):
 
 
 def test_claims_cancels_requeues_and_submissions_race(spool):
-    """Two claimers, two cancellers, a submitter and a reader; every job ends once, and its events
-    are consistent."""
+    """Two claimers, two cancellers, a submitter and a reader run at the same time. Every job ends
+    once, and its events are consistent."""
     runs = [f"run{i}" for i in range(4)]
     for run in runs:
         add_run(spool, run)
@@ -188,15 +189,16 @@ def _check_story(spool: Spool, job_id: str) -> None:
 
 
 class Life(RuleBasedStateMachine):
-    """Random histories of two runs against a model in memory; every object is reopened now and
-    then."""
+    """Random histories of two runs are compared with a model in memory. Every object is reopened
+    now and then."""
 
     def __init__(self) -> None:
         super().__init__()
         self.directory = memory_directory()
         self.spool = spool_with_run(Path(self.directory.name))
         add_run(self.spool, "q")
-        self.chain: dict[str, list[str]] = {"r": [], "q": []}  # makers of the steps 1, 2, …
+        # Run -> ids of the jobs that made the steps 1, 2, …
+        self.chain: dict[str, list[str]] = {"r": [], "q": []}
         self.queue: dict[str, list[str]] = {"r": [], "q": []}  # ids that are queued, oldest first
         self.running: dict[str, Job] = {}  # run -> job
         self.cancelling: set[str] = set()

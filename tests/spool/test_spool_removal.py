@@ -228,8 +228,8 @@ def test_what_can_not_be_removed_keeps_nothing_of_the_others(spool, monkeypatch)
 
 
 def test_a_fork_that_takes_long_is_not_swept_away(spool, monkeypatch):
-    """The time of the fork's directory stays the time at which its first file was made, so newer
-    files in it count."""
+    """The directory of a fork keeps the time at which its first file was made. So the times of
+    newer files in the directory count too."""
     monkeypatch.setattr(recovery, "STALE_SECONDS", 3600.0)
     staged = spool.root / "runs" / f"{fs.TEMPORARY}{fs.new_ulid()}"
     (staged / "checkpoints").mkdir(parents=True)
@@ -308,7 +308,7 @@ def test_a_damaged_job_and_the_next_of_its_id_do_not_disturb_one_another(spool):
     assert spool.jobs.get("again")[0] == "failed"
     prune(spool, NOW_OLD)
     assert spool.jobs.list() == []
-    spool.queue.finish(start(spool, "again"), failed())  # the id is a new job's
+    spool.queue.finish(start(spool, "again"), failed())  # a new job has the id of a removed job
     assert [event.type for event in spool.events.read("again")] == ["claimed", "failed"]
 
 
@@ -405,7 +405,7 @@ def test_the_size_of_a_run_follows_its_files(spool):
 def test_runs_whose_jobs_share_a_directory_are_deleted_at_once(spool, monkeypatch):
     add_run(spool, "other")
     for run in ("r", "other"):
-        for _ in range(20):  # more than there are directories
+        for _ in range(20):  # more jobs than there are directories
             train_logged(spool, run)
     aside, deleted = removal._set_aside, []
 

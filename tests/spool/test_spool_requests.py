@@ -147,7 +147,7 @@ def test_logprobs_that_are_not_there(spool: Spool, run: str):
     for seq in (1, 2, 3):
         with pytest.raises(NotFound):
             spool.requests.logprobs(run, seq)
-    spool.requests.answer(run, 2, DONE, b"\0" * 8)  # an array of two items, not of three
+    spool.requests.answer(run, 2, DONE, b"\0" * 8)  # the array has two items instead of three
     with pytest.raises(NotFound, match="damaged"):
         spool.requests.logprobs(run, 2)
 
@@ -160,7 +160,7 @@ def test_arrays_go_when_a_checkpoint_has_what_they_did(spool: Spool, run: str):
             log.answer(run, seq, DONE, b"\0" * 12)
     log.trim(run, 3)
     kept = [(log.data_dir(run, seq) / "arrays.npy").exists() for seq in (1, 2, 3)]
-    assert kept == [False, False, True]  # the third has no result yet
+    assert kept == [False, False, True]  # the third request has no result yet
     assert log.logprobs(run, 2)
     assert not log.append(run, 1, a_pass(), writer())  # the request is still known
     assert not (log.data_dir(run, 1) / "arrays.npy").exists()
@@ -379,6 +379,6 @@ def test_requests_of_a_job_that_fails_get_its_error(spool: Spool, run: str, way:
     assert way in result.error.message
     queue_waiting(spool)
     assert spool.jobs.list(run, ["queued"]) == []
-    spool.requests.append(run, 2, STEP)  # a new request, a new job
+    spool.requests.append(run, 2, STEP)  # a new request needs a new job
     queue_waiting(spool)
     assert len(spool.jobs.list(run, ["queued"])) == 1

@@ -308,7 +308,7 @@ def test_a_damaged_run_is_left_out_and_named(spool):
             (directory / "run.json").write_text(damage)
         with refused(RunDamaged, "run", match=r"run\.json"):
             spool.runs.get(name)
-    for name in ("A file", "a-file.json"):  # the second could be a run's name
+    for name in ("A file", "a-file.json"):  # `a-file.json` could be a run's name
         (spool.root / "runs" / name).write_text("junk")
     add_run(spool, "bare")
     shutil.rmtree(spool.root / "runs/bare/checkpoints/00000000")
@@ -322,7 +322,7 @@ def test_a_damaged_run_is_left_out_and_named(spool):
         "torn",
     ]
     (spool.root / "runs/r/served.json").write_text("{")
-    assert spool.served.get("r") is None  # the publisher writes it anew
+    assert spool.served.get("r") is None  # the publisher writes the file anew
 
 
 def test_rollback_of_many_steps_syncs_once(spool, monkeypatch):

@@ -1,5 +1,5 @@
-"""The volume itself: how it is made and opened; volumes that are full, read-only, a plain file,
-moved, or shared by two users; names; and the runner's lock."""
+"""The tests of the volume itself are about making and opening it, volumes that are full, read-only,
+a plain file, moved, or shared by two users, names, and the runner's lock."""
 
 import os
 import shutil
@@ -99,8 +99,8 @@ def two_jobs(root: Path) -> Spool:
     return spool
 
 
-# All operations that write, with `first` running and `other` queued. On a full volume the
-# operations in LATER may do a part of their work.
+# All operations that write, on a spool in which the job `first` runs and the job `other` is queued.
+# On a full volume the operations in LATER may do a part of their work.
 OPERATIONS: dict[str, Callable[[Spool], object]] = {
     "create": lambda spool: Spool.create(spool.root / "below"),
     "create run": lambda spool: add_run(spool, "new"),
@@ -155,7 +155,7 @@ def test_disk_full_at_any_write_loses_nothing(memory_path, monkeypatch, name):
             assert all(part in refusal for part in ("full", str(root), "free space"))
             assert name in LATER or tree(root) == before
             if name != "commit":
-                OPERATIONS[name](spool)  # there is space again
+                OPERATIONS[name](spool)  # the volume has space again
         for job in ("first", "other"):
             spool.jobs.get(job)
         for file in (root / "jobs").rglob("events.jsonl"):
@@ -210,20 +210,22 @@ def test_how_often_each_change_of_a_job_syncs_the_volume(spool, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda fd, real=os.fsync: synced.append(fd) or real(fd))
     submit(spool, "new", created=1e9)
-    # The syncs: the data and the job, each with its directory, and the directory of jobs.
+    # The submission syncs the data and the job, each with its directory, and the directory of jobs.
     assert len(synced) == 5
     job = spool.queue.claim("me")
-    assert len(synced) == 5 + 4  # syncs of the job and its first event, each with its directory
+    # The claim syncs the job and its first event, each with its directory.
+    assert len(synced) == 5 + 4
     commit(spool, job)
     synced.clear()
     spool.queue.finish(job, succeeded(job))
-    # The syncs: the result with its directory, the event, and the directories between which the job
-    # moves.
+    # The job's end syncs the result with its directory, the event, and the directories between
+    # which the job moves.
     assert len(synced) == 5
     job = spool.queue.claim("me")
     synced.clear()
     spool.queue.finish(job, failed())
-    assert len(synced) == 5 + 3  # the fence: its mark with its directory, and the directory above
+    # The fence syncs its mark with the mark's directory, and the directory above.
+    assert len(synced) == 5 + 3
 
 
 def test_the_root_can_be_moved_while_jobs_are_in_it(tmp_path):
@@ -294,7 +296,7 @@ def test_two_runners_on_one_spool(spool):
             assert part in str(caught.value)
 
     with spool.runner_lock("first"):
-        # Names only: reading the lock file here would free the lock.
+        # The test compares names only, because reading the lock file here would free the lock.
         before = sorted(spool.root.rglob("*"))
         for _ in range(2):  # the refusal does not free the lock
             assert in_child(second_is_refused) == 0
@@ -320,7 +322,7 @@ def test_two_users_of_one_group_share_a_spool():
 
     def begin():
         def write(checkpoint):
-            # With the mode that safetensors' own writer sets.
+            # The file has the mode that safetensors' own writer sets.
             (checkpoint / "adapter_model.safetensors").touch(0o600)
 
         spool = Spool.create(directory)

@@ -1,4 +1,4 @@
-"""yes/no/maybe learns the same bits with every executor, although the runner is killed.
+"""The example yes/no/maybe learns the same bits with every executor, although the runner is killed.
 
 Each executor has the whole loop of the example to itself: the controller, a runner, the real vLLM
 and its publisher. Sampling is seeded, so the same weights answer with the same tokens and

@@ -151,7 +151,7 @@ def test_a_client_without_extras_on_another_machine(stack: LocalStack, tmp_path:
         [UV, "venv", "-q", "--python", sys.executable, str(tmp_path / "venv")], check=True
     )
     install = [UV, "pip", "install", "-q", "--python", python, str(wheel)]
-    for attempt in range(3):  # the package index sometimes refuses
+    for attempt in range(3):  # the package index sometimes refuses a request
         if subprocess.run(install, check=attempt == 2).returncode == 0:
             break
     extras = ("torch", "numpy", "transformers", "fastapi")

@@ -36,7 +36,7 @@ def lines() -> bytes:
 
 
 def client(url: str) -> OpenAI:
-    # The controller dies between calls. The client retries until it is back.
+    # The controller dies between calls. The client retries until the controller is back.
     return OpenAI(base_url=f"{url}/v1", api_key="test-api-key", max_retries=20)
 
 
@@ -69,7 +69,7 @@ def test_a_file_becomes_a_model_through_deaths_of_the_controller(stack: LocalSta
     done = until("the job's end", ended, 240, poll=0.5)
     assert done.status == "succeeded", done.error
     assert done.fine_tuned_model == f"ft:tiny:tandem:yes-no:{run}@12"
-    # Each part is one job, even if two controllers submitted it.
+    # Each part of the training is one job, even if two controllers submitted it.
     jobs = list(stack.client.list_jobs(run))
     assert [one.spec.base_step for one in jobs] == list(range(12))
     assert {one.state for one in jobs} == {"succeeded"}
@@ -121,4 +121,4 @@ def test_the_documents_program_runs(stack: LocalStack, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     told, answer = done.stdout.split("\n", 1)
     assert told.startswith("succeeded None ft:tiny:tandem:my-model:ft-my-model-")
-    assert answer  # of a random model, so any characters
+    assert answer  # a random model may answer with any characters

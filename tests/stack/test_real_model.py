@@ -33,7 +33,7 @@ def test_two_steps_of_the_demo_on_the_real_model(
     variables = {
         "TANDEM_BASE_MODEL": str(MODEL),
         "TANDEM_WEIGHTS": "merged",
-        "TANDEM_VLLM_ARGS": "",  # a deployment's cache; the tests' cache has fixed blocks
+        "TANDEM_VLLM_ARGS": "",  # a deployment's KV cache; the tests' KV cache has fixed blocks
     }
     with LocalStack(tmp_path, **variables, TANDEM_MAX_MODEL_LEN="512") as stack:
         for name, value in stack.environment.items():

@@ -257,7 +257,7 @@ def with_tools(tmp_path: Path) -> Iterator[LocalStack]:
         yield running
 
 
-@pytest.mark.sample(0, of="the template's own tools")  # a stack of its own
+@pytest.mark.sample(0, of="the template's own tools")  # the test needs a stack of its own
 def test_a_tool_of_the_template_is_called(with_tools: LocalStack, tmp_path: Path) -> None:
     stack = with_tools
     sums = importlib.import_module("arithmetic_tool").Sums(largest=2, tools=True)

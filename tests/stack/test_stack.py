@@ -37,7 +37,7 @@ SETTINGS = {
     # If a process computes before it forks, its children wait for a second thread that does not
     # exist.
     "OMP_NUM_THREADS": "2",
-    "TANDEM_MAX_MODEL_LEN": "4096",  # a request that runs long enough to be stopped
+    "TANDEM_MAX_MODEL_LEN": "4096",  # requests of this length run long enough to be stopped
     "TANDEM_VLLM_STALL_SECONDS": "20",
     "TANDEM_KEEP_SERVED": "30",  # so that every step that survived a fault is verified
 }

@@ -24,7 +24,7 @@ def main(name: str) -> None:
         flush=True,
     )
     if order == "child":
-        # Like vLLM's engine: a child in the same process group that doesn't notice its parent's
+        # Like vLLM's engine, the child is in the same process group and doesn't notice its parent's
         # death.
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     if order == "orphans":

@@ -15,7 +15,7 @@ write_config = supervisord.write_config
 
 def write_config_with_retries(*arguments) -> Path:
     path, retries = write_config(*arguments), os.environ.get("FAKE_RETRIES", "3")
-    # A program that ends within these seconds could not be started.
+    # If a program ends within this number of seconds, its start counts as failed.
     seconds = os.environ.get("FAKE_START_SECONDS", "1")
     more = f"startretries = {retries}\nstartsecs = {seconds}\nautorestart"
     path.write_text(path.read_text().replace("autorestart", more))

@@ -65,7 +65,7 @@ class Up:
         """The pid of the process whose command line ends with these words, or has them after
         `-m`."""
         for process in self.left():
-            with suppress(OSError):  # another process, which has ended by now
+            with suppress(OSError):  # the process has ended meanwhile
                 line = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")
                 if "-m" in line and line[line.index("-m") + 1 :][: len(words)] == list(words):
                     return process.pid
@@ -81,5 +81,6 @@ class Up:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        print(f"---- {self.out.name}", self.text(), sep="\n")  # pytest shows it if the test failed
+        # pytest shows this output if the test failed.
+        print(f"---- {self.out.name}", self.text(), sep="\n")
         processes.kill_all(self.left, timeout=10)

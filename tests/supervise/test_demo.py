@@ -1,4 +1,4 @@
-"""`make demo` leaves no stack behind, and never talks to another one."""
+"""`make demo` leaves no stack behind, and never talks to another stack."""
 
 import signal
 import subprocess

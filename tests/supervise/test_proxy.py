@@ -73,8 +73,8 @@ class Server:
         writer.close()
 
     def die(self) -> None:
-        """The server no longer listens, and its connections are closed. A dead server may die
-        again."""
+        """The server no longer listens, and its connections are closed. A test may call `die` again
+        for a dead server."""
 
         async def close() -> None:
             self._server.close()
@@ -107,7 +107,7 @@ class Proxied:
             return False
 
     def ask(self, group: str | None = None, session: str | None = None, **more: Any) -> Any:
-        """The request as the answering server got it; `server` is this server's name."""
+        """The request as the answering server got it. The key `server` has this server's name."""
         headers = {GROUP_HEADER: group, SESSION_HEADER: session} | more.pop("headers", {})
         given = {name: value for name, value in headers.items() if value is not None}
         answer = self.http.post("/v1/chat/completions", headers=given, **more)
@@ -115,7 +115,8 @@ class Proxied:
         return answer.json()
 
     def ask_all(self, keys: list[tuple[str, str]]) -> list[str]:
-        """The servers that answer requests of (group, session), sent at once."""
+        """The servers that answer one request for each (group, session). All requests are sent at
+        once."""
 
         async def ask(client: aiohttp.ClientSession, group: str, session: str) -> str:
             headers = {GROUP_HEADER: group, SESSION_HEADER: session}
@@ -150,7 +151,7 @@ def proxied(tmp_path: Path) -> Iterator[Proxied]:
 def test_a_group_starts_on_one_server_and_a_rollout_stays(proxied: Proxied) -> None:
     groups, samples = 48, 8
     keys = [(f"group-{g}", f"rollout-{g}-{s}") for g in range(groups) for s in range(samples)]
-    random.Random(1).shuffle(keys)  # as in a loop in continuous operation
+    random.Random(1).shuffle(keys)  # groups are mixed as in a loop in continuous operation
     for server in proxied.servers.values():
         server.seconds = 1.0  # the requests of a step run at the same time
     first = proxied.ask_all(keys)
@@ -228,7 +229,7 @@ def test_a_request_that_a_server_takes_to_its_grave_is_sent_to_another(tmp_path:
             return httpx.post(url, content=body, headers=headers, timeout=60).status_code
 
         other.ready = False
-        time.sleep(1.5)  # all requests go to the server that dies
+        time.sleep(1.5)  # after this, all requests go to the server that dies
         with ThreadPoolExecutor(20) as pool:
             answers = [pool.submit(ask, number) for number in range(20)]
             assert process.stdout is not None
@@ -335,7 +336,7 @@ def test_a_server_that_is_about_to_be_stopped_ends_its_requests(
     thread.start()
     until("the publisher is told", leaving.exists)
     time.sleep(2)
-    vllm.ready_until = 0.0  # its publisher has read the file
+    vllm.ready_until = 0.0  # the server's publisher has read the file
     time.sleep(2)
     assert not ended, "a request runs"
     vllm.in_use = set()

@@ -1,5 +1,5 @@
-"""`tandem up` with small programs: output, order, restarts, crash loops, and that every kind of end
-leaves no process."""
+"""The tests run `tandem up` with small programs. They check output, order, restarts, crash loops,
+and that every kind of end leaves no process."""
 
 import json
 import os
@@ -125,8 +125,8 @@ def test_once_the_stack_was_ready_one_programs_trouble_costs_no_other_its_state(
     stack.until("a | a runs", count=2)
 
     def killed() -> bool:
-        """If a program ends twice between two polls of `tandem up`, only one end is counted. So
-        this may need more than two ends."""
+        """If a program ends twice between two polls of `tandem up`, only one end is counted. So the
+        test may need more than two kills."""
         with suppress(AssertionError, ProcessLookupError):
             os.kill(stack.pid("fake_program", "a"), signal.SIGKILL)
         return stack.process.poll() is not None
@@ -165,13 +165,13 @@ def test_what_a_killed_one_left_ends_before_the_next_starts_its_programs(up):
     first.until("a runs")
     left = first.pid("fake_program", "a")
     supervisord = first.pid("supervisor.supervisord")
-    os.kill(supervisord, signal.SIGSTOP)  # so that supervisord stops nothing any more
+    os.kill(supervisord, signal.SIGSTOP)  # a stopped supervisord stops no program
     first.process.kill()
     os.kill(supervisord, signal.SIGKILL)
     first.process.wait()
     assert alive(left)
     second = up()
-    second.until("a runs", count=2)  # both write to one file
+    second.until("a runs", count=2)  # both stacks write to one file
     assert not alive(left)
     assert second.stop() == 0
     assert second.left() == []

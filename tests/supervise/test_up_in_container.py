@@ -106,5 +106,5 @@ def test_first_process_without_name_on_a_read_only_root(tmp_path):
     finally:
         container.kill()
         container.wait()
-        print(out.read_text())  # pytest shows it if the test failed
+        print(out.read_text())  # pytest shows this output if the test failed
         processes.kill_all(lambda: processes.marked("VOLUME", str(volume)), timeout=10)

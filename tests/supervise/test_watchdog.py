@@ -37,7 +37,7 @@ def test_what_metrics_say():
         '"awake"} 1.0', '"awake"} 0.0'
     )
     assert parse(asleep).asleep
-    # A vLLM that counts no tokens can't be judged by them.
+    # A vLLM that counts no tokens can't be judged by its tokens.
     assert parse("vllm:num_requests_running 2.0\n") == Sample(requests=0, tokens=0)
     assert parse("vllm:num_requests_running nan\nvllm:prompt_tokens_total 1.5e+06\n") == Sample(
         0, 1.5e6
@@ -54,7 +54,7 @@ class Watched:
     def see(
         self, seconds: float, *samples: Sample | None, process=VLLM, paused=False, may_sleep=True
     ) -> str | None:
-        """Repeats these samples, and returns the first verdict within `seconds`."""
+        """Repeats `samples`, and returns the first verdict within `seconds`."""
         for i in range(int(seconds / 10)):
             self.now += 10
             why = self.progress.observe(
@@ -80,7 +80,7 @@ def test_no_token_while_requests_run_is_a_stall():
 def test_idle_asleep_or_paused_is_no_stall(sample, paused):
     watched = Watched()
     assert watched.see(3000, sample, paused=paused) is None
-    # The time of a stall counts from the end of this state.
+    # The time of a stall counts from the end of the state in which vLLM may be silent.
     assert watched.see(300, Sample(2, 5)) is None
     assert watched.see(40, Sample(2, 5)) is not None
 
@@ -89,7 +89,7 @@ def test_a_sleep_that_nobody_will_end_is_a_stall():
     watched = Watched()
     asleep = Sample(0, 5, asleep=True)
     assert watched.see(3000, asleep) is None  # a job trains
-    assert watched.see(300, asleep, may_sleep=False) is None  # the publisher is about to wake it
+    assert watched.see(300, asleep, may_sleep=False) is None  # the publisher is about to wake vLLM
     assert watched.see(20, asleep, may_sleep=False) == "it has slept for 310 s, and can't be woken"
     assert watched.see(20, Sample(0, 5), may_sleep=False) is None
 
@@ -100,19 +100,19 @@ def test_loading_is_no_stall_however_long_and_not_answering_any_more_is():
     assert watched.see(10, Sample(0, 0)) is None
     assert watched.see(300, None) is None
     assert watched.see(20, None) == "it has not answered for 310 s"
-    # vLLM was started again; in this test with the same pid.
+    # vLLM was started again. In this test the new process has the same pid.
     assert watched.see(5000, None, process=replace(VLLM, started=2)) is None
 
 
 def test_who_may_let_vllm_sleep(tmp_path):
-    """On shared GPUs, vLLM may sleep only while there is a hold whose deadline has not passed.
-    Without the volume the answer is unknown."""
+    """On shared GPUs, vLLM may sleep only while a runner holds the GPUs and the hold's deadline has
+    not passed. Without the volume the answer is unknown."""
     spool, now = Spool.create(tmp_path / "spool"), time.time()
 
     def may_sleep(root=spool.root, **settings) -> bool:
         return Watchdog(Settings(root=root, **settings), "", print)._may_sleep()
 
-    assert may_sleep()  # by requests of vLLM's own users
+    assert may_sleep()  # vLLM's own users may request the sleep
     assert not may_sleep(gpu_mode="shared")
     for seconds in (60, -60):
         spool.hold.put(
@@ -147,7 +147,7 @@ def test_a_hung_vllm_is_killed_with_its_engine_and_started_again(up, tmp_path):
     vllm = {"name": "vllm", "module": "fake_vllm_server", "port": "inference"}
     variables = {"FAKE_VLLM": str(answers), "TANDEM_VLLM_STALL_SECONDS": "2", "FAKE_CRASHES": "8"}
     stack = up(role="inference", programs=(vllm,), **variables)
-    stack.until("asked for /is_paused", count=20)  # for twice as long as it may stall
+    stack.until("asked for /is_paused", count=20)  # this takes twice as long as vLLM may stall
     assert stack.text().count("vLLM runs") == 1
     (answers / "is_paused").unlink()
     stack.until("has stalled: 3 requests wait, and no token came for")

@@ -1,4 +1,4 @@
-"""Directories of this user alone."""
+"""The tests check directories that belong to this user alone."""
 
 import os
 from pathlib import Path

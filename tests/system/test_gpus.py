@@ -29,10 +29,10 @@ def test_devices_are_known_by_uuid(three, monkeypatch):
     with pytest.raises(InvalidInput, match="TANDEM_TRAINER_DEVICES: '7' does not name one"):
         devices("7")
     with pytest.raises(InvalidInput):
-        devices("GPU-bb")  # two UUIDs begin with this
+        devices("GPU-bb")  # two UUIDs begin with GPU-bb
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     assert devices().uuids == (C,)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # no GPUs, as for CUDA
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # an empty value means no GPUs, as for CUDA
     assert devices(device="auto").uuids == ()
     assert devices("1").uuids == (B,)
     with pytest.raises(InvalidInput, match="CUDA_VISIBLE_DEVICES: empty"):
@@ -71,7 +71,7 @@ def test_a_gpu_for_both_is_refused_unless_it_is_shared(three):
     for trainer, inference in ([], []), ([], ["2"]), (["0"], []), (["GPU-aaaa1111"], ["0"]):
         with pytest.raises(InvalidInput, match=r"TANDEM_GPU_MODE: dedicated, but .* both use GPU-"):
             check_apart(sides(trainer, inference))
-    check_apart(sides(["1", "2"], []))  # vLLM takes the first one
+    check_apart(sides(["1", "2"], []))  # vLLM takes the first GPU
     check_apart(sides(["1"], ["0", "2"], inference_tensor_parallel=2))
     check_apart(sides([], [], gpu_mode="shared"))
     check_apart(Settings(device="cpu"))

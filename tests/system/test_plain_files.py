@@ -92,10 +92,10 @@ def _opens(call: ast.Call) -> bool:
     called = ast.unparse(call.func)
     if called in NO_OPENERS or called.rpartition(".")[2] not in OPENERS:
         return False
-    if called == "np.memmap":  # a memmap of an open file
+    if called == "np.memmap":  # a memmap of an open file opens no path
         return ast.unparse(call.args[0]) != "file"
     modes = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
-    return "xb" not in modes  # "xb" opens nothing that exists
+    return "xb" not in modes  # the mode "xb" opens no file that exists
 
 
 def test_every_other_way_to_open_a_file_has_a_reason():

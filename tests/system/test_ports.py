@@ -1,4 +1,5 @@
-"""Held ports: no other program gets them, and the intended program does."""
+"""Ports that are held for a program: no other program gets such a port, and the intended program
+does."""
 
 import socket
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ from tandem.system.ports import reserve
 
 
 def test_a_held_port_is_given_to_nobody_who_asks_for_any_port():
-    """Many sockets with SO_REUSEADDR, which could share a bound port, never get the held ones."""
+    """Many sockets with SO_REUSEADDR could share a bound port, but they never get a held port."""
     with ExitStack() as stack:
         held = {stack.enter_context(reserve()).port for _ in range(50)}
         assert len(held) == 50

@@ -37,7 +37,7 @@ def joined(header: Any, data: bytes = DATA) -> bytes:
 
 
 def changed(**entry: Any) -> bytes:
-    """`scalar`, the last tensor but one, with another entry."""
+    """The file with another entry in its header for `scalar`, the last tensor but one."""
     return joined(HEADER | {"scalar": HEADER["scalar"] | entry})
 
 

@@ -1,4 +1,5 @@
-"""Followed files: whole lines, across truncation and rotation, and the end of a file."""
+"""The tests follow a file in whole lines, across truncation and rotation, and read the end of a
+file."""
 
 import itertools
 
@@ -18,7 +19,7 @@ def test_lines_are_followed_across_truncation_and_rotation(tmp_path):
     with path.open("a") as file:
         file.write("o\n")
     path.rename(tmp_path / "log.1")
-    path.write_text("three\n")  # rotated: the rest of the old file comes first
+    path.write_text("three\n")  # the file was rotated, so the rest of the old file comes first
     assert follower.lines() == ["two", "three"]
     path.write_text("4\nx")  # truncated
     assert follower.lines() == ["4"]
@@ -32,7 +33,7 @@ def test_a_writer_that_is_faster_than_its_reader_keeps_no_reader(tmp_path, monke
     path.write_text("".join(f"{line}\n" for line in lines[:800]))
     follower, parts = Tail(path), []
     parts.append(follower.lines())
-    path.rename(tmp_path / "log.1")  # rotated before all of it is read
+    path.rename(tmp_path / "log.1")  # the file is rotated before all of it is read
     path.write_text("".join(f"{line}\n" for line in lines[800:]))
     while part := follower.lines():
         parts.append(part)

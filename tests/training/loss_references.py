@@ -1,5 +1,5 @@
-"""A second implementation of the losses, from their papers, in float64 NumPy. It computes value and
-analytic gradient token by token in plain loops.
+"""A second implementation of the losses, from their papers, in float64 NumPy. The implementation
+computes value and analytic gradient token by token in plain loops.
 
 This module shares no code with `tandem.training.losses`. `lp`, `old`, `sampler`, `ref`, `adv`,
 `entropy` are float64 [n]. `sequences`, `trajectories`, `groups` are lists of index arrays. Each of
@@ -30,16 +30,16 @@ def policy(
     mask: bool,
     gate: tuple[float, float] = (1.0, 1.05),
 ) -> tuple[float, Array]:
-    """sum_i w_i value_i, and its gradient by lp. The values are, by `name`:
+    """The loss sum_i w_i value_i, and its gradient by lp. Each `name` has its own values:
 
-    - cispo: MiniMax-M1 eq. 4-5, negated. The clipped ratio is a constant.
-    - ppo: PPO eq. 7, negated. The gradient is zero exactly where the clipped term is the smaller
-      one. For negative advantages there is Ye et al.'s second clip at `dual`.
+    - cispo: MiniMax-M1 equations 4-5, negated. The clipped ratio is a constant.
+    - ppo: PPO equation 7, negated. The gradient is zero exactly where the clipped term is the
+      smaller one. For negative advantages there is Ye et al.'s second clip at `dual`.
     - sapo: Gao et al., arXiv:2511.20347, negated. `gate` has the temperature for positive
       advantages and the temperature for the others. With p = sigmoid(t (r - 1)), d/dr of 4 / t p is
       4 p (1 - p).
-    - gspo: ppo with `level` "sequence" (GSPO eq. 5-7). Every token of a sequence y has the ratio s
-      of y."""
+    - gspo: ppo with `level` "sequence" (GSPO equations 5-7). Every token of a sequence y has the
+      ratio s of y."""
     total, grad = 0.0, np.zeros_like(lp)
     for members in sequences if level == "sequence" else [np.array([t]) for t in range(len(lp))]:
         r = math.exp(sum(lp[t] - old[t] for t in members) / len(members))
@@ -73,9 +73,9 @@ def policy(
 def importance(
     old: Array, sampler: Array, sequences: Parts, *, level: str, low: float, high: float, cap: float
 ) -> Array:
-    """pi_old / pi_sampler of each token (IcePop, TIS) or of its whole sequence (MIS). Ratios above
-    `cap` are truncated. Ratios outside of `low` to `high` count as 0. Before that, each ratio is
-    limited to the range from e^-20 to e^20."""
+    """The ratio pi_old / pi_sampler of each token (IcePop, TIS) or of the token's whole sequence
+    (MIS). Ratios above `cap` are truncated. Ratios outside of `low` to `high` count as 0. Before
+    that, each ratio is limited to the range from e^-20 to e^20."""
     weight = np.zeros_like(old)
     for members in sequences if level == "sequence" else [np.array([t]) for t in range(len(old))]:
         nats = sum(old[t] - sampler[t] for t in members)
@@ -86,7 +86,7 @@ def importance(
 
 
 def keeps(lp: Array, sampler: Array, adv: Array, sequences: Parts, threshold: float) -> Array:
-    """The mask M of DeepSeek-V3.2 eq. 9. M = 0 where A < 0 and the sequence's mean of
+    """The mask M of DeepSeek-V3.2 equation 9. M = 0 where A < 0 and the sequence's mean of
     log(pi_old / pi) is above the threshold. pi_old is the sampler's policy."""
     kept = np.ones_like(lp)
     for members in sequences:
@@ -98,7 +98,7 @@ def keeps(lp: Array, sampler: Array, adv: Array, sequences: Parts, threshold: fl
 
 def kl(lp: Array, ref: Array, estimator: str) -> tuple[Array, Array]:
     """Schulman's estimate k1, k2 or k3 of KL(policy || ref), and the gradient by which a loss
-    minimises the KL. For k1 it is the score-function gradient."""
+    minimises the KL. For k1 the gradient is the score-function gradient."""
     value, grad = np.zeros_like(lp), np.zeros_like(lp)
     for t in range(len(lp)):
         r = math.exp(ref[t] - lp[t])
@@ -112,8 +112,8 @@ def kl(lp: Array, ref: Array, estimator: str) -> tuple[Array, Array]:
 
 
 def corrected_kl(lp: Array, old: Array, ref: Array, estimator: str) -> tuple[Array, Array]:
-    """DeepSeek-V3.2 eq. 7: r times the estimate of the KL, with r = pi / pi_old. The KL's gradient
-    from tokens of the old policy is r log(pi / pi_ref) grad lp."""
+    """DeepSeek-V3.2 equation 7: r times the estimate of the KL, with r = pi / pi_old. The KL's
+    gradient from tokens of the old policy is r log(pi / pi_ref) grad lp."""
     ratio = np.exp(lp - old)
     return ratio * kl(lp, ref, estimator)[0], ratio * (lp - ref)
 

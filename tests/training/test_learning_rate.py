@@ -1,5 +1,5 @@
-"""The learning rate over a chain of jobs. After the warm-up it follows transformers' own curves,
-wherever the chain is divided into jobs."""
+"""The learning rate over a chain of jobs. After the warm-up the learning rate follows transformers'
+own curves, wherever the chain is divided into jobs."""
 
 import pytest
 import torch

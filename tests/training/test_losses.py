@@ -222,8 +222,8 @@ def test_rl_loss_equals_the_papers(case, spec) -> None:
 @settings(max_examples=50, deadline=None)
 @given(case=cases, beta=st.sampled_from([0.0, 0.05, 3.0]))
 def test_dro_is_its_papers(case, beta) -> None:
-    """The loss `dro` is the sum over tokens of eq. 4 of Richemond et al., arXiv:2405.19107, with
-    the advantage in place of reward and value."""
+    """The loss `dro` is the sum over tokens of equation 4 of Richemond et al., arXiv:2405.19107,
+    with the advantage in place of reward and value."""
     items = case.items(np.ones(case.n))
     out = losses.rl_loss(items, RLLoss(policy="dro", dro_beta=beta, normalisation="sum"))
     out.loss.backward()
@@ -240,7 +240,7 @@ def test_dro_is_its_papers(case, beta) -> None:
     everywhere=st.booleans(),
 )
 def test_gspo_token_is_its_papers(case, bounds, everywhere) -> None:
-    """The loss `gspo_token` is the sum over tokens of eq. 13 and 14 of Zheng et al.,
+    """The loss `gspo_token` is the sum over tokens of equations 13 and 14 of Zheng et al.,
     arXiv:2507.18071. Each token has its own advantage and gradient. Tinker's mask selects the
     tokens whose log-ratios are averaged into the ratio of the sequence."""
     spec = RLLoss(policy="gspo_token", clip_low=bounds[0], clip_high=bounds[1], normalisation="sum")
@@ -277,8 +277,8 @@ def test_weights_are_the_means_of_the_papers(case, kind) -> None:
 
 
 def test_each_policys_own_normalisation_is_its_papers() -> None:
-    """CISPO (eq. 4 of its paper) and DAPO's PPO (eq. 8 of its paper) average over tokens. GSPO
-    (eq. 5 of its paper) and SAPO average over sequences."""
+    """CISPO (equation 4 of its paper) and DAPO's PPO (equation 8 of its paper) average over tokens.
+    GSPO (equation 5 of its paper) and SAPO average over sequences."""
     policies = ("cispo", "ppo", "gspo", "gspo_token", "sapo")
     found = [RLLoss(policy=policy).mean_over for policy in policies]
     assert found == ["token", "token", "trajectory", "trajectory", "trajectory"]
@@ -409,8 +409,9 @@ def test_rewards_of_a_pair_are_sums_and_simpos_are_means() -> None:
 
 def test_the_corrected_penalty_has_the_kls_gradient_with_tokens_of_another_policy() -> None:
     """The test computes exactly the expectation of each estimator's gradient over 5 tokens, drawn
-    from the policy `old`. With correction it is the KL's gradient, without correction it is not. If
-    the policy itself draws the tokens, k1 and k2 have the KL's gradient without correction too."""
+    from the policy `old`. With correction this expectation is the KL's gradient. Without correction
+    it is not. If the policy itself draws the tokens, k1 and k2 have the KL's gradient without
+    correction too."""
     torch.manual_seed(0)
     logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
     old, ref = torch.randn(2, 5, dtype=torch.float64).log_softmax(-1)

@@ -32,8 +32,8 @@ def trainer_class() -> Any:
 
 
 class Batch:
-    """Random completions. Each trajectory is one sequence. TRL gets them padded, [B, T]. Tandem
-    gets them as flat items."""
+    """Random completions. Each trajectory is one sequence. TRL gets the completions padded, [B, T].
+    Tandem gets the completions as flat items."""
 
     def __init__(self, seed: int, spread: float, advantages: np.ndarray | None = None) -> None:
         rng = np.random.default_rng(seed)

@@ -48,7 +48,7 @@ def test_each_phase_has_its_own_peak_and_the_attempt_the_largest(allocator: Allo
     allocator.allocate(-70)
     build = {"allocated": 30, "reserved": 31, "device_used": 60, "host_pinned": 7, "peak": 100}
     assert watch.end_phase("build") == build
-    allocator.allocate(200)  # Between two phases: this counts in the attempt's peak only.
+    allocator.allocate(200)  # An allocation between two phases counts in the attempt's peak only.
     allocator.allocate(-200)
     watch.begin_phase()
     allocator.allocate(20)

@@ -20,8 +20,8 @@ LONGEST, PAIRS = 9, 5
 
 
 class Batch:
-    """Random answers. TRL gets them padded, [2 PAIRS, T], with the chosen answers first. Tandem
-    gets them as flat items, with the pairs in random order."""
+    """Random answers. TRL gets the answers padded, [2 PAIRS, T], with the chosen answers first.
+    Tandem gets the answers as flat items, with the pairs in random order."""
 
     def __init__(self, seed: int, scale: float) -> None:
         rng = np.random.default_rng(seed)

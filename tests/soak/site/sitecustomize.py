@@ -1,5 +1,5 @@
-"""The soak's programs import this module at Python's start. It makes their clocks wrong and their
-volume slow.
+"""The soak's programs import this module at Python's start. This module makes the programs' clocks
+wrong and the programs' volume slow.
 
 SOAK_CONDITIONS names a JSON file with these errors: `clock` maps a program's module to the seconds
 by which its `time.time` is wrong, and `slow` is the longest time in seconds that an fsync or a
