@@ -102,7 +102,7 @@ def tandem_side(vllm: Vllm, model: str, tokens: int, turns: int) -> Conversation
 def vllm_side(
     session: Any, url: str, key: str, model: str, tokens: int, turns: int
 ) -> Conversation:
-    """A conversation by the function with which `vllm bench serve` sends requests."""
+    """Plays conversations through the function with which `vllm bench serve` sends requests."""
     from vllm.benchmarks.lib import endpoint_request_func as vllm_client
 
     async def play(number: int) -> int:

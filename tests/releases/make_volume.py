@@ -119,8 +119,8 @@ def _left(tandem: Tandem) -> None:
 
 
 def pack(root: Path, file: Path) -> None:
-    """Writes the volume to `file`, without locks, and without the path of the checkout in
-    tracebacks."""
+    """Packs the volume into `file`, without lock files. The checkout's path, which tracebacks in
+    the volume's files contain, becomes `/checkout`."""
     checkout = str(HERE.parents[1]).encode()
     with tarfile.open(file, "w:xz") as archive:
         for path in sorted(root.rglob("*")):

@@ -16,7 +16,7 @@ from tandem.training import losses
 
 pytestmark = pytest.mark.slow  # The import of TRL is slow.
 
-LONGEST = 9  # The most tokens of a completion, and Dr. GRPO's constant.
+LONGEST = 9  # The most tokens of a completion. It is also the constant of DrGRPO's loss.
 SEQUENCES = 6
 
 

@@ -42,7 +42,7 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class Window:
-    """Layers whose attention is limited to the last tokens of a sequence."""
+    """Layers with sliding-window attention: a token attends to the `tokens` latest tokens only."""
 
     tokens: int  # number of tokens that a token attends to, itself included
     layers: tuple[bool, ...]  # for each layer, whether it has the window

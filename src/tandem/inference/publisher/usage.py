@@ -108,6 +108,6 @@ class Retention:
 
 
 def run_of(name: str) -> str:
-    """The run of `<run>@<step>`; empty for another name."""
+    """The run's name, if `name` is `<run>@<step>`; otherwise empty."""
     run, _, step = name.rpartition("@")
     return run if step.isdigit() else ""

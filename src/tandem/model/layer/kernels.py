@@ -153,8 +153,8 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(The gradient of `gate_up`, `swiglu(gate_up)`). On CUDA, the gradient overwrites `gate_up`.
-    `gradient`: [S, features]; `gate_up`: [S, 2 * features]."""
+    """Returns two tensors: the gradient of `gate_up`, and `swiglu(gate_up)`. On CUDA, the gradient
+    overwrites `gate_up`. `gradient`: [S, features]; `gate_up`: [S, 2 * features]."""
     gate, up = gate_up.float().chunk(2, -1)
     sigmoid, gradient = gate.sigmoid(), gradient.float()
     activated = gate * sigmoid

@@ -35,10 +35,10 @@ class Pending(Protocol):
 
 
 def make_meeting(path: Path) -> FileStore:
-    """The store of a new meeting: the place where the members of a group find one another. The
-    meeting is a file on the volume, so it needs no open port. Only the owner and the group of the
-    file can join. NCCL's sockets admit only processes that know the id in the file. Raises OSError
-    if the file exists or can't be made."""
+    """The store of a new meeting (rendezvous), by which the members of a group find one another.
+    The store is a file on the volume, so no port has to be open. Only the owner and the group of
+    the file can join. NCCL's sockets admit only processes that know the id in the file. Raises
+    OSError if the file exists or can't be made."""
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR, 0o660))
     return join_meeting(path)
 
