@@ -91,15 +91,28 @@ def descendants(pid: int) -> list[Process]:
 
 def marked(variable: str, value: str) -> list[Process]:
     """Living processes of this user that were started with `variable=value` in their environment,
-    except this process."""
+    except this process.
+
+    While a process executes another program, its environment reads as empty. The function looks at
+    such a process again, for at most 0.1 s.
+    """
     mark = f"{variable}={value}".encode()
     matches = []
-    for process in all_processes():
-        if process.pid == os.getpid() or process.zombie:
-            continue
-        with suppress(OSError):  # the process belongs to another user, or has ended
-            if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                matches.append(process)
+    left = [one for one in all_processes() if one.pid != os.getpid() and not one.zombie]
+    for pause in (0.0, 0.005, 0.02, 0.075):
+        time.sleep(pause)
+        empty = []
+        for process in left:
+            with suppress(OSError):  # the process belongs to another user, or has ended
+                environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+                if mark in environment.split(b"\0"):
+                    matches.append(process)
+                elif not environment:
+                    Path(f"/proc/{process.pid}/exe").readlink()  # OSError: a thread of the kernel
+                    empty.append(process)
+        left = empty
+        if not left:
+            break
     return matches
 
 
