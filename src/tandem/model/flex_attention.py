@@ -155,26 +155,15 @@ def _attend(
     options: Any = _wide_head_options(query.itemsize) if wide else None
     lengths = (query.shape[2], key.shape[2])
     mask = BlockMask(seq_lengths=lengths, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=tree_mask, **fields)
+    common: dict[str, Any] = {
+        "block_mask": mask,
+        "scale": scale,
+        "enable_gqa": True,
+        "kernel_options": options,
+    }
     if sinks is None:
-        return flex_attention(
-            query,
-            key,
-            value,
-            block_mask=mask,
-            scale=scale,
-            enable_gqa=True,
-            kernel_options=options,
-        )
-    output, aux = flex_attention(
-        query,
-        key,
-        value,
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=True,
-        kernel_options=options,
-        return_aux=AuxRequest(lse=True),
-    )
+        return flex_attention(query, key, value, **common)
+    output, aux = flex_attention(query, key, value, return_aux=AuxRequest(lse=True), **common)
     assert aux.lse is not None
     # The sink adds exp(sink) to the sum of exponentials.
     return (output * torch.sigmoid(aux.lse - sinks.float()[:, None])[..., None]).to(query.dtype)

@@ -92,7 +92,7 @@ def _rectangles(path: str, module: Any) -> Iterator[Rectangle]:
 
 
 def _rows(path: str, module: Any, length: int) -> Iterator[tuple[str, slice, slice]]:
-    """For each Hugging Face tensor of which rows are in the parameter: the tensor's path, the rows
+    """The Hugging Face tensors whose rows are in the parameter. For each tensor: its path, the rows
     of the parameter, and the same rows' place in the tensor."""
     parent, _, name = path.rpartition(".")
     match type(module).__name__:
