@@ -8,8 +8,8 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -168,6 +168,20 @@ def stream(vllm: VllmServer, model: str, tokens: Sequence[int], begun: Event) ->
     return "\n".join(lines)
 
 
+def before_the_swap(
+    monkeypatch: pytest.MonkeyPatch, client: VllmClient, ask: Callable[[], None]
+) -> None:
+    """The publisher calls `ask` immediately before it orders the swap. Requests that are started
+    earlier can end while the publisher prepares the swap on a busy machine."""
+    swap = client.swap_merged
+
+    def ask_and_swap(*arguments: Any, **options: Any) -> dict[str, Any]:
+        ask()
+        return swap(*arguments, **options)
+
+    monkeypatch.setattr(client, "swap_merged", ask_and_swap)
+
+
 def check_session(vllm: VllmServer, body: dict[str, Any], model: str) -> None:
     """In each API, the next turn of a session continues the sampled tokens of the first turn, and
     has log-probs."""
@@ -294,7 +308,11 @@ def test_one_name_serves_each_step_bit_by_bit(
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("requests", ["keep", "wait"])
 def test_requests_that_run_during_a_swap(
-    vllm: VllmServer, trainer: MergedTrainer, client: VllmClient, requests: str
+    vllm: VllmServer,
+    trainer: MergedTrainer,
+    client: VllmClient,
+    requests: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainer._publisher = Publisher(
         trainer.settings.model_copy(update={"swap_requests": requests}), client, grace=0.5
@@ -307,16 +325,22 @@ def test_requests_that_run_during_a_swap(
         vllm, trainer.run, prompt, max_tokens=1500, return_token_ids=True
     ).json()["choices"][0]
     with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(
-            complete, vllm, trainer.run, prompt, max_tokens=1500, return_token_ids=True
-        )
-        until("it runs", lambda: client.merged()["in_flight"] == 1)
-        begun = Event()
-        streamed = pool.submit(stream, vllm, trainer.run, prompt, begun)
-        assert begun.wait(120)
-        served = trainer.publish(trainer.run)
-        assert served.step == 2
-        answer, text = running.result(), streamed.result()
+        streamed, running = list[Future[str]](), list[Future[httpx.Response]]()
+
+        def ask() -> None:
+            begun = Event()
+            streamed.append(pool.submit(stream, vllm, trainer.run, prompt, begun))
+            assert begun.wait(120)
+            running.append(
+                pool.submit(
+                    complete, vllm, trainer.run, prompt, max_tokens=1500, return_token_ids=True
+                )
+            )
+            until("both run", lambda: client.merged()["in_flight"] == 2)
+
+        before_the_swap(monkeypatch, client, ask)
+        assert trainer.publish(trainer.run).step == 2
+        text, answer = streamed[0].result(), running[0].result()
     body, tokens = answer.json(), answer.json()["choices"][0]["token_ids"]
     first, second = f"{trainer.run}@1", f"{trainer.run}@2"
     if requests == "wait":
@@ -339,7 +363,7 @@ def test_requests_that_run_during_a_swap(
 
 
 def test_every_sequence_of_a_request_tells_its_versions(
-    vllm: VllmServer, trainer: MergedTrainer
+    vllm: VllmServer, trainer: MergedTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The requests have several prompts, several samples or chat messages. Their id has the form of
     vLLM's own ids of sequences."""
@@ -357,17 +381,27 @@ def test_every_sequence_of_a_request_tells_its_versions(
     prompts = {"prompt": [[5, 6, 7], [8, 9]]}
     messages = {"messages": [{"role": "user", "content": "yes"}]}
     with ThreadPoolExecutor(2) as pool:
-        several, chat = (
-            pool.submit(
-                httpx.post, f"{vllm.url}/v1/{path}", headers=headers, json=body | what, timeout=200
+        futures = []
+
+        def ask() -> None:
+            futures.extend(
+                pool.submit(
+                    httpx.post,
+                    f"{vllm.url}/v1/{path}",
+                    headers=headers,
+                    json=body | what,
+                    timeout=200,
+                )
+                for path, what in (("completions", prompts), ("chat/completions", messages))
             )
-            for path, what in (("completions", prompts), ("chat/completions", messages))
-        )
-        metrics = f"{vllm.url}/metrics"
-        running = re.compile(r"^vllm:num_requests_running{.*} 6", re.MULTILINE)
-        until("all six sequences run", lambda: running.search(httpx.get(metrics).text))
-        time.sleep(0.5)
+            metrics = f"{vllm.url}/metrics"
+            running = re.compile(r"^vllm:num_requests_running{.*} 6", re.MULTILINE)
+            until("all six sequences run", lambda: running.search(httpx.get(metrics).text))
+            time.sleep(0.5)
+
+        before_the_swap(monkeypatch, trainer.client, ask)
         assert trainer.publish(trainer.run).step == 2
+        several, chat = futures
     for request, expected in (
         (several, [(0, 0), (0, 1), (1, 0), (1, 1)]),
         (chat, [(0, 0), (0, 1)]),
