@@ -111,6 +111,7 @@ class ChainPlan:
         self.config = config
         self._key = "pairs" if config.kind == "dpo" else "examples"
         self._data = _checked(config.data, config)
+        self._held_out_file: Examples | None = None
         self._held_out: list[tuple[str, dict[str, Any]]] = []  # (place in the file, record)
         indices = list(range(len(self._data)))
         if isinstance(config.held_out, float):
@@ -119,7 +120,7 @@ class ChainPlan:
             self._held_out = [self._data[index] for index in indices[:size]]
             indices = sorted(indices[size:])
         elif config.held_out is not None:
-            others = _checked(config.held_out, config)
+            self._held_out_file = others = _checked(config.held_out, config)
             self._held_out = [others[index] for index in range(len(others))]
         if not indices:
             raise InvalidInput(f"{config.data} has nothing to train", field="data")
@@ -136,12 +137,9 @@ class ChainPlan:
 
     def parsed(self) -> Iterator[tuple[str, SFTExample | PreferencePair]]:
         """The place and the content of each record of the file, then of the held-out file."""
-        for index in range(len(self._data)):
-            yield self._data.parse(index)
-        if isinstance(self.config.held_out, str):
-            others = Examples(self.config.held_out, self.config.format, self.config.kind)
-            for index in range(len(others)):
-                yield others.parse(index)
+        for data in filter(None, (self._data, self._held_out_file)):
+            for index in range(len(data)):
+                yield data.parse(index)
 
     def request(
         self, part: Slice, name: str, start: int | None, labels: Mapping[str, str]
