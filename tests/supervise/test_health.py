@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
+
 from free_ports import free_ports
 from inference.test_shared_gpu import HOLDER
 from tandem.config import Settings
@@ -24,10 +26,10 @@ from tandem.system.environment import runtime_dir
 from waiting import until
 
 
-def check(environment, role):
+def check(environment, role, *options):
     """Runs the health check of `role`. Returns (exit status, the printed line)."""
     done = subprocess.run(
-        [sys.executable, "-m", "tandem.supervise.health"],
+        [sys.executable, "-m", "tandem.supervise.health", *options],
         check=False,
         env=environment | {"TANDEM_ROLE": role},
         capture_output=True,
@@ -53,6 +55,12 @@ def test_a_trainer_is_healthy_while_its_runner_runs_and_holds_the_lock(up, tmp_p
             assert check(stack.environment, "trainer") == (0, "trainer is healthy")
     assert not is_locked(lock)
     assert check(stack.environment, "inference") == (1, "supervisord does not answer")
+
+
+@pytest.mark.parametrize("options", [["--alive"], ["--live", "--started"]])
+def test_unknown_options_are_refused(tmp_path, options):
+    problem = f"{' '.join(options)} is no option; use --started, --live or neither"
+    assert check({"TANDEM_ROOT": str(tmp_path)}, "trainer", *options) == (1, problem)
 
 
 @contextmanager

@@ -131,13 +131,17 @@ def _get(
 
 
 def main() -> int:
+    options = sys.argv[1:]
+    if options not in ([], ["--started"], ["--live"]):
+        print(f"{' '.join(options)} is no option; use --started, --live or neither")
+        return 1
     role = os.environ.get("TANDEM_ROLE") or "all"
     try:
         settings = load_settings()
-        if "--live" in sys.argv[1:]:
+        if options == ["--live"]:
             messages = stopped_loops(settings, role)
         else:
-            messages = problems(settings, role, started="--started" in sys.argv[1:])
+            messages = problems(settings, role, started=options == ["--started"])
     except (TandemError, OSError) as error:
         messages = [str(error)]
     print("; ".join(messages).replace("\n", " ") or f"{role} is healthy")
