@@ -305,11 +305,11 @@ def test_requests_to_a_sleeping_vllm_wait_and_end_as_without_the_sleep(
     def asleep() -> bool:
         return parse(httpx.get(f"{vllm.url}/metrics").text).asleep
 
-    undisturbed = complete("base", 600), complete(name, 8)
+    undisturbed = complete("base", 1200), complete(name, 8)
     assert not client.is_sleeping()
     with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(complete, "base", 600)
-        time.sleep(0.3)
+        running = pool.submit(complete, "base", 1200)
+        until("it runs", client.has_requests)
         client.sleep()
         assert client.is_sleeping()
         assert client.healthy()

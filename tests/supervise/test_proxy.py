@@ -46,6 +46,7 @@ class Server:
         self.ready = True
         self.seconds = 0.0
         self.asked: list[str] = []
+        self.checks = 0  # answers to HAProxy's health checks
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -62,7 +63,9 @@ class Server:
                 }
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 status = "200 OK" if self.ready else "503 Service Unavailable"
-                if (path := line.split()[1]) != READY_ROUTE:
+                if (path := line.split()[1]) == READY_ROUTE:
+                    self.checks += 1
+                else:
                     self.asked.append(path)
                     await asyncio.sleep(self.seconds)
                 got = {"server": self.name, "headers": headers, "body": len(body)}
@@ -71,6 +74,12 @@ class Server:
                 writer.write(start.encode() + answer)
                 await writer.drain()
         writer.close()
+
+    def become(self, *, ready: bool) -> None:
+        """Changes `ready`, and waits until HAProxy knows. HAProxy marks a server after two health
+        checks, and makes the third check when it has read the second answer."""
+        self.ready, before = ready, self.checks
+        until("HAProxy has checked", lambda: self.checks >= before + 3)
 
     def die(self) -> None:
         """The server no longer listens, and its connections are closed. A test may call `die` again
@@ -175,8 +184,7 @@ def test_requests_of_a_server_that_dies_or_is_not_ready_are_answered_by_the_othe
     keys = [(f"group-{n}", f"rollout-{n}") for n in range(60)]
     first = proxied.ask_all(keys)
     mine = [key for key, server in zip(keys, first, strict=True) if server == "s0"][:10]
-    proxied.servers["s0"].ready = False
-    time.sleep(1.5)  # two health checks; a replica still answers for 2 s
+    proxied.servers["s0"].become(ready=False)
     asked = len(proxied.servers["s0"].asked)
     after = [proxied.ask(*key)["server"] for key in mine]
     assert "s0" not in after
@@ -228,15 +236,13 @@ def test_a_request_that_a_server_takes_to_its_grave_is_sent_to_another(tmp_path:
             headers = {GROUP_HEADER: f"g{number}"}
             return httpx.post(url, content=body, headers=headers, timeout=60).status_code
 
-        other.ready = False
-        time.sleep(1.5)  # after this, all requests go to the server that dies
+        other.become(ready=False)  # all requests go to the server that dies
         with ThreadPoolExecutor(20) as pool:
             answers = [pool.submit(ask, number) for number in range(20)]
             assert process.stdout is not None
             while process.stdout.readline().strip() != "20":
                 assert process.poll() is None
-            other.ready = True
-            time.sleep(1.5)
+            other.become(ready=True)
             process.send_signal(signal.SIGKILL)
             assert [answer.result() for answer in answers] == [200] * 20
     finally:
