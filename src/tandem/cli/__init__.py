@@ -23,7 +23,7 @@ from tandem.errors import InvalidInput, TandemError
 
 __all__ = ["app", "main"]
 
-# Command -> its module and its help.
+# The module and the help of each command.
 _PROGRAMS = {
     "controller": ("tandem.controller", "Run the HTTP API."),
     "runner": (
@@ -102,7 +102,7 @@ def up(
 def _name_merged_on_the_cpu(settings: Settings) -> None:
     from tandem.inference.server.command import serving_device
 
-    with suppress(InvalidInput):  # if no vLLM is installed, the stack itself says so
+    with suppress(InvalidInput):  # raised if vLLM is not installed; the stack reports it
         if settings.weights == "adapter" and serving_device(settings) == "cpu":
             hint = "TANDEM_WEIGHTS=merged samples faster from one run (docs/merged.md)"
             err.print(f"vLLM runs on the CPU, with adapters: {hint}", soft_wrap=True)

@@ -1,5 +1,5 @@
-"""Has the parts that all commands share: the client, arguments, files of settings, tables, JSON,
-errors on stderr, exit statuses."""
+"""The parts that all commands share: the client, arguments, files of settings, tables, JSON, errors
+on stderr, exit statuses."""
 
 import json as jsonlib
 import os
@@ -30,13 +30,14 @@ from tandem.errors import (
     from_validation_error,
 )
 
-# Seconds for which requests are repeated. This is long enough for a restart of the controller, and
-# short enough for a user who waits with a wrong URL.
+# Seconds for which requests are repeated: long enough for a restart of the controller, and short
+# enough for a user who waits with a wrong URL.
 PATIENCE = 10.0
 
 
 def _console(stream: TextIO, **options: Any) -> Console:
-    """A console that does not wrap lines and tables if its output is not a terminal."""
+    """A console. If the stream is not a terminal, the console is wide, so that lines and tables are
+    not wrapped."""
     return Console(width=None if stream.isatty() or "COLUMNS" in os.environ else 240, **options)
 
 
@@ -109,12 +110,12 @@ def details(title: str, pairs: Sequence[tuple[str, object]]) -> Table:
 
 
 def when(seconds: float | None) -> str | None:
-    """A time, from Unix seconds, in this machine's zone."""
+    """Unix seconds as a text with date and time, in this machine's time zone."""
     return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def size(count: int | None) -> str | None:
-    """Bytes with a unit: B, KiB, ..."""
+    """A number of bytes as a text with its unit: B, KiB, ..."""
     return None if count is None else ByteSize(count).human_readable(separator=" ")
 
 
@@ -148,7 +149,7 @@ def print_error(error: Exception, *, json: bool) -> None:
 
 
 def exit_code(error: Exception) -> int:
-    """The exit status for an error; `tandem --help` lists them."""
+    """The exit status for an error. `tandem --help` lists the statuses."""
     codes: list[tuple[type[Exception], int]] = [
         (JobFailed, 3),
         (StepRefused, 6),
@@ -160,8 +161,8 @@ def exit_code(error: Exception) -> int:
 
 
 def fields(data: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The values in `data` with these names, as `name=value`. Floats have four significant digits.
-    Names without a value are left out."""
+    """The values of `names` in `data`, as a text `name=value name=value`. Floats have four
+    significant digits. Names without a value are left out."""
     values = {name: data[name] for name in names if data.get(name) is not None}
     return " ".join(
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
@@ -175,7 +176,7 @@ def read_toml[M: BaseModel](
     """Reads the TOML file and validates its content. Raises InvalidInput.
 
     Args:
-        path: None: the content is empty.
+        path: the file; None: the content is empty.
         model: the record that the content must form.
         change: a function that changes the content's dictionary in place before the validation.
     """
@@ -196,9 +197,9 @@ def read_toml[M: BaseModel](
 
 
 def _keys(model: type[BaseModel], loc: Sequence[int | str]) -> list[str]:
-    """The keys of the record at `loc`; empty if records of several kinds may be there."""
+    """The keys of the record at `loc`; empty if `loc` may have records of several kinds."""
     for name in loc:
-        if name in model.model_fields:  # not a list index, nor a tag of a union
+        if name in model.model_fields:  # skips list indices and tags of unions
             kinds = _records(model.model_fields[str(name)].annotation)
             if len(kinds) != 1:
                 return []
@@ -231,6 +232,7 @@ def _line(text: str, loc: tuple[int | str, ...]) -> int:
             lines.setdefault(table, number)
         elif key := re.match(r"\s*([\w.-]+)\s*=", line):
             lines.setdefault((*table, *key[1].split(".")), number)
-    # If the settings have a list and the file has a table, the table is the list's only item.
+    # If a setting is a list and the file has a single table for it, the table is the list's only
+    # item.
     loc = tuple(part for i, part in enumerate(loc) if part != 0 or (*loc[:i], 0) in lines)
     return next(lines[loc[:end]] for end in range(len(loc), -1, -1) if loc[:end] in lines)

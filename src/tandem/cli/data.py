@@ -132,7 +132,8 @@ class _Tally:
         self.shown: list[tuple[str, Rendering]] = []
         self.too_long: list[str] = []
         self.duplicates: list[str] = []
-        # Feature of records, such as "empty_thoughts" -> the places of the records that have it.
+        # Feature of records, such as "empty_thoughts" -> the places of the records with this
+        # feature.
         self.places = defaultdict[str, list[str]](list)
         self.date: str | None = None
 
@@ -273,7 +274,7 @@ def _counted(places: list[str], more: str = "") -> str | None:
 
 
 def _refusal(kind: str, sequence_length: int) -> str:
-    """How training treats records that are too long, and what helps."""
+    """A text on how training treats records that are too long, and which options help."""
     remedy = "raise its --sequence-length, or give it --too-long drop" + (
         " or truncate" if kind == "sft" else ""
     )
@@ -327,7 +328,7 @@ def _print(console: Console, shown: list[tuple[str, Rendering]]) -> None:
                 ("bright_black", "black on #b9e6c3", "black on #f3b6b0")[(w > 0) + 2 * (w < 0)]
                 for _, w in parts
             )
-            # Without colours, brackets mark the trained text.
+            # Brackets mark the trained text if the console has no colours.
             texts = (
                 text if console.color_system or not weight else f"⟦{text}⟧"
                 for text, weight in parts

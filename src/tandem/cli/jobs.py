@@ -274,10 +274,10 @@ def _attempt_memory(job: str, attempt: AttemptMemory) -> Iterator[Table | str]:
 
 
 def _memory_rows(attempt: AttemptMemory) -> Iterator[tuple[str, object, dict[str, int]]]:
-    """The table's rows (phase, rank, bytes), sorted by phase, and within each phase by rank. A
-    phase that each step repeats has two rows per rank: the memory at the phase's last end, and the
-    maximum over all its ends. Phases of the attempt's last step also have a row for the rank with
-    the most memory.
+    """The table's rows (phase, rank, bytes), sorted by phase. A phase that runs once has a row per
+    rank. A phase that each step repeats has two rows per rank: the memory after the phase's last
+    run, and the maximum over all runs. A phase in `attempt.last_step` has one row, with the maximum
+    over all ranks.
     """
     ranks = attempt.ranks.items()
     for phase in dict.fromkeys(

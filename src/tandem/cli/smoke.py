@@ -171,8 +171,7 @@ def job(
 
 
 def _delete(tandem: Tandem, run: str) -> None:
-    """Delete the run. vLLM serves the merged weights of only one run, so afterwards it can serve
-    another run."""
+    """Delete the run, because vLLM can serve the merged weights of only one run at a time."""
     try:
         tandem.delete_run(run, cancel_jobs=True)
         out.print(f"run {run} is deleted, so that vLLM can serve another one")

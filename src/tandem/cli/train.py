@@ -285,8 +285,8 @@ def read_request(text: str) -> dict[str, Any]:
         )
     if not items:
         raise InvalidInput("the file is empty", field="FILE")
-    # The keys by which the kind of an item is recognised, in this order, because a pair may also
-    # have a prompt or messages.
+    # The keys by which an item's kind is recognised. Pairs come before examples, because a pair may
+    # also have a prompt or messages.
     marks = {
         "groups": {"trajectories"},
         "pairs": {"chosen"},
@@ -319,8 +319,8 @@ def _lines(text: str) -> Iterator[tuple[str, Any]]:
 
 def apply_setting(request: dict[str, Any], assignment: str) -> None:
     """Set the value of an assignment such as `optimizer.learning_rate=1e-4` in the request. A value
-    that is not JSON is a text. Raises InvalidInput (field `--set`) if the assignment is not
-    NAME=VALUE or the parent has no settings."""
+    that is not valid JSON is used as a string. Raises InvalidInput (field `--set`) if the
+    assignment is not NAME=VALUE, or if a parent in NAME is not an object."""
     name, equals, text = assignment.partition("=")
     if not equals or not name:
         raise InvalidInput(f"{assignment!r} is not NAME=VALUE", field="--set")

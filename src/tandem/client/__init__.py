@@ -1,10 +1,11 @@
 """The Python client (docs/training.md). The package imports httpx and pydantic, but not torch,
 vLLM, transformers or numpy.
 
-`api.py` has every method, with its retries; both clients share it. `art.py` plugs Tandem into the
-training loop of the package ART, and `verifiers.py` into the loop of the package verifiers.
-`reasoning_gym.py` makes the tasks of the package reasoning-gym an environment of `tandem rl`.
-`rl/` is `tandem rl`. `track/` writes a run's events to TensorBoard, W&B and MLflow.
+`api.py` has the methods of the two clients, `Tandem` and `AsyncTandem`, with their retries.
+`art.py` plugs Tandem into the training loop of the package ART, and `verifiers.py` into the loop of
+the package verifiers. `reasoning_gym.py` makes the tasks of the package reasoning-gym an
+environment of `tandem rl`. `rl/` implements `tandem rl`. `track/` writes a run's events to
+TensorBoard, W&B and MLflow.
 """
 
 from typing import Any
@@ -66,9 +67,9 @@ __all__ = [
 
 
 def sampling_options(**extra_body: Any) -> dict[str, Any]:
-    """Arguments for a chat completion of the openai package. With these arguments, the completion
-    has the data that training needs: the token ids of the prompt and of the answer, and the
-    answer's log-probs.
+    """Arguments for a chat completion of the openai package. The arguments make vLLM return the
+    data that training needs: the token ids of the prompt and of the answer, and the answer's
+    log-probs.
 
     `extra_body` is passed on to vLLM. Raises InvalidInput for options that change the sampled
     distribution (`top_k`, `top_p`, `min_p`, penalties, ...). The trainer computes the model's own

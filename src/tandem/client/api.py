@@ -34,7 +34,7 @@ from tandem.spool.schema import TERMINAL, Event, JobState, LoraShape, Manifest, 
 JOB_SECONDS = 24 * 3600.0
 SERVED_SECONDS = 600.0
 DELETE_SECONDS = 120.0
-# The controller answers a training request once it has packed this batch and all earlier batches.
+# The controller answers a training request once it has packed all batches up to the request's.
 _PACKING_SECONDS = 900.0
 _FORK_SECONDS = 4 * 3600.0  # the controller copies and hashes the checkpoint before it answers
 _SERVED_POLL_SECONDS = 0.25
@@ -81,7 +81,7 @@ class Api(Requests):
         return await self._call(RunStatus, "POST", "runs", body={**body, "lora": lora})
 
     async def get_run(self, run: str) -> RunStatus:
-        """A run's specification, newest step, step that vLLM serves, queued and running jobs."""
+        """A run's specification, its newest step, its served step, its queued and running jobs."""
         return await self._call(RunStatus, "GET", "runs", run)
 
     async def list_runs(self) -> list[RunStatus]:
@@ -106,9 +106,9 @@ class Api(Requests):
         """Delete a run with its checkpoints and ended jobs; vLLM unloads the run's steps. The
         deletion can't be undone.
 
-        Raises Conflict while the run has queued or running jobs. `cancel_jobs`: cancel these jobs
-        first, and wait up to `timeout` seconds until the jobs have ended. The client does not
-        repeat the request: after Unreachable, first check whether the run still exists.
+        Raises Conflict while the run has queued or running jobs. `cancel_jobs`: first cancel the
+        run's jobs, and wait up to `timeout` seconds until the jobs have ended. A request that may
+        have arrived is not repeated: after Unreachable, check whether the run still exists.
         """
         until = time.monotonic() + timeout
         params = {"cancel_jobs": cancel_jobs}
@@ -130,12 +130,12 @@ class Api(Requests):
         await self._request("DELETE", "runs", run, "checkpoints", str(step), "pin")
 
     async def delete_checkpoint(self, run: str, step: int) -> None:
-        """Delete a checkpoint. Raises Conflict for step 0, the newest step, and a step that is
-        pinned, served or needed by a job. Like `delete_run`, does not repeat the request."""
+        """Delete a checkpoint; a request that may have arrived is not repeated. Raises Conflict for
+        step 0, the newest step, and a step that is pinned, served or needed by a job."""
         await self._request("DELETE", "runs", run, "checkpoints", str(step), idempotent=False)
 
     async def rollback(self, run: str, step: int) -> RolledBack:
-        """Make `step` the newest step. The request is sent once; on Unreachable, check the run."""
+        """Make `step` the newest step; a request that may have arrived is not repeated."""
         return await self._call(
             RolledBack, "POST", "runs", run, "rollback", body={"step": step}, idempotent=False
         )
@@ -143,7 +143,7 @@ class Api(Requests):
     async def wait_served(self, run: str, step: int, timeout: float = SERVED_SECONDS) -> Served:
         """Wait until vLLM serves `step` or a later step, and the publisher has verified it.
 
-        Raises StepRefused when the publisher refused the step, NotServed after `timeout` seconds.
+        Raises StepRefused if the publisher refused the step, and NotServed after `timeout` seconds.
         """
         until = time.monotonic() + timeout
         while True:
@@ -178,8 +178,8 @@ class Api(Requests):
         on_event: OnEvent | None = None,
         **options: Unpack[RLOptions],
     ) -> JobStatus:
-        """Queue an RL job. Raises NothingToLearn if no group has any variance in its rewards. With
-        `wait`, also raises JobFailed, NotServed and TimeoutError.
+        """Queue an RL job. Raises NothingToLearn if no group has any variance in its rewards. If
+        `wait` is given, also raises JobFailed, NotServed and TimeoutError.
 
         Args:
             wait: "job": return when the job has succeeded. "served": return when the job's
@@ -236,7 +236,7 @@ class Api(Requests):
     async def train(self, run: str, request: Mapping[str, Any]) -> JobStatus:
         """Queue a job. `request`: the request's whole body, in the form of the HTTP API (`kind` is
         "rl", "sft" or "dpo")."""
-        # The id keeps a request that is repeated after a lost answer from making a second job.
+        # A request that is repeated after a lost answer has the same id, so it makes no second job.
         body = {**request, "id": request.get("id") or new_ulid()}
         return await self._call(
             JobStatus, "POST", "runs", run, "train", body=body, seconds=_PACKING_SECONDS
@@ -245,7 +245,7 @@ class Api(Requests):
     async def render(
         self, examples: Sequence[SFTExample] = (), pairs: Sequence[PreferencePair] = ()
     ) -> list[Rendering]:
-        """A preview of the training of examples, followed by pairs: at most 1000 of each."""
+        """Previews of the training of examples, then of pairs; at most 1000 of each kind."""
         body = {
             name: [one.model_dump(exclude_none=True) for one in ones]
             for name, ones in (("examples", examples), ("pairs", pairs))
@@ -265,8 +265,8 @@ class Api(Requests):
         limit: int = 200,
         before: str | None = None,
     ) -> list[JobStatus]:
-        """The newest `limit` jobs, at most 1000, oldest first. `run`, `states` and `before` (the id
-        of a job: only older jobs) narrow the choice."""
+        """The newest `limit` jobs, at most 1000, oldest first. `run` and `states` filter the jobs.
+        `before` is the id of a job: only older jobs are listed."""
         params = {"run": run, "state": list(states), "limit": limit, "before": before}
         return await self._call(list[JobStatus], "GET", "jobs", params=params)
 
@@ -296,7 +296,7 @@ class Api(Requests):
     async def events(
         self, job: str, after: int = -1, timeout: float = JOB_SECONDS
     ) -> AsyncGenerator[Event, None]:
-        """A job's events as they happen, to the terminal event. Reconnects if a connection breaks.
+        """Yields a job's events up to the terminal event. Reconnects if a connection breaks.
 
         Args:
             after: only events with a higher `seq` are returned; -1: all events.
@@ -315,7 +315,7 @@ class Api(Requests):
                             after, ended = event.seq, ended or event.type in TERMINAL
                             yield event
                         if not ended and time.monotonic() > until:
-                            break  # keep-alives come here too, so the limit holds
+                            break  # checked also after keep-alives
                 # The writer of the events was killed before it wrote the terminal event.
                 if not ended and (await self.get_job(job)).state in TERMINAL:
                     ended = True
@@ -331,14 +331,14 @@ class Api(Requests):
                 await self._http.sleep(pause)
 
     async def job_events(self, job: str, after: int = -1) -> list[Event]:
-        """The job's events so far. Includes `served`, which comes after the terminal event."""
+        """The job's events so far, including `served`, which comes after the terminal event."""
         response = await self._request(
             "GET", "jobs", job, "events", params={"wait": False, "after": after}
         )
         return events_of(response.content)
 
     async def memory(self, job: str) -> list[AttemptMemory]:
-        """For each attempt: each rank's memory per phase, and what stays in use on the devices."""
+        """The memory of each attempt: per rank and phase, and what stays in use on the devices."""
         return by_attempt(await self.job_events(job))
 
     async def logs(self, job: str) -> str:
@@ -389,7 +389,7 @@ class Api(Requests):
                         with archive.open("wb") as file:
                             async for chunk in chunks:
                                 file.write(chunk)
-                                if file.tell() > most:  # more bytes than every earlier attempt
+                                if file.tell() > most:  # more than any earlier attempt received
                                     most = file.tell()
                                     backoff.reset()
                     return await self._http.offload(lambda: unpack(archive, target))

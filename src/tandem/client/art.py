@@ -27,7 +27,8 @@ try:
 except ImportError as error:
     raise ImportError("tandem.client.art needs ART: pip install 'openpipe-art>=0.5.18'") from error
 
-# Options of ART that Tandem does not have, with the values at which they do nothing.
+# Options of ART that Tandem does not have -> the only accepted value, at which the option has no
+# effect.
 _NEUTRAL: dict[str, object] = {
     "advantage_balance": 0.0,
     "mask_prob_ratio": False,
@@ -55,7 +56,7 @@ _PEFT_NEUTRAL: list[tuple[str, object]] = [
 _PEFT_SPEED = ("random_state", "use_gradient_checkpointing", "max_seq_length", "temporary_location")
 _PEFT_NAMES = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
 _PEFT_DEFAULTS = {"rank": 8, "alpha": 16}
-# Keys of a model's `_internal_config` that are ignored: the deployment of Tandem decides them.
+# Keys of a model's `_internal_config` that are ignored, because Tandem's deployment decides them.
 _DEPLOYMENTS = (
     "peft_args",
     "engine_args",
@@ -67,10 +68,10 @@ _DEPLOYMENTS = (
     "tinker_args",
     "tinker_native_args",
 )
-_TEMPLATE = "chat_template_kwargs"  # ART's client also sends this key with rollouts
+_TEMPLATE = "chat_template_kwargs"  # ART's client also sends the key in rollouts' requests
 _POLICIES = {"cispo": "cispo", "ppo": "ppo", "importance_sampling": "cispo"}
-# A bound that clips nothing. Unclipped CISPO, sg(ratio) * advantage * log-prob, has the gradient of
-# importance sampling, ratio * advantage.
+# A bound for the ratio that no ratio reaches, so nothing is clipped. Unclipped CISPO, sg(ratio) *
+# advantage * log-prob, has the gradient of importance sampling, ratio * advantage.
 _UNBOUNDED = 1e9
 _METRICS = {
     "loss": "loss/train",
@@ -88,7 +89,7 @@ _AUTO_BATCH = 8
 
 
 class TandemBackend:
-    """A backend of ART. A model of ART is the run with the model's name. The model's
+    """A backend of ART. Each model of ART is trained as the run with the model's name. The model's
     `get_inference_name()` names the newest served step.
 
     Args:
@@ -158,7 +159,8 @@ class TandemBackend:
 
     async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
         """Delete the checkpoints in ART's list, except `steps_to_keep` and checkpoints that
-        Tandem still needs. ART's list has the checkpoints with a directory (`_arrived`)."""
+        Tandem still needs. ART lists a checkpoint if the checkpoint has a directory, which
+        `_arrived` makes."""
         for info in await self._tandem.checkpoints(_run(model)):
             # A checkpoint without a directory may belong to another program or machine.
             if info.step not in steps_to_keep and _marker(model, info.step).is_dir():
@@ -178,8 +180,8 @@ class TandemBackend:
         step.
 
         Raises InvalidInput for an option that Tandem does not have (docs/art.md), and for a choice
-        that was not sampled through the rollout door. If the rewards have no variance, nothing is
-        trained.
+        that was not sampled through vLLM's path /rollout/v1. If the rewards have no variance,
+        nothing is trained.
 
         Args:
             trajectory_groups: ART's groups. A group without a trajectory is left out.
@@ -249,8 +251,8 @@ class TandemBackend:
             await self._arrived(model, step)
 
     def _with_options(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The backend's options, joined with the settings of a call. If both set an option, the
-        call's value is used, even if that value is ART's default."""
+        """The backend's options, joined with the settings of a call. If the backend and the call
+        set the same option, the call's value is used, even if it is ART's default."""
         merged = {
             name: {**dict(self._options.get(name, {})), **own} for name, own in settings.items()
         }
@@ -258,7 +260,7 @@ class TandemBackend:
 
     async def _arrived(self, model: Any, step: int) -> int:
         """Waits until vLLM serves `step`, and returns `step`. Makes a directory for the checkpoint,
-        because ART lists the checkpoints that it may delete from such directories."""
+        because ART finds the checkpoints that it may delete by their directories."""
         await self._tandem.wait_served(_run(model), step)
         self._served[_run(model)] = step
         _marker(model, step).mkdir(parents=True, exist_ok=True)
@@ -294,8 +296,8 @@ def _marker(model: Any, step: int) -> Path:
 
 
 def _trajectory(trajectory: Any, where: str) -> dict[str, Any]:
-    """A trajectory in which every `Choice` is a turn. Each additional history is a sequence of its
-    own."""
+    """ART's trajectory as a trajectory of Tandem: every `Choice` becomes a turn. Each additional
+    history becomes a token sequence of its own."""
     turns = []
     for history in (trajectory, *trajectory.additional_histories):
         for i, item in enumerate(history.messages_and_choices):
@@ -332,7 +334,7 @@ def _job_settings(
     kind = "ppo" if take("ppo", False) else take("loss_fn", "cispo")
     if kind not in _POLICIES:
         raise InvalidInput(f"{kind!r}: Tandem has {', '.join(_POLICIES)}", field="loss_fn")
-    # ART divides the advantages by their mean size, and only then adds its KL term.
+    # ART divides the advantages by their mean size before it adds its KL term.
     loss: dict[str, Any] = {
         "policy": _POLICIES[kind],
         "normalisation": "trajectory",

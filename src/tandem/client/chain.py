@@ -1,9 +1,9 @@
 """Trains a file of examples or pairs by a chain of jobs, for a training that is longer than one
 job. Each job trains a slice of the file and makes a checkpoint.
 
-The jobs' names come from the content of the file and the settings. So a second call of the same
-training finds the same names, and continues after the last job whose checkpoint the run has. Only
-the slice of one job is in memory.
+The jobs' names are hashes of the file's content and the settings. A second call with the same file
+and settings therefore continues after the last job that has made its checkpoint. Only the slice of
+one job is in memory.
 """
 
 import hashlib
@@ -37,8 +37,8 @@ class Chain:
             if isinstance(config.held_out, str)
             else str(config.held_out)
         )
-        # The names of jobs leave out settings that a user may change to continue a training after a
-        # refusal.
+        # The names of jobs do not depend on the settings that a user may change to continue a
+        # training after a refusal.
         settings = config.model_dump_json(
             exclude={"data", "held_out", "sequence_length", "too_long", *LIMITS}
         )
@@ -57,9 +57,9 @@ class Chain:
 
         `on_step(optimizer steps so far, event)` is called for each event of a job. When a job
         fails, raises JobFailed and submits no further job; calling `run` again tries the failed job
-        once more. Raises Conflict if the run was trained by another training between two jobs of
-        this chain, if the run's `trainable` or `lora` differ from the settings, or if the run is
-        half trained on another content of the same file.
+        once more. Raises Conflict if another training has trained the run between two jobs of this
+        chain, or if the run's `trainable` or `lora` differ from the settings. Also raises Conflict
+        if the file has changed since an earlier part of the same training.
         """
         made = False
         try:
@@ -127,7 +127,7 @@ class Chain:
             if last.job:
                 jobs.insert(0, tandem.get_job(last.job))
         if not jobs or any(job.spec.labels.get("training") == self.name for job in jobs):
-            return  # the first jobs of this training are under way
+            return  # jobs of this training exist already, or no job exists
         newest = jobs[-1].spec.labels
         done, _, total = newest.get("part", "").partition("/")
         if newest.get("settings") != self._labels["settings"] or done == total:
@@ -183,7 +183,7 @@ class Chain:
             if (state := _state(path)) == self._data_state:
                 return
             if _digest(path)[:20] == self._labels["data"]:
-                self._data_state = state  # the file was copied or touched
+                self._data_state = state  # same content: the file was copied or touched
                 return
         raise Conflict(
             f"{path} has changed while it trains. Restore it as it was; then the same command goes"
@@ -193,14 +193,15 @@ class Chain:
 
 
 def _steps(part: Slice, event: Event) -> int:
-    """Optimizer steps of the training that are done after this event of a slice's job."""
+    """The number of the training's optimizer steps that are done when the event of a slice's job is
+    written."""
     if event.type == "succeeded":
         return part.last
     return part.first + (int(event.data["step"]) if event.type in ("step", "evaluated") else 0)
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """A file's inode, size and mtime; writing the file changes them. Empty for a directory."""
+    """A file's inode, size and mtime, which change when the file is written; () for a directory."""
     found = path.stat()
     return () if path.is_dir() else (found.st_ino, found.st_size, found.st_mtime_ns)
 

@@ -12,8 +12,8 @@ from tandem.spool.schema import Manifest
 
 
 def partial_directory(target: Path) -> TemporaryDirectory[str]:
-    """A directory beside `target` in which the content is made. At the end the directory is renamed
-    to `target`.
+    """A temporary directory beside `target`. The caller makes the content in this directory, and
+    renames the complete content to `target`.
 
     Raises InvalidInput if `target` exists and is not an empty directory, or if no directory can be
     renamed to `target`.
@@ -30,8 +30,8 @@ def partial_directory(target: Path) -> TemporaryDirectory[str]:
 
 
 def unpack(archive: Path, target: Path) -> Manifest:
-    """Unpack a checkpoint's tar archive into a directory beside the archive, compare each file's
-    SHA-256 with the manifest, and rename the directory to `target`.
+    """Unpack a checkpoint's tar archive beside the archive. Compare each file's SHA-256 with the
+    manifest, and rename the unpacked directory to `target`.
 
     Raises CheckpointDamaged if a file is missing or differs.
     """

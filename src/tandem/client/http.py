@@ -24,7 +24,7 @@ from tandem.system.api_keys import split_name
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
-# With these statuses the controller, or a proxy before it, can't answer now but may answer soon.
+# Statuses of a controller, or of a proxy before it, that can't answer now but may answer soon.
 _RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 _CLASSES = [
     kind
@@ -44,7 +44,7 @@ def connection(
 
     Args:
         base_url: the controller's or vLLM's address; None: TANDEM_URL, else http://127.0.0.1:8080.
-        api_key: the key. Of several keys, separated by commas or white space, the first is sent.
+        api_key: the key, or several keys separated by commas or white space: the first key is sent.
             None: TANDEM_API_KEY, else the file that TANDEM_API_KEY_FILE names, else no key.
         given_by: the name of the setting that gave `base_url`, for errors.
     """
@@ -65,7 +65,8 @@ def connection(
             raise InvalidInput(
                 f"can't read {file}: {error}", field="TANDEM_API_KEY_FILE"
             ) from error
-    # A controller accepts several keys, so the variable may hold several; a client sends the first.
+    # A controller accepts several keys, so the variable may hold several keys. A client sends the
+    # first key.
     keys = (key or "").replace(",", " ").split()
     if keys and not (keys[0].isascii() and keys[0].isprintable()):
         raise InvalidInput(
@@ -94,7 +95,7 @@ def _unreachable(error: httpx.TransportError) -> Unreachable:
 
 def error_of(response: httpx.Response) -> TandemError:
     """The exception that the controller raised, made from a response. The response's body must
-    have been read. The exception is `retriable` if another attempt may help."""
+    have been read. The exception is `retriable` if another attempt may succeed."""
     retriable = response.status_code in _RETRIED_STATUSES
     try:
         detail = ErrorBody.model_validate_json(response.content, extra="ignore").error
@@ -125,8 +126,8 @@ def raise_if_other(run: RunStatus, wanted: Mapping[str, Any], field: str) -> Non
 
     Args:
         wanted: the settings that the user gave. Only `trainable` and `lora` are compared. A setting
-            that is absent fits every run.
-        field: the error's field.
+            that the user did not give matches every run.
+        field: the `field` of the exception.
     """
     existing, lora = run.spec.lora, wanted.get("lora") or {}
     other = lora.items() - (existing.model_dump() if existing else {}).items()
@@ -155,7 +156,8 @@ class Backoff:
 
     Args:
         patience: seconds for which failing attempts are repeated, counted from the first failure
-            after a success. The duration of the first failing attempt does not count.
+            after a success. The duration of the first failing attempt does not count towards
+            `patience`.
         first: the first pause in seconds, without jitter.
         longest: the longest pause in seconds, without jitter.
     """
@@ -253,15 +255,16 @@ def events_of(content: bytes) -> list[Event]:
     """The events in complete lines of Server-Sent Events. Only `data:` lines are parsed, because
     they contain everything that the other lines contain.
 
-    The lines are split as bytes. An event's text may contain U+2028 and similar characters, at
-    which str.splitlines and httpx also split.
+    The lines are split as bytes. An event's text may contain U+2028 and similar characters, which
+    str.splitlines and httpx treat as line ends.
     """
     lines = (line for line in content.split(b"\n") if line.startswith(b"data:"))
     return [event for line in lines if (event := _event(line.removeprefix(b"data:"))) is not None]
 
 
 def _event(line: bytes) -> Event | None:
-    """The event in a line. None for an event type that only newer controllers have."""
+    """The event in a line; None if the event has an unknown type, which a newer controller may
+    send."""
     try:
         return Event.model_validate_json(line, extra="ignore")
     except ValidationError as error:
@@ -318,7 +321,7 @@ class Requests:
         arguments: dict[str, Any] = {"method": method, "url": path(*parts), "timeout": timeout}
         arguments["params"] = _given(params or {})
         if body is not None:
-            # NaN is sent as NaN, so that the controller names the field that contains it.
+            # NaN is sent as NaN, so that the controller's error names the field that contains NaN.
             arguments |= {"content": to_json(_given(body), inf_nan_mode="constants")}
             arguments |= {"headers": {"Content-Type": "application/json"}}
         backoff = Backoff(self._patience)

@@ -20,9 +20,9 @@ class AttemptMemory(BaseModel):
     device: str | None = None  # "cpu", "cuda:0", ...; None until the ranks have started
     ranks: dict[int, RankMemory] = Field(default_factory=dict)
     last_step: dict[str, dict[str, int]] = Field(default_factory=dict)
-    """Phase -> kind -> bytes, the maximum over all ranks. Has the phases of the last optimizer step
-    that are missing in `ranks`."""
-    released: bool = False  # the ranks have ended; until then `most` and `left` are empty
+    """Phase -> kind -> bytes, the maximum over all ranks. `last_step` has the phases of the last
+    optimizer step that are missing in `ranks`."""
+    released: bool = False  # whether the ranks have ended; until then `most` and `left` are empty
     processes: int = 0  # number of processes that survived SIGKILL
     # UUID of a device -> the most bytes in use on it while ranks ran, by all processes together.
     most: dict[str, int] = Field(default_factory=dict)

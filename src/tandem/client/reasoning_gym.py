@@ -18,9 +18,9 @@ INSTRUCTION = "Give your final answer between <answer> and </answer>."
 class GymEnvironment:
     """A dataset of reasoning-gym.
 
-    The reward is the score, 0 to 1, that the dataset gives to the part of the model's answer that
-    `answer` finds, or to the whole answer if `answer` finds nothing. For most datasets a longer
-    text that contains the right answer has a small score.
+    The reward is the dataset's score, 0 to 1, of the part of the model's answer that the regular
+    expression `answer` finds. If `answer` finds nothing, the whole answer is scored. Most datasets
+    give a low score to a longer text that contains the right answer.
 
     Args:
         name: the dataset's name, such as `chain_sum`.

@@ -2,8 +2,9 @@
 
 Version 0.4 (`verifiers.v1`): `VerifiersEnvironment` runs an agent on a taskset, and
 `trace_to_trajectory` converts any trace. The old API (versions 0.1 to 0.2, and `verifiers.legacy`
-in 0.3): sample through the rollout door (vLLM's path /rollout/v1), then call `outputs_to_groups`.
-With both APIs, groups contain the tokens that vLLM sampled and the log-probs that vLLM computed.
+in 0.3): the environment samples through vLLM's path /rollout/v1, and `outputs_to_groups` converts
+its outputs. With both APIs, groups contain the tokens that vLLM sampled and the log-probs that vLLM
+computed.
 """
 
 import asyncio
@@ -21,8 +22,8 @@ GroupDict = dict[str, list[dict[str, Any]]]
 
 
 def trace_to_trajectory(trace: Any) -> dict[str, Any] | None:
-    """A trace of `verifiers.v1` as a trajectory. Each span of sampled tokens in a trainable branch
-    of the trace is a turn.
+    """Converts a trace of `verifiers.v1` to a trajectory. Each span of sampled tokens in a
+    trainable branch of the trace is a turn.
 
     Returns None for a trace that failed, for a trace of an agent that is not trained, and for a
     trace without a sampled token. Raises InvalidInput for a trace without token ids: it was not
@@ -60,7 +61,7 @@ def outputs_to_groups(
 
     `step`: the step of the run from which the rollouts were sampled. Rollouts with an error are
     left out. Raises InvalidInput for a part of a trajectory without token ids: it was not sampled
-    through the rollout door.
+    through vLLM's path /rollout/v1.
     """
     groups: dict[Any, list[dict[str, Any]]] = {}
     rollouts = outputs["outputs"] if isinstance(outputs, Mapping) else outputs
@@ -97,7 +98,8 @@ class VerifiersEnvironment:
         tokenizer: the base model's directory or hub name.
         inference_url: vLLM's address, by default TANDEM_INFERENCE_URL, else http://127.0.0.1:8000.
             The key is TANDEM_API_KEY.
-        harness: the id of the agent's harness. Its programs run as processes on this machine.
+        harness: the id of the agent's harness. The harness's programs run as processes on this
+            machine.
         renderer: a RendererConfig or its fields; by default the model's own renderer.
         sampling: vLLM's sampling options.
         agent: other fields of vf.AgentConfig (`max_turns`, `timeout`).

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 VARIABLE = "TANDEM_INFERENCE_URL"
 DEFAULT = "http://127.0.0.1:8000"
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 3600.0
-# vLLM closes a connection that is idle for 5 s, and a request that is sent at that moment would
-# fail. So the client closes an idle connection earlier.
+# Seconds after which the client closes an idle connection. vLLM closes it after 5 s, and a request
+# that is sent at that moment would fail.
 _KEPT_SECONDS = 4.0
 START_PATIENCE = 30.0
 """Seconds within which vLLM must list the run. The wait is needed because a vLLM that has just
@@ -30,8 +30,7 @@ started has not loaded its adapters yet."""
 
 
 def vllm_url(given: str | None = None) -> str:
-    """vLLM's address without /v1: the given one, else TANDEM_INFERENCE_URL, else
-    http://127.0.0.1:8000.
+    """vLLM's address without /v1: `given`, else TANDEM_INFERENCE_URL, else http://127.0.0.1:8000.
 
     OPENAI_BASE_URL is ignored: if it names another provider, that provider would get the prompts
     and Tandem's key.
@@ -63,10 +62,10 @@ class Vllm:
     """A client of vLLM's /v1 at `url`, for one event loop. The client is an async context manager
     and must be entered before use.
 
-    The client does not use httpx: httpx's pool walks all connections for each request, so N
-    concurrent requests cost N² (docs/performance.md, Sampling beside training). The key in
-    `headers` is sent to `url` alone: redirects are not followed, and neither cookies nor ~/.netrc
-    are read.
+    The client does not use httpx: httpx's pool goes through all connections for each request, so
+    the time for N concurrent requests grows with N² (docs/performance.md, Sampling beside
+    training). The key in `headers` is sent to `url` alone: redirects are not followed, and neither
+    cookies nor ~/.netrc are read.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
@@ -109,9 +108,9 @@ class Vllm:
 
         Args:
             body: JSON.
-            session: the rollout's name. The request goes through the rollout door, which continues
-                the session's tokens. With several inference servers, all requests of a session go
-                to one server.
+            session: the rollout's name. The request goes to the path /rollout/v1, where a later
+                turn continues the session's tokens. With several inference servers, all requests of
+                a session go to one server.
             group: the name of a group of sessions. The first requests of all sessions of the group
                 go to the same inference server.
         """

@@ -35,16 +35,18 @@ def main() -> int:
     the settings are wrong, 3 if it could not listen."""
     for number in (signal.SIGTERM, signal.SIGINT):
         # This handler makes the exit status 0 if a signal arrives before uvicorn handles signals.
-        # uvicorn also raises the signal again when it ends, and the exit status is then 0 too.
+        # When uvicorn ends after a signal, uvicorn raises the signal again, which also runs this
+        # handler.
         signal.signal(number, lambda *_: sys.exit(0))
     with suppress(OSError, AttributeError):  # another C library
-        # With one arena per thread, glibc keeps more freed memory after each burst of requests or
-        # streams.
+        # This call limits glibc to two arenas. With an arena per thread, glibc would keep more
+        # freed memory after each burst of requests or streams.
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
-    # This line keeps transformers from importing torch together with a tokenizer. Where torch is
-    # installed, the import costs seconds and gigabytes.
+    # This line keeps transformers from importing torch together with a tokenizer. If torch is
+    # installed, its import takes seconds, and gigabytes of memory.
     sys.modules["torch"] = None  # type: ignore[assignment]
-    # transformers also prints that torch is missing, in lines that are not JSON.
+    # This variable keeps transformers from printing that torch is missing, in lines that are not
+    # JSON.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         settings = load_settings()

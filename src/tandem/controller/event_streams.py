@@ -1,6 +1,6 @@
 """Event streams: each reader follows the event file of one job. All readers of a file share one
-check for new events. Each reader uses bounded memory: it reads one part of the file, and reads the
-next part only after its client has received the first part.
+check for new events. Each reader uses bounded memory: it reads the next part of the file only after
+its client has received the previous part.
 """
 
 import os
@@ -88,7 +88,7 @@ class EventStreams:
             file.size = size  # the shared check may have seen an older size
             while file.size == size and not file.ended and not stopping.is_set():
                 await sleep(POLL_SECONDS)
-                # This reader checks the files unless another reader has done so in the meantime.
+                # This reader checks the files, unless another reader has just checked them.
                 if time.monotonic() >= self._looked + POLL_SECONDS:
                     self._looked = time.monotonic()
                     await to_thread.run_sync(

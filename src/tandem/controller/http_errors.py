@@ -23,11 +23,11 @@ from tandem.spool.fs import volume_error
 from tandem.spool.schema import JobKind
 from tandem.system.logs import Log
 
-# The value of `Retry-After` in seconds. A request may succeed after this time, because the process
-# has closed files, or because the volume has free space again.
+# The value of the header `Retry-After`, in seconds. A request may succeed after RETRY_SECONDS: the
+# process may have closed files, or the volume may have free space again.
 RETRY_SECONDS = 2
 
-# If a body has more errors than this, the answer contains only the number of errors.
+# If a body has more errors than MOST_ERRORS, the answer contains only the number of errors.
 MOST_ERRORS = 1000
 _OWN_PART = re.compile(r"as |.*\[|(int|float|str|bool|list|dict)$")
 
@@ -132,7 +132,7 @@ def install_handlers(app: FastAPI) -> None:
         # FastAPI wraps errors that are raised while it reads a body.
         if isinstance(error.__cause__, TandemError):
             return await _tandem_error(request, error.__cause__)
-        if isinstance(error.__cause__, ValueError):  # such as the error of a body that is not UTF-8
+        if isinstance(error.__cause__, ValueError):  # for example, the body is not UTF-8
             return response_of(_NOT_JSON, request.url.path)
         status, message, headers = HTTPStatus(error.status_code), str(error.detail), error.headers
         if message == status.phrase:

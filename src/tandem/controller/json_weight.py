@@ -1,8 +1,8 @@
 """Estimates the memory of a parsed JSON body from its bytes.
 
-Pydantic parses a whole body before any limit applies. An empty object is two bytes of text but
-takes hundreds in memory; the error for an unknown key takes hundreds too. So, before parsing, this
-module counts the characters that create objects.
+Pydantic parses a whole body before any limit applies. An empty object is two bytes of text, but
+takes hundreds of bytes in memory. The error for an unknown key takes hundreds of bytes too. This
+module therefore counts the characters that create objects before the body is parsed.
 """
 
 from typing import IO

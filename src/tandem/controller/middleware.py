@@ -71,10 +71,10 @@ class CountRequests:
 
 
 class Authentication:
-    """ASGI middleware that checks keys. With keys, every path but `OPEN_PATHS` needs
-    `Authorization: Bearer <key>`. Without keys, the Host header must name the loopback interface,
-    so that a web page that rebinds its DNS name to 127.0.0.1 is refused. The context variable
-    `asking` has the key's name for the rest of the request.
+    """ASGI middleware that checks keys. If keys are set, every path except `OPEN_PATHS` needs
+    `Authorization: Bearer <key>`. If no key is set, the Host header must name the loopback
+    interface. This rule refuses requests from a web page that rebinds its DNS name to 127.0.0.1.
+    The context variable `asking` has the name of the request's key.
     """
 
     def __init__(self, app: ASGIApp, keys: Mapping[str, str]) -> None:

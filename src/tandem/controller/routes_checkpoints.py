@@ -118,8 +118,8 @@ def _info(deployment: Deployment, run: str, step: int, pinned: bool) -> Checkpoi
 
 
 def archive_of(directory: Path, manifest: Manifest) -> tuple[int, Iterator[bytes]]:
-    """The size in bytes and the parts of an uncompressed tar archive: a checkpoint's files under
-    `<run>@<step>/`, the manifest last.
+    """The size in bytes and the parts of an uncompressed tar archive. The archive has a
+    checkpoint's files under `<run>@<step>/`, and the manifest as its last file.
 
     All files are opened first, so that a rollback that moves them does not disturb the download.
     Raises CheckpointDamaged if a file is missing or has another size.
@@ -149,8 +149,8 @@ def _parts(opened: ExitStack, entries: list[tuple[bytes, BinaryIO, int]]) -> Ite
             left = size
             while left:
                 data = file.read(min(left, _CHUNK_BYTES))
-                # The client then receives fewer bytes than the Content-Length, so it notices that
-                # the download is broken.
+                # If a file is too short, the client receives fewer bytes than the Content-Length,
+                # so the client notices the error.
                 if not data:
                     raise CheckpointDamaged(f"a file ended {left} bytes early")
                 left -= len(data)

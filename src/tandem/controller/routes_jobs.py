@@ -124,8 +124,8 @@ def get_log(
     deployment.spool.jobs.get(job)
     data = b""
     path = deployment.spool.paths.log_file(job)
-    # Ranks write the log. A link in its place could expose the controller's own files, so links are
-    # not followed.
+    # Ranks write the log, and could replace the log by a symbolic link to one of the controller's
+    # files. Symbolic links are therefore not followed.
     with suppress(FileNotFoundError, NotPlainError), open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if tail is not None:

@@ -188,7 +188,8 @@ def make_fork(deployment: Deployment, origin: Origin, name: str) -> bool:
     responses={200: {"model": RunStatus, "description": "The run existed already."}},
 )
 def create_run(request: CreateRun, response: Response, deployment: CurrentDeployment) -> RunStatus:
-    """Create a run. Step 0 of a run of all weights has no files: it is the base model."""
+    """Create a run. Step 0 of a run that trains all weights has no files, because step 0 is the
+    base model."""
     new = make_run(deployment, run_spec(deployment, request))
     return _answer(deployment, request.name, new, response)
 

@@ -42,10 +42,10 @@ from tandem.topology.sizes import Sizes
 
 router = APIRouter()
 MEMORY_BYTES = 256 * 2**10
-# Bodies that take more than this many bytes of memory after parsing are parsed one at a time.
+# Bodies that take more than LARGE_WEIGHT bytes of memory after parsing are parsed one at a time.
 LARGE_WEIGHT = 128 * 2**20
-# A parsed body may take at most this many times TANDEM_MAX_REQUEST_BYTES in memory. With the
-# default settings, this limit is 3 GiB, and the controller has 4 GiB.
+# A parsed body may take at most MOST_WEIGHT * TANDEM_MAX_REQUEST_BYTES bytes of memory: 3 GiB by
+# default. The controller has 4 GiB by default.
 MOST_WEIGHT = 12
 # Bytes of memory that a sequence of a few tokens takes while it is packed (measured: 2,800 to
 # 3,160).
@@ -74,8 +74,8 @@ def _body(name: str) -> dict[str, Any]:
 async def train(
     run: RunName, request: Request, response: Response, deployment: CurrentDeployment
 ) -> JobStatus:
-    """Queue a job that starts from the run's newest step at that time, after all jobs queued before
-    it, and makes the next step."""
+    """Queue a job that makes the run's next step. The job starts after all jobs that were queued
+    earlier, from the run's newest step at the job's start."""
 
     def submit(body: bytes) -> tuple[JobStatus, bool]:
         job, new = queue_job(deployment, run, body)
@@ -144,7 +144,7 @@ async def received(request: Request, directory: Path) -> AsyncIterator[SpooledTe
     """The request's whole body as a file. A body of up to MEMORY_BYTES is in memory, a larger body
     is in an unnamed file in `directory`.
 
-    Raises SpoolUnusable if the volume can't take the body.
+    Raises SpoolUnusable if the volume can't store the body.
     """
     with SpooledTemporaryFile(MEMORY_BYTES, dir=str(directory), prefix=fs.TEMPORARY) as body:
         with fs.volume_errors(directory):
@@ -265,8 +265,8 @@ def _pack(
         )
         return RLJob.model_validate(spec | {"data": packed})
     arguments |= {"tokenizer_path": deployment.model_path, "held_out": request.held_out}
-    # Chat templates may contain today's date. All jobs of a run use the run's creation date as this
-    # date, whenever they are submitted.
+    # Chat templates may contain today's date. All jobs of a run use the run's creation date as
+    # today's date, whenever the jobs are submitted.
     arguments["day"] = datetime.fromtimestamp(of_run.created, UTC).date()
     if isinstance(request, DPORequest):
         return DPOJob.model_validate(spec | {"data": prepare_dpo(request.pairs, **arguments)})

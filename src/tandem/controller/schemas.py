@@ -26,7 +26,7 @@ def _example(**content: Any) -> ConfigDict:
 
 
 class ErrorDetail(Record):
-    """Why a request was refused."""
+    """The reason why a request was refused."""
 
     type: str = Field(
         description="stable word: invalid_input, not_found, conflict, unauthorized, ..."
@@ -279,7 +279,7 @@ TrainRequest = Annotated[AnyRequest, Field(discriminator="kind")]
 
 
 class RenderRequest(Record):
-    """Examples and pairs to look at."""
+    """Examples and pairs for a preview of their training."""
 
     model_config = _example(examples=[{"prompt": "Is water wet?", "completion": " maybe"}])
 

@@ -70,7 +70,7 @@ def questions(command: Command) -> str:
 
 def answers(asked: Asked) -> Iterator[Answer]:
     """The answers of all checks of `asked.command`. A check that raises an error has failed. If a
-    service does not answer, the answer is only a warning, because the service may not have been
+    service does not respond, the answer is only a warning, because the service may not have been
     started yet."""
     for check in selected(asked.command):
         failed = False
@@ -91,8 +91,8 @@ def answers(asked: Asked) -> Iterator[Answer]:
 
 
 def _full(check: Check, asked: Asked, error: VolumeFull) -> Answer:
-    """The answer of a check that found the volume full. In `tandem preflight`, on a volume with a
-    spool, the answer is a warning, because the programs start and wait for space."""
+    """The answer of a check that found the volume full. `tandem preflight` only warns if the volume
+    has a spool, because the programs start and wait for space."""
     if asked.command is Command.PREFLIGHT and (asked.settings.root / "spool.json").exists():
         remedy = "the programs start, and wait until there is space"
         return Answer("warn", check.name, error.message, remedy)

@@ -1,5 +1,4 @@
-"""The classes of checks: `Check`, its `Command`s, the question that was `Asked`, and the
-`Answer`s."""
+"""The classes of checks: `Check`, `Command`, `Asked` (a command with its options), and `Answer`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ class Asked:
 
 
 class Answer(NamedTuple):
-    """One line of a report. `remedy`: what to do."""
+    """One line of a report. `remedy`: what the user should do."""
 
     status: Literal["ok", "warn", "fail"]
     name: str
@@ -54,5 +53,5 @@ class Check:
     asks: str
     answer: Callable[[Asked], Iterator[Answer]]
     by: Command
-    remedy: str = ""  # what to do if `answer` raises
+    remedy: str = ""  # what the user should do if `answer` raises an error
     first: bool = False  # if this check fails, later checks are skipped

@@ -36,8 +36,8 @@ def variables(asked: Asked) -> Iterator[Answer]:
 
 
 def secrets(asked: Asked) -> Iterator[Answer]:
-    """Whether the secrets are set, private, long and different. A controller that only its own
-    machine can reach may run without a key."""
+    """Whether the secrets are set, private, long enough and different from one another. A
+    controller that only its own machine can reach may run without a key."""
     settings = asked.settings
     keys, token = settings.api_keys, settings.secret("admin_token")
     if keys:
@@ -71,8 +71,8 @@ def _no_key(asked: Asked) -> Answer:
 
 def _others_may_ask(asked: Asked) -> bool:
     """Whether other machines may reach the controller. `tandem preflight` assumes that other
-    machines may, because the controller's address inside a container does not show who can reach
-    the controller."""
+    machines reach the controller, because the controller's address inside a container does not show
+    who can reach the controller."""
     return asked.command is Command.PREFLIGHT or not is_loopback(asked.settings.controller_host)
 
 
@@ -92,9 +92,9 @@ def _judge(asked: Asked, variable: str, values: list[str], file: Path | None) ->
 
 
 def _open_to_all(file: Path) -> bool:
-    """Whether every user can read the file. This requires that all directories above the file are
-    open to every user. A file under /run/secrets counts as closed, because a container's mount does
-    not show who can read the file on the host."""
+    """Whether every user can read the file, and can enter all directories above the file. A file
+    under /run/secrets counts as closed, because a container's mount does not show who can read the
+    file on the host."""
     file = file.resolve()
     if file.is_relative_to("/run/secrets"):
         return False
@@ -105,9 +105,10 @@ def _open_to_all(file: Path) -> bool:
 
 def gpu_names(asked: Asked) -> Iterator[Answer]:
     """Whether the settings name a GPU for each process of trainer and inference. In shared mode,
-    both have the same GPUs. The names are compared as text, because this machine may have no GPU.
-    The containers that use the GPUs check that the GPUs exist. `Settings` itself refuses a GPU that
-    both roles name; in shared mode it refuses different names.
+    trainer and inference have the same GPUs. The names of GPUs are compared as text, because this
+    machine may have no GPU. The containers that use the GPUs check that the GPUs exist. In
+    dedicated mode, `Settings` refuses a GPU that both roles name. In shared mode, `Settings`
+    refuses a GPU that only one role names.
     """
     settings = asked.settings
     if asked.devices_granted:
@@ -124,7 +125,8 @@ def gpu_names(asked: Asked) -> Iterator[Answer]:
 
 
 def _gpu_problem(settings: Settings) -> tuple[str, str] | None:
-    """The first mistake in the names of GPUs, and what to do; None if there is no mistake."""
+    """The first mistake in the names of GPUs, and how to correct it; None if there is no
+    mistake."""
     trainer, inference = settings.trainer_devices, settings.inference_devices
     names = [*trainer, *inference]
     if not trainer or not inference:
@@ -136,7 +138,8 @@ def _gpu_problem(settings: Settings) -> tuple[str, str] | None:
             " device"
         )
         return found, "name all by index, or all by UUID (`nvidia-smi -L`)"
-    # CUDA accepts a prefix of a UUID, so of two different names one may be a prefix of the other.
+    # CUDA accepts a prefix of a UUID as the GPU's name, so two different names may mean the same
+    # GPU.
     same = [
         (a, b)
         for a in trainer
@@ -241,8 +244,8 @@ def _served(settings: Settings, arch: Arch, model: str) -> Iterator[Answer]:
 
 
 def weights(asked: Asked) -> Iterator[Answer]:
-    """Answers about how vLLM gets the weights of a run, and why in this way. Another answer names
-    the runs that can't be served in this way."""
+    """Answers about how vLLM gets the weights of a run, and which setting chooses this way. Another
+    answer names the runs that the deployment can't serve."""
     settings = asked.settings
     if settings.weights == "adapter":
         found = (
@@ -318,7 +321,7 @@ def _second_copy(settings: Settings) -> str:
 
 def _automatic(settings: Settings) -> str:
     """The topology that TANDEM_TOPOLOGY=auto chooses, if this machine has the trainer's GPUs.
-    Raises InvalidInput as `automatic` does."""
+    Raises the InvalidInput of `automatic`."""
     try:
         memory = Devices(settings, "trainer").smallest()
     except TandemError:
@@ -330,8 +333,8 @@ def _automatic(settings: Settings) -> str:
 
 
 def damage(asked: Asked) -> Iterator[Answer]:
-    """The damaged entries on the volume, which all lists leave out: jobs, names that belong to no
-    job, and runs."""
+    """The damaged jobs and runs on the volume, and names that belong to no job. Lists of jobs and
+    runs leave these entries out."""
     root = asked.settings.root
     if not (root / "spool.json").exists():
         return

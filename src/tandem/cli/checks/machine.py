@@ -112,8 +112,8 @@ def _existing(path: Path) -> Path:
 
 
 def _locks_work(lock: Path) -> bool:
-    """Whether another process fails to take `lock` while this one holds it, and succeeds
-    afterwards."""
+    """Whether another process fails to take `lock` while this process holds the lock, and succeeds
+    after the lock's release."""
     command = [sys.executable, "-c", _TAKE_LOCK, str(lock)]
     with file_lock(lock):
         while_held = subprocess.run(command, check=False, capture_output=True, timeout=60)
@@ -144,7 +144,7 @@ def disk(asked: Asked) -> Iterator[Answer]:
 
 
 def device_answers(asked: Asked) -> Iterator[Answer]:
-    """Whether this machine has the device that the settings want."""
+    """Whether this machine has the device that the settings name."""
     settings, gpus = asked.settings, _gpus()
     wanted = ("cuda" if gpus else "cpu") if settings.device == "auto" else settings.device
     dtype = (

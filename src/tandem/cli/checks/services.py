@@ -1,5 +1,5 @@
 """Checks of running services: controller, vLLM, exporters, and routes that must be closed. The
-checks raise Unreachable if nobody answers."""
+checks raise Unreachable if a service does not answer."""
 
 import time
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ def closed(asked: Asked) -> Iterator[Answer]:
 def request(
     method: str, url: str, *, with_key: bool = True, timeout: float = _ANSWER_SECONDS, **more: Any
 ) -> httpx.Response:
-    """The response to one request. Raises Unreachable if nobody answers.
+    """The response to one request. Raises Unreachable if the server does not answer.
 
     Args:
         url: the whole address.
@@ -82,8 +82,8 @@ def request(
 
 
 def _get(url: str, patience: float, *, with_key: bool = True) -> httpx.Response:
-    """The response to a GET request. While nobody answers or the status is 5xx, the request is
-    repeated for up to `patience` seconds."""
+    """The response to a GET request. The request is repeated for up to `patience` seconds while the
+    server does not answer or the status is 5xx."""
     until = time.monotonic() + patience
     while True:
         last = time.monotonic() + _PAUSE_SECONDS > until

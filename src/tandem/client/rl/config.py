@@ -39,9 +39,9 @@ class EnvironmentSection(Record):
 
 
 class DistillSection(Record):
-    """On-policy distillation. The served model `model` scores the run's samples. Each token has a
-    part of the reverse KL, and `coef` times this part is subtracted from the token's advantage.
-    `rewards`: whether the rewards also count."""
+    """On-policy distillation. The served model `model` scores the run's samples. `coef` times a
+    token's part of the reverse KL is subtracted from the token's advantage. `rewards`: whether the
+    advantages from the environment's rewards are trained too."""
 
     model: str = Field(min_length=1)
     coef: float = Field(default=1.0, gt=0)
@@ -62,7 +62,8 @@ class EvalSection(Record):
     sampling: dict[str, Any] = Field(default_factory=dict)
     pass_at: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
     passes: float = 1.0  # the lowest reward of an answer that passes
-    # The training ends after this many evaluations in a row that are no better than an earlier one.
+    # The training ends after `stop_after` evaluations in a row that are no better than an earlier
+    # one.
     stop_after: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
@@ -117,8 +118,8 @@ class RLSection(Record):
     @model_validator(mode="before")
     @classmethod
     def _long_rollouts_are_cut_by_default(cls, given: Any) -> Any:
-        """Sets `too_long` to "truncate". A job's own default is "refuse", with which a rollout
-        that is longer than a row would fail."""
+        """Sets the default of `too_long` to "truncate". A rollout that is longer than a row would
+        fail under a job's own default, "refuse"."""
         if isinstance(given, dict) and isinstance(packing := given.get("packing", {}), dict):
             return {**given, "packing": {"too_long": "truncate", **packing}}
         return given

@@ -1,5 +1,6 @@
-"""On-policy distillation: a teacher scores the run's samples, and each token's part of the reverse
-KL divergence is its advantage (Agarwal et al., 2024, arXiv:2306.13649)."""
+"""On-policy distillation (Agarwal et al., 2024, arXiv:2306.13649). A teacher scores the run's
+samples. Each token gets an advantage: minus `coef` times the token's part of the reverse KL
+divergence."""
 
 import asyncio
 import os
@@ -40,8 +41,8 @@ def open_teacher() -> Vllm:
 
 
 class Teacher:
-    """The teacher. `vllm`: a client of the vLLM that serves the teacher. The caller has entered
-    the client's context."""
+    """The teacher. `vllm`: a client of the vLLM that serves the teacher. The caller must have
+    entered the client's context."""
 
     def __init__(self, settings: DistillSection, vllm: Vllm) -> None:
         self._settings, self._vllm = settings, vllm
@@ -57,13 +58,13 @@ class Teacher:
 
     async def scored(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with an advantage for each sampled token, and with the metric
-        `reverse_kl`: the mean of the tokens' parts of the reverse KL, in nats."""
+        `reverse_kl`. The metric is the mean of the tokens' parts of the reverse KL, in nats."""
         turns, differences = list[Turn](), list[float]()
         known: tuple[list[int], list[float]] = ([], [])
         for turn in reversed(trajectory.turns):
             tokens = [*turn.prompt_token_ids, *turn.token_ids]
-            # A scored turn that continues this turn begins with the same tokens, so its log-probs
-            # are reused.
+            # A later turn that begins with this turn's tokens has been scored already, so its
+            # log-probs are reused.
             if known[0][: len(tokens)] != tokens:
                 known = tokens, await self._logprobs(tokens)
             theirs = known[1][len(turn.prompt_token_ids) - 1 : len(tokens) - 1]

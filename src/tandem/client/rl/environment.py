@@ -79,8 +79,8 @@ def _order(seed: int, epoch: int, length: int) -> list[int]:
 
 
 class Environment:
-    """The environment that `use` names: a class with the methods `tasks` and `rollout`, or a
-    rollout function whose module also has a function `tasks`.
+    """The environment that `use` names. `use` names a class with the methods `tasks` and `rollout`,
+    or a rollout function whose module also has a function `tasks`.
 
     Args:
         section: the entry of the config file, with the class or function and its arguments.

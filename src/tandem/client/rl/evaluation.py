@@ -94,7 +94,8 @@ class Evaluations:
 
     def best(self) -> tuple[int, float] | None:
         """The step with the highest reward in the first section's evaluations, and that reward. If
-        several steps have this reward, the earliest. None before the first evaluation."""
+        several steps have this reward, the earliest step is returned. Returns None before the first
+        evaluation."""
         found = self._found()
         return max(found.items(), key=lambda each: (each[1], -each[0])) if found else None
 
@@ -133,9 +134,9 @@ class Evaluations:
 
 
 def pass_at(k: int, groups: Sequence[Sequence[Trajectory]], passes: float) -> float | None:
-    """The unbiased estimate of the probability that at least one of k answers passes (Chen et al.,
-    2021, arXiv:2107.03374, eq. 1), averaged over the tasks with at least k samples. None if no task
-    has k samples.
+    """The unbiased estimate of the probability that at least one of k answers passes. The formula
+    is equation 1 of Chen et al., 2021, arXiv:2107.03374. The result is the mean over the tasks with
+    at least k samples; None if no task has k samples.
 
     Args:
         groups: the trajectories of each task.

@@ -30,7 +30,7 @@ class Rollouts:
         failed: called with each error of a rollout.
         lost: called with each rollout that gives no trajectory.
         pauses: the shortest and the longest pause between tries of a rollout, in seconds.
-        watch: follows the tasks of the rollouts.
+        watch: follows the asyncio tasks of the rollouts.
         teacher: scores the trajectories that are trained; None: they are not scored.
     """
 

@@ -1,5 +1,5 @@
-"""Limits that end the loop early: too many failing groups in a row, too many groups with equal
-rewards in a row, or too many batches in a row that the controller refuses."""
+"""Limits that end the loop early: too many consecutive groups that fail or have equal rewards, or
+too many consecutive batches that the controller refuses."""
 
 import time
 from collections.abc import Sequence
@@ -14,8 +14,9 @@ from tandem.errors import NothingToLearn, TandemError
 # The loop ends after _UNINFORMATIVE * `groups_per_step` consecutive groups with equal rewards: such
 # groups show that there is nothing left to learn.
 _UNINFORMATIVE = 16
-# The loop ends after this many refused batches in a row, if the last of these batches has differing
-# rewards. The controller refuses such a batch if its trajectories are too long.
+# The loop ends after _REFUSED refused batches in a row, if the last of these batches has differing
+# rewards. The controller refuses a batch with differing rewards if, for example, its trajectories
+# are too long.
 _REFUSED = 3
 
 
@@ -46,7 +47,7 @@ class Limits:
 
     def failed(self, use: str, last_error: str) -> None:
         """Count a failed group of the environment `use`. Raises TandemError if too many groups in a
-        row have failed, and for too long."""
+        row have failed, and none succeeded for `patience` seconds."""
         self._failing += 1
         if self._failing < max(3, self._size):
             return
@@ -92,8 +93,8 @@ class Limits:
             )
 
     def refused(self, batch: Sequence[RolloutGroup], refusal: NothingToLearn, base: int) -> None:
-        """Count a batch whose groups the controller does not train; raises `refusal` after too
-        many.
+        """Count a batch that the controller refuses to train; raises NothingToLearn after too many
+        refusals in a row.
 
         Args:
             refusal: the controller's answer.

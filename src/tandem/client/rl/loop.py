@@ -2,8 +2,8 @@
 jobs, and the third follows the jobs and waits until vLLM serves each new step.
 
 A job that starts from step b trains a group only if every turn of the group was sampled from step
-b - `max_off_policy_steps` or a newer step. A group begins only if a job within this bound still
-needs a group. With `max_off_policy_steps` 0 the loop is synchronous.
+b - `max_off_policy_steps` or a newer step. A group begins only if a future job can still train the
+group's samples. With `max_off_policy_steps` 0 the loop is synchronous.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class Loop:
         from_served: bool = False,
         teacher: Teacher | None = None,
     ) -> None:
-        """`from_served`: see `discard_refused`; `teacher`: the teacher of [rl.distill]."""
+        """`from_served`: whether to call `discard_refused`; `teacher`: scores the samples."""
         self.config, self.record, self._rl = config, record, config.rl
         self._run, self._tandem, self._vllm = config.run.name, tandem, vllm
         self._environments, self._file, self._from_served = environments, state_file, from_served
@@ -68,7 +68,7 @@ class Loop:
         # Task -> the coroutine of its group, and the step that was served when the group began.
         self.running: dict[str, tuple[asyncio.Task[None], int]] = {}
         self.ready: list[RolloutGroup] = []
-        self.counts: Counter[str | Lost] = Counter()  # since the last submission of a job
+        self.counts: Counter[str | Lost] = Counter()  # counted since the last submission of a job
         self.sample: Trajectory | None = None
         self.error = ""
         # The step that the loop waits for vLLM to serve.
@@ -122,7 +122,7 @@ class Loop:
         """Create the run or find it. Resume from the state file, with the jobs that were submitted
         before."""
         run, uses = self.config.run, [section.use for section in self._rl.environment]
-        # The file is written after the run exists: `created` and `first` are known only then.
+        # The state is written once the run exists, because `created` and `first` describe the run.
         new = State(run=run.name, environments=uses, created=0, first=0, cursors=[0] * len(uses))
         self.state = load_progress(self._file, new)
         existing: RunStatus | None = None
@@ -207,7 +207,7 @@ class Loop:
                 self.running[task] = groups.create_task(self._roll_out(task)), self.served
 
     def _room(self) -> int:
-        """The number of groups that may begin now, because a coming job can still train them."""
+        """The number of groups that may begin now, so that a future job can still train them."""
         jobs = min(self.served + self.bound, self.last - 1) - self.base + 1
         return jobs * self._size - len(self.ready) - len(self.running)
 
@@ -322,8 +322,8 @@ class Loop:
         self._limits.refused(batch, refusal, self.base)
 
     async def _send(self) -> NothingToLearn | None:
-        """Send the request in the state file. If the groups give no gradient, the controller makes
-        no job: returns its refusal, and the groups' tasks are not handed out again."""
+        """Send the request in the state file. Returns the controller's refusal if the groups give
+        no gradient. After such a refusal, the groups' tasks are not handed out again."""
         assert self.state.pending is not None
         refusal: NothingToLearn | None = None
         try:
@@ -363,7 +363,7 @@ class Loop:
             self._idle_since = self.record.step(
                 job, await self._tandem.job_events(job.id), self._idle_since
             )
-            # The job stays in the state until here, so that a kill does not lose this evaluation.
+            # A kill during the evaluation does not lose it, because the state still has the job.
             await self._evaluation
             self.state.jobs.remove(job)
             self._write_down(self.state.pending)

@@ -18,8 +18,8 @@ from tandem.client.rl.samples import Alike, sample
 from tandem.errors import InvalidInput
 from tandem.spool.fs import read_record
 
-_NOTHING = 0.0005  # a mean reward whose size is below this number is printed as 0.000
-_REASONS = 20  # a line names at most this many reasons why rollouts gave no trajectory
+_NOTHING = 0.0005  # a mean reward of a smaller size is printed as 0.000
+_REASONS = 20  # maximum number of reasons in a line of the record
 LEFT_OUT = ("uninformative", "stale", "failed")
 
 
@@ -157,8 +157,9 @@ class RunRecord:
         self.lines: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
 
     def evaluated(self, step: int, name: str) -> bool:
-        """Whether the step has an evaluation of this name, with at least one sample, that is newer
-        than the step's last training. After a rollback a step is trained and evaluated again."""
+        """Whether the step has an evaluation of this name with at least one sample. Only an
+        evaluation after the step's last training counts: after a rollback, a step is trained and
+        evaluated again."""
         ours = (
             line
             for line in reversed(self.lines)
@@ -221,7 +222,7 @@ class RunRecord:
         self._write(line)
 
     def begins(self, config: Config, base: int, last: int, task: Any, awaited: int) -> None:
-        """Tell people what the loop is about to train, and what it waits for.
+        """Report what the loop is about to train, and what the loop waits for.
 
         Args:
             base: the step that the next job starts from.
@@ -237,7 +238,7 @@ class RunRecord:
         self.notice(f"waits until vLLM serves {run}@{awaited}")
 
     def notice(self, text: str, sampled: Mapping[str, Any] | None = None) -> None:
-        """Tell people `text`, but write no line to the file."""
+        """Report `text` to the user, without a line in the file."""
         self._tell({"notice": text} | ({"sample": sampled} if sampled else {}))
 
     def _write(self, line: dict[str, Any]) -> None:

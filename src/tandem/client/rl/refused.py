@@ -1,5 +1,5 @@
-"""Handles the obstacles to resuming a run. Jobs of other programs that wait, and a job whose base
-step will not be made, are errors. A step that the publisher refused is rolled back."""
+"""Handles the obstacles to resuming a run. Pending jobs of other programs raise an error, and so
+does a job whose base step will not be made. A step that the publisher refused is rolled back."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -11,9 +11,9 @@ from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound
 
 
 def raise_unless_free(status: RunStatus, state: State, bound: int) -> None:
-    """Raises Conflict if the run has jobs that this loop did not submit. Raises InvalidInput if the
-    loop wants to sample during jobs, but trainer and vLLM share GPUs: there vLLM sleeps during a
-    job.
+    """Raises Conflict if the run has pending jobs, but the loop's state has none. Raises
+    InvalidInput if the loop would sample during jobs although trainer and vLLM share GPUs: on
+    shared GPUs, vLLM sleeps during a job.
 
     Args:
         bound: `rl.max_off_policy_steps`; 0: the loop does not sample during jobs.
@@ -30,9 +30,8 @@ def raise_unless_free(status: RunStatus, state: State, bound: int) -> None:
 
 
 async def raise_failure(tandem: AsyncTandem, jobs: Iterable[Submitted]) -> None:
-    """Raises JobFailed if one of the jobs failed or was cancelled. The controller's refusal of a
-    later job only says that the later job's base step will never be made. The failed job is the
-    cause."""
+    """Raises JobFailed with the cause if one of the jobs failed or was cancelled. The controller's
+    refusal of a later job only says that the later job's base step will never be made."""
     for job in jobs:
         with suppress(NotFound):
             if (await tandem.get_job(job.id)).state in ("failed", "cancelled"):
@@ -40,11 +39,11 @@ async def raise_failure(tandem: AsyncTandem, jobs: Iterable[Submitted]) -> None:
 
 
 async def discard_refused(tandem: AsyncTandem, state: State, status: RunStatus) -> None:
-    """Roll the run back to the step that vLLM serves, if the publisher refused a newer one.
+    """Roll the run back to the step that vLLM serves, if the publisher refused a newer step.
 
     Args:
-        state: the loop's state. Its jobs, which were submitted after the served step, are cancelled
-            first, and their tasks are handed out again.
+        state: the loop's state. All jobs in the state are cancelled before the rollback, and their
+            tasks are handed out again.
         status: the run's present status.
     """
     served = status.served

@@ -14,8 +14,8 @@ from tandem.controller.schemas import LABEL_CHARACTERS, MOST_LABELS
 
 def job_names(run: str, base: int) -> Iterator[str]:
     """The ids for jobs that start from step `base`, in the order in which the ids are tried."""
-    # A job's id has at most 64 characters. Two runs whose names begin alike must give different
-    # ids.
+    # A job's id has at most 64 characters. Two runs whose names have the same beginning must give
+    # different ids.
     short = run if len(run) <= 40 else f"{run[:31]}-{sha256(run.encode()).hexdigest()[:8]}"
     yield f"{short}-rl-{base}"
     yield from (f"{short}-rl-{base}-{number}" for number in count(2))
@@ -56,8 +56,8 @@ def job_request(
 
 
 def task_labels(tasks: Sequence[str]) -> dict[str, str]:
-    """The labels `tasks`, `tasks-2`, ... with the task names, each with as many names as fit into a
-    label. If the names don't fit into all labels of a job, the last label ends with "…"."""
+    """The task names in the labels `tasks`, `tasks-2`, ... Each label has as many names as fit. If
+    the names don't fit into all labels of a job, the last label ends with "…"."""
     lines = wrap(
         " ".join(tasks),
         LABEL_CHARACTERS,

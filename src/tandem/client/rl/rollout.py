@@ -43,9 +43,9 @@ async def play(
         rollout: the user's function, a coroutine or a plain function.
         failed: called with each error.
         pauses: the shortest and the longest pause in seconds.
-        watch: follows the rollout's task.
+        watch: follows the rollout's asyncio task.
     """
-    backoff = Backoff(inf, *pauses)  # a pause, because a service may be away for a moment
+    backoff = Backoff(inf, *pauses)  # a pause, because a service may be down for a moment
     watch = watch or Watch()
     for left in reversed(range(settings.retries + 1)):
         own = sampler()
@@ -164,7 +164,8 @@ async def _in_thread(
 
     threading.Thread(target=work, daemon=True, name="rollout").start()
     made = asyncio.wrap_future(done)
-    # The callback reads the error. Python would complain about an error that nobody reads.
+    # The callback retrieves the future's exception, because asyncio logs an exception that is never
+    # retrieved.
     made.add_done_callback(lambda made: made.cancelled() or made.exception())
     return await asyncio.shield(made)
 
@@ -177,8 +178,8 @@ def _cancelled() -> bool:
 
 
 def _failure(error: BaseException) -> Exception:
-    """The error of a rollout. An error that would end more than the rollout becomes a
-    TandemError."""
+    """The error of a rollout. A BaseException such as SystemExit, which could end the process,
+    becomes a TandemError."""
     if isinstance(error, Exception):
         return error
     return TandemError(f"the rollout raised {error!r}").with_traceback(error.__traceback__)
@@ -223,8 +224,8 @@ def _returns(rollout: Callable[..., Any]) -> str:
 
 def described(error: Exception) -> str:
     """A text with the error, and with the last line of the user's own code in the error's
-    traceback. If the traceback has no such line, the text has the first line of an installed
-    package."""
+    traceback. If the traceback has no line of the user's code, the text has the first line of an
+    installed package."""
     return f"{type(error).__name__}: {error}{_at(error)}"
 
 
@@ -244,8 +245,8 @@ def _at(error: Exception) -> str:
 
 
 def _check(trajectory: Trajectory, packing: PackingSettings) -> None:
-    """Raises InvalidInput for a trajectory that the controller would refuse. Because of such a
-    trajectory, the controller would refuse all groups of the batch."""
+    """Raises InvalidInput for a trajectory that the controller would refuse. The controller would
+    refuse the whole batch because of a single such trajectory."""
     if any(turn.policy_step is None for turn in trajectory.turns):
         raise InvalidInput("a turn has no policy_step; sample by sampler.chat and return finish()")
     row = packing.sequence_length

@@ -22,16 +22,16 @@ class DiscardedError(Exception):
 
 class Sampler:
     """Samples one rollout: `chat` samples a message, `finish` makes the trajectory of all sampled
-    messages. A turn whose messages begin with the messages and the answer of an earlier turn
-    continues the tokens of that turn.
+    messages. If a turn's messages begin with the messages and the answer of an earlier turn, the
+    turn's prompt begins with that earlier turn's tokens.
 
-    `response` is vLLM's last answer. `discarded` is the reason of `discard`.
+    `response` is vLLM's last answer. `discarded` is the reason that the call of `discard` gave.
 
     Args:
         run: the run's name.
         newest: returns the newest served step.
-        pin: the step to sample from. None: each request samples from the step that is then the
-            newest served step.
+        pin: the step to sample from. None: each request samples from the newest served step at the
+            time of the request.
         options: vLLM's options for each message.
         group: the name of the rollouts of one task, whose prompts are the same. None: no name is
             sent.
@@ -71,8 +71,8 @@ class Sampler:
         rollout`, the call blocks and returns the message. `options`: options of vLLM's chat
         completions, such as `tools` or `max_tokens`.
 
-        Raises InvalidInput for options that change the sampled distribution, and for requests that
-        vLLM refuses, such as a conversation that is longer than vLLM's context.
+        Raises InvalidInput for options that change the sampled distribution. Raises InvalidInput
+        for requests that vLLM refuses, such as a conversation that is longer than vLLM's context.
         """
         answer = self._chat(messages, options)
         try:
@@ -99,9 +99,9 @@ class Sampler:
         return self._builder.finish(float(reward), metrics=numbers, turn_rewards=turn_rewards)
 
     def discard(self, reason: str) -> NoReturn:
-        """Leave this rollout out, for example because its judge does not answer. The other rollouts
-        of its group are trained. The rollout is not repeated. Raises DiscardedError, which ends the
-        rollout."""
+        """Leave this rollout out of the training, for example because its judge does not answer.
+        The group's other rollouts are trained. The rollout is not repeated. Raises DiscardedError,
+        which ends the rollout."""
         self.discarded = str(reason)
         raise DiscardedError(self.discarded)
 
@@ -117,8 +117,8 @@ class Sampler:
         return self._builder.add_response(self.response)
 
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """vLLM's answer. The request is repeated while vLLM is away or does not serve the step
-        yet."""
+        """vLLM's answer. The request is repeated while vLLM does not answer or does not serve the
+        step yet."""
         backoff = Backoff(PATIENCE)
         while True:
             model = self.model

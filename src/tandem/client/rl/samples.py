@@ -13,7 +13,7 @@ from tandem.spool.fs import write_atomic
 KEPT = 1000
 """The number of rollouts that the file keeps. The file grows to twice this number before its older
 half is removed."""
-# A sample has at most this many messages, and at most this many characters of each message.
+# A sample has at most _MESSAGES messages, and at most _CHARACTERS characters of each message.
 _MESSAGES, _CHARACTERS = 12, 2000
 
 
@@ -54,7 +54,8 @@ def said(sampled: Mapping[str, Any]) -> str:
 
 
 def shown(samples: Iterable[Mapping[str, Any]]) -> str:
-    """A text with the samples one below another. Above each sample stands its reward."""
+    """A text with the samples, one below another. Each sample's reward is on the line above the
+    sample."""
     return "".join(f"\n--- reward {one['reward']:g}\n{said(one)}" for one in samples)
 
 
@@ -121,8 +122,8 @@ def read_samples(file: Path) -> list[dict[str, Any]]:
 
 
 class SampleFile:
-    """The file of samples. One process writes the file. A kill loses at most the sample that was
-    being added."""
+    """The file of samples. Only one process writes the file. A kill loses at most the sample that
+    was being added."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

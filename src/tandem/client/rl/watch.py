@@ -17,8 +17,8 @@ from typing import Any, Self
 
 import tandem
 
-# An event loop that runs nothing else for this many seconds is blocked. `Watch` names the
-# line of code that blocks the event loop.
+# An event loop counts as blocked if code runs for BLOCKED_SECONDS without returning to the loop.
+# `Watch` names the line of code that blocks the event loop.
 BLOCKED_SECONDS = 3.0
 GRACE_SECONDS = 1.0
 """Seconds to clean up: for a cancelled rollout, and for the whole process after Ctrl-C."""
@@ -117,8 +117,8 @@ class Watch:
 
 
 def place(frame: FrameType) -> str:
-    """The innermost line of the user's own code on the stack of a frame. If the stack has no such
-    line, the innermost line of any code."""
+    """The innermost line of the user's own code on the stack of a frame. If the stack has no line
+    of the user's code, the result is the innermost line of any code."""
     found = [
         (f.f_code, number)
         for f, number in traceback.walk_stack(frame)
@@ -129,7 +129,7 @@ def place(frame: FrameType) -> str:
 
 
 def at(file: str, line: int | str | None) -> str:
-    """A line of code in the form in which errors name it."""
+    """The name of a line of code, in the form that error messages use."""
     return f"{Path(file).name}, line {line}"
 
 
@@ -144,9 +144,9 @@ def whose(file: str) -> str:
 
 
 def run_to_the_end[T](main: Coroutine[Any, Any, T], stopped: Callable[[], object]) -> T:
-    """Like `asyncio.run`, but does not wait for tasks that do not end when they are cancelled.
-    After Ctrl-C the process ends within two seconds, after a second Ctrl-C immediately. If the
-    process is ended this way, `stopped` is called first.
+    """Like `asyncio.run`, but does not wait for tasks that keep running after their cancellation.
+    After Ctrl-C the process ends within two seconds, after a second Ctrl-C immediately. `stopped`
+    is called before the process is ended by force.
     """
     loop = asyncio.new_event_loop()
     task = loop.create_task(main)
@@ -179,7 +179,8 @@ def run_to_the_end[T](main: Coroutine[Any, Any, T], stopped: Callable[[], object
             loop.run_until_complete(asyncio.wait(left, timeout=GRACE_SECONDS))
             for each in left:
                 each._log_destroy_pending = False  # type: ignore[attr-defined]
-                # Python would close the coroutine at exit, and the closing may never return.
+                # An extra reference keeps Python from closing the coroutine at exit, because the
+                # close may never return.
                 if not each.done():
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
         loop.run_until_complete(loop.shutdown_asyncgens())

@@ -1,4 +1,4 @@
-"""Writes to MLflow: a run with a tag that holds the last row's position.
+"""Writes to a run of MLflow. A tag of the run has the last row's position.
 
 For each row, MLflow first writes the metrics in one transaction, and then the tag. If the tag was
 not written, the row is sent again. MLflow's database drops a metric that it already has with the

@@ -28,8 +28,8 @@ _SAMPLES = 20  # the most samples in the row of a checkpoint
 
 
 class Position(NamedTuple):
-    """The event from which a row is made. Positions sort by the jobs of a run in the order of their
-    submission, then by the events of a job."""
+    """The event from which a row is made. Positions are ordered by the submission of the jobs, and
+    within a job by the order of its events."""
 
     created: float  # when the job was submitted, Unix seconds
     job: str

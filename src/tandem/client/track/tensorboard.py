@@ -14,7 +14,7 @@ from tandem.client import RunSpec
 from tandem.client.track.rows import Position, Row, markdown, open_alone
 
 _MARK = b"tandem track "
-_FRAME = 16  # bytes around a record's data
+_FRAME = 16  # number of bytes around a record's data: length and checksums
 _TABLE = list(range(256))
 for _ in range(8):
     _TABLE = [value >> 1 ^ (0x82F63B78 if value & 1 else 0) for value in _TABLE]
@@ -58,8 +58,8 @@ def _text(name: str, content: str) -> bytes:
 
 
 class TensorBoard:
-    """TensorBoard's file DIR/<run>/events.out.tfevents.tandem. A row is one event. The event's
-    field `source_metadata.writer` has the row's position."""
+    """TensorBoard's file DIR/<run>/events.out.tfevents.tandem. Each row is written as one event.
+    The event's field `source_metadata.writer` has the row's position."""
 
     replaces = True
 
@@ -96,8 +96,8 @@ class TensorBoard:
         )
 
     def rewind(self, step: int) -> None:
-        """Starts a new session at `step`. Its SessionLog.START makes TensorBoard drop all steps
-        from `step` on."""
+        """Starts a new session at `step`. The event SessionLog.START makes TensorBoard drop all
+        steps from `step` on."""
         self._file.write(_record(0.0, step, _field(7, b"\x08\x01"), self.position))
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """Writes to Weights & Biases. W&B's own record of a run, the file `wandb/*run-*/run-*.wandb`, says
 which rows exist, even offline.
 
-W&B buffers a few rows in memory. A kill loses these rows, and they are sent again. If W&B's server
-already has such a row, the server drops the second copy, because the copy's W&B step is not
-above the last step.
+W&B buffers a few rows in memory. A kill loses the buffered rows, and the next `tandem track` sends
+them again. W&B's server drops a row that the server already has, because the row's W&B step is not
+above the server's last step.
 """
 
 import json

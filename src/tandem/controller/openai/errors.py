@@ -18,7 +18,7 @@ class BadRequest(InvalidInput, http_status=400):
     """The error for a request that OpenAI's API refuses, or that this deployment can't carry out.
 
     Args:
-        param: the client's name of the wrong parameter; None: the error is in no single parameter.
+        param: the client's name of the wrong parameter; None: no single parameter is wrong.
         code: OpenAI's code for the error, or a similar code if OpenAI has none.
     """
 

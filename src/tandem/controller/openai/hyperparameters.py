@@ -29,7 +29,7 @@ def resolved(given: Hyperparameters, method: TuningMethod, examples: int) -> Hyp
 
     Args:
         given: the client's hyperparameters.
-        method: only "dpo" needs a `beta`.
+        method: the fine-tuning method; only "dpo" has a `beta`.
         examples: the number of lines of the training file.
     """
     epochs, batch, rate, beta = (
@@ -73,14 +73,14 @@ def checkpoint_every(batch: int, examples: int, size: int) -> int:
 def row_length(longest: int, tokens: int, steps: int, positions: int) -> int:
     """The number of slots of a row: a power of two into which the longest example fits, but at most
     `positions`. If one optimizer step has more tokens than the longest example, a row has room for
-    the tokens of the step, up to ROW_SLOTS. Still longer rows would have empty slots, because a row
-    has only tokens of one optimizer step.
+    the tokens of the step, up to ROW_SLOTS. Longer rows would have empty slots, because a row has
+    only tokens of one optimizer step.
 
     Args:
         longest: tokens of the longest example.
         tokens: tokens of an epoch.
         steps: optimizer steps of an epoch.
-        positions: the most positions of the model.
+        positions: the maximum number of positions of the model.
     """
     wanted = max(longest, SHORTEST_ROW, min(ROW_SLOTS, -(-tokens // steps)))
     return min(positions, 1 << (wanted - 1).bit_length())

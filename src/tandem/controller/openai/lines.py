@@ -101,8 +101,7 @@ def _check_record(record: dict[str, Any], method: TuningMethod, number: int) -> 
 
 
 def _check_shapes(path: Path, method: TuningMethod) -> None:
-    """Refuses a record that no job can train. The checks are the checks of requests to Tandem's own
-    API."""
+    """Refuses a record that no job can train. Requests to Tandem's own API get the same checks."""
     try:
         examples = Examples(path, FORMATS[method], "sft" if method == "supervised" else "dpo")
         for index in range(len(examples)):
@@ -112,7 +111,7 @@ def _check_shapes(path: Path, method: TuningMethod) -> None:
 
 
 def in_lines(error: InvalidInput) -> str:
-    """The message of an error, in which the line number replaces the name of Tandem's file."""
+    """The message of an error, with the line number in place of the name of Tandem's file."""
     return _OURS.sub(r"line \1: ", str(error), count=1)
 
 

@@ -97,8 +97,8 @@ class Form:
 
 
 async def receive_form(request: Request, path: Path) -> Form:
-    """The form in the request's body. Raises SpoolUnusable if the volume can't take its file.
-    Raises BadRequest if the body is not complete multipart/form-data."""
+    """The form in the request's body. Raises SpoolUnusable if the volume can't store the form's
+    file. Raises BadRequest if the body is not complete multipart/form-data."""
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise BadRequest(

@@ -29,8 +29,8 @@ def model_name(deployment: Deployment, tuning: Tuning, step: int) -> str:
 
 
 def slug(text: str, most: int) -> str:
-    """The text, cut to `most` characters, in which a dash replaces each series of characters other
-    than letters, digits and dots."""
+    """The text, cut to `most` characters. A dash replaces each series of characters other than
+    letters, digits and dots."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", text)[:most].strip("-.")
 
 
@@ -41,8 +41,8 @@ def run_name(tuning_id: str, suffix: str | None) -> str:
 
 
 def part_id(tuning: Tuning, part: int, pauses: int) -> str:
-    """The id of the job of one part of the chain. A pause cancels the queued job of a part. After
-    the pause, the part gets a new job with another id.
+    """The id of the job that trains one part of the chain. A pause cancels the queued job of a
+    part. After the pause, the part gets a new job with another id.
 
     Args:
         part: the part's number, from 0.
@@ -158,7 +158,8 @@ def results(rows: dict[int, dict[str, float]]) -> bytes:
 
 
 def tuning_events(spool: Spool, tuning: Tuning) -> list[dict[str, Any]]:
-    """OpenAI's events, oldest first. The id of an event never changes."""
+    """The fine-tuning's events as objects of OpenAI's API, oldest first. The id of an event never
+    changes."""
     own = tuning.id.removeprefix("ftjob-")
     found: list[tuple[float, int, dict[str, Any]]] = []
 

@@ -77,7 +77,7 @@ def list_files(
     order: Literal["asc", "desc"] = "desc",
     purpose: Annotated[str | None, Query(max_length=64)] = None,
 ) -> dict[str, Any]:
-    """Files, by default newest first."""
+    """List files, by default newest first."""
     ids = deployment.spool.uploads.ids()
     if order == "asc":
         ids.reverse()

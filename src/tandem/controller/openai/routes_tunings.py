@@ -1,5 +1,5 @@
 """HTTP routes of fine-tuning jobs: create, list, retrieve, events, checkpoints, cancel, pause,
-resume. Routes that are not served answer with an explanation."""
+resume. Unsupported routes answer with an explanation."""
 
 import os
 import re
@@ -49,7 +49,7 @@ def status_object(deployment: Deployment, tuning: Tuning) -> dict[str, Any]:
 
 @router.post("/jobs")
 def create_tuning(request: CreateTuning, deployment: CurrentDeployment) -> dict[str, Any]:
-    """Create a fine-tuning job. The tuner then validates the job's files, and trains the job's run
+    """Create a fine-tuning job. The tuner later validates the job's files, and trains the job's run
     by a chain of Tandem's jobs."""
     if request.integrations:
         raise BadRequest(
@@ -128,7 +128,7 @@ def _origin(deployment: Deployment, model: str) -> Origin | None:
 
 
 def _check_run(deployment: Deployment, tuning: Tuning) -> None:
-    """Raises BadRequest if this deployment can't serve another run of this kind."""
+    """Raises BadRequest if this deployment can't train or serve the fine-tuning's run."""
     spec = spec_of(deployment, tuning)
     if tuning.origin is not None:
         spec = deployment.spool.runs.get(tuning.origin.run).model_copy(update={"name": tuning.run})
@@ -169,7 +169,7 @@ def list_tunings(
     request: Request, deployment: CurrentDeployment, after: After = None, limit: Limit = 20
 ) -> dict[str, Any]:
     """List jobs, newest first. `metadata[key]=value`: only jobs with these entries;
-    `metadata=null`: only jobs without any."""
+    `metadata=null`: only jobs without metadata."""
     wanted = {
         name[len("metadata[") : -1]: value
         for name, value in request.query_params.items()
@@ -296,7 +296,7 @@ _METHODS = ["GET", "POST", "DELETE"]
 
 @router.api_route("/alpha/{rest:path}", methods=_METHODS)
 def refuse_graders(rest: str) -> None:
-    """Graders are not served."""
+    """Refuse requests about graders: they are not supported."""
     _not_served(
         f"{rest[:64]}: graders are of reinforcement fine-tuning, which is not served; `tandem rl`"
         " trains by rewards of your own environment"
@@ -305,11 +305,11 @@ def refuse_graders(rest: str) -> None:
 
 @router.api_route("/checkpoints/{rest:path}", methods=_METHODS)
 def refuse_permissions(rest: str) -> None:
-    """Permissions are not served."""
+    """Refuse requests about permissions: they are not supported."""
     _not_served(f"{rest[:64]}: all keys of this deployment may sample from all of its models")
 
 
 @uploads.api_route("{rest:path}", methods=_METHODS)
 def refuse_uploads(rest: str) -> None:
-    """Files in parts are not served."""
+    """Refuse uploads in several parts: they are not supported."""
     _not_served(f"uploads{rest[:64]}: send the file at once, to /v1/files")

@@ -1,8 +1,8 @@
 """The thread that advances fine-tunings. The thread validates the files of a fine-tuning, creates
-its run, submits the jobs of its chain (each job while the previous job trains), and records its
-end. All state of the thread is on the volume. Each round compares the fine-tuning's record with the
-run and the run's jobs, and takes the next step. If a controller dies at any point, the next
-controller continues at the same point.
+its run, submits the jobs of its chain, and records its end. Each job is submitted while the
+previous job trains. All state of the thread is on the volume. Each round compares the fine-tuning's
+record with the run and the run's jobs, and takes the next step. If a controller dies at any point,
+the next controller continues at the same point.
 """
 
 import threading
@@ -109,7 +109,7 @@ class Tuner:
             log.warning("can't carry a fine-tuning on now", id=tuning_id, problem=problem)
 
     def advance(self, tuning: Tuning) -> None:
-        """Takes the next step of the fine-tuning, if there is one to take now."""
+        """Takes the next step of the fine-tuning, if the next step is possible now."""
         asking.set(tuning.submitted_by or "")
         try:
             if tuning.cancelled is not None:
@@ -134,7 +134,7 @@ class Tuner:
             self._fail(tuning, "server_error", message)
 
     def _cancel(self, tuning: Tuning) -> None:
-        """Ends the fine-tuning once all of its jobs have ended. Jobs are cancelled here too,
+        """Ends the fine-tuning once all of its jobs have ended. This method also cancels the jobs,
         because the controller may have died before the route cancelled them."""
         if not cancel_jobs(self._deployment.spool, tuning):
             self._end(tuning, "cancelled")
@@ -218,7 +218,7 @@ class Tuner:
         spool = self._deployment.spool
         uploads = [one for one in self._uploads(tuning) if one is not None]
         for one in uploads:
-            spool.uploads.reader(one).close()  # an error if the upload is no longer a regular file
+            spool.uploads.reader(one).close()  # fails if the upload is no longer a regular file
         config = training(tuning, values, list(map(spool.uploads.path, uploads)), **more)
         try:
             return ChainPlan(config)
@@ -266,7 +266,7 @@ class Tuner:
                 if steps_made(self._deployment.spool, tuning) <= part:
                     raise _Failed("conflict", f"the run {tuning.run} was rolled back")
                 return state
-        # A job that a pause has cancelled does not count: after the pause, the part gets a job with
+        # A job that a pause has cancelled is ignored: after the pause, the part gets a job with
         # another id.
         last = jobs[-1][1].spec.id if jobs else ""
         return "cancelled" if last == part_id(tuning, part, tuning.pauses) else None
@@ -324,8 +324,8 @@ class Tuner:
 
     def _change(self, tuning: Tuning, **update: Any) -> None:
         """Changes the record, unless the client has paused, resumed or cancelled the fine-tuning
-        since the record was read. After such a request, the change may be wrong: it follows from
-        states of jobs that the request itself may have caused."""
+        since the record was read. The change may be wrong after such a request, because it was
+        derived from states of jobs that the request may have caused."""
 
         def changed(now: Tuning) -> Tuning:
             same = _steered(now) == _steered(tuning)
@@ -344,8 +344,8 @@ class Tuner:
 
 
 def spec_of(deployment: Deployment, tuning: Tuning) -> RunSpec:
-    """The run that the fine-tuning trains. The run gets the creation time of the fine-tuning,
-    because examples are rendered with the run's creation day as the date."""
+    """The run that the fine-tuning trains. The run gets the creation time of the fine-tuning. Chat
+    templates print the run's creation day as the date."""
     rank = min(LoraShape().rank, deployment.settings.max_lora_rank)
     request = CreateRun(name=tuning.run, lora=LoraShape(rank=rank), seed=tuning.seed)
     spec = run_spec(deployment, request)

@@ -22,9 +22,9 @@ from tandem.spool.schema import (
     VoidRequest,
 )
 
-# Seconds after which a missing request gets a void request in its place. A missing request number
-# delays all later requests of the model. If the client sends requests in parallel, the missing
-# request usually arrives soon.
+# Seconds after which a missing request is replaced by a `VoidRequest`, whose result is an error. A
+# missing request number delays all later requests of the model. If the client sends requests in
+# parallel, the missing request usually arrives soon.
 GAP_SECONDS = 60.0
 SNAPSHOT = "~"
 """The prefix of the names of checkpoints that the client did not name; the sampler's number follows
@@ -116,7 +116,8 @@ class Futures:
 
     def _waiting(self, model: Name) -> Outcome:
         """The outcome of a request that has no result yet, with the reason why it has none. If a
-        request with a lower number is missing for GAP_SECONDS, logs a void request in its place."""
+        request with a lower number is missing, and no request has come for GAP_SECONDS, logs a
+        `VoidRequest` in place of the missing request."""
         spool, run = self._deployment.spool, model.run
         if (ended := spool.sessions.ended(model.session)) is not None:
             return Failure(f"the session has ended: {ended.reason}", "user")

@@ -1,5 +1,5 @@
-"""A session's models. Each model is a run, and the run's requests are on the volume in the client's
-order."""
+"""A session's models. Each model of Tinker's API is a run. The run's requests are on the volume in
+the client's order."""
 
 import os
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 
 def base_name(deployment: Deployment, name: str, field: str = "base_model") -> str:
-    """The base model's name in the form that the client sent, by which the client finds the
-    tokenizer. Raises InvalidInput if `name` is another model.
+    """The base model's name in the form that the client sent. The client finds the tokenizer by
+    this name. Raises InvalidInput if `name` is another model.
 
     Args:
         name: the name under which the client asks for the base model, for example its name on the
@@ -141,7 +141,7 @@ class Numbers:
         return seq + self._loaded[run]
 
     def void(self, run: str, seq: int, reason: str) -> None:
-        """Logs a void request in place of the client's refused request.
+        """Logs a `VoidRequest` in place of the client's refused request.
 
         Args:
             seq: the client's number of the request.
@@ -150,11 +150,12 @@ class Numbers:
         self.fill(run, self.logged(run, seq), reason)
 
     def fill(self, run: str, logged: int, reason: str) -> None:
-        """Logs a void request, so that later requests do not wait for this number.
+        """Logs a `VoidRequest` with the number `logged`, so that later requests do not wait for
+        this number.
 
         Args:
             logged: the request's number on the volume.
-            reason: as for `void`.
+            reason: why the request was not carried out; cut to 1,000 characters.
         """
         with suppress(Conflict):  # the number is taken by another request, or the session has ended
             self._deployment.spool.requests.append(run, logged, VoidRequest(reason=reason[:1000]))

@@ -41,7 +41,7 @@ class Pass:
 
     def data(self, names: tuple[str, ...], needed: bool) -> list[Datum]:
         """The pass's data. The argument `names` has the names of the arrays that each datum has
-        besides its targets; the first name is the array of the factors on the items' losses. If
+        besides its targets. The first of these arrays has a factor for each item's loss. If
         `needed` is true, a missing array is an error. Raises InvalidInput that names the wrong
         field, such as `data.3.loss_fn_inputs.weights`."""
         if len(self.message.data) > MOST_DATA:

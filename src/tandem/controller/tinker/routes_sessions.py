@@ -1,5 +1,5 @@
-"""HTTP routes of Tinker's API about the server, sessions and checkpoints. Routes that are not
-served answer with an explanation."""
+"""HTTP routes of Tinker's API about the server, sessions and checkpoints. Unsupported routes answer
+with an explanation."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -42,7 +42,8 @@ def health() -> dict[str, str]:
 
 @router.post("/client/config")
 def client_config() -> dict[str, bool]:
-    """Flags of the package. The package's own defaults fit the front end of another service."""
+    """Flags of the package `tinker`. The package's own defaults fit the front end of another
+    service."""
     # Compression pays, because training data is mostly small integers.
     return {"proto_compress_fwdbwd": True}
 
@@ -86,7 +87,7 @@ def create_session(request: CreateSession, api: CurrentApi) -> dict[str, Any]:
 
 @router.post("/session_heartbeat", response_model=None)
 def session_heartbeat(request: SessionHeartbeat, api: CurrentApi) -> dict[str, str] | Response:
-    """Record that the session's client lives."""
+    """Record that the session's client is alive."""
     try:
         api.deployment.spool.sessions.beat(request.session_id)
     except Conflict as error:
@@ -260,7 +261,7 @@ _UNSERVED = {
 
 @router.api_route("/{rest:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
 def refuse_route(rest: str) -> None:
-    """Answer all other routes of the package."""
+    """Refuse requests to all other routes of the package: they are not supported."""
     reason = _UNSERVED.get(rest.partition("/")[0], "docs/tinker.md lists what is")
     error = NotFound(f"{rest[:100]} is not served: {reason}")
     error.code = "not_served"

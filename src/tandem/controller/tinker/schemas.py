@@ -1,5 +1,5 @@
-"""Bodies of Tinker's API in JSON. In bodies that train or sample, a key that is not listed here is
-an error, because its effect would otherwise be missing without a notice."""
+"""Bodies of Tinker's API in JSON. An unknown key is an error in bodies that train or sample,
+because the key's setting would be ignored silently."""
 
 from typing import Annotated, Any, Literal
 

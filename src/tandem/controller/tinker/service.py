@@ -1,4 +1,4 @@
-"""The state that all routes of Tinker's API share; each controller process has one."""
+"""The state that all routes of Tinker's API share; each controller process has its own."""
 
 import asyncio
 import time
@@ -22,11 +22,11 @@ from tandem.controller.tinker.vllm import SampleFailed, VllmSampler
 from tandem.errors import TandemError
 from tandem.vllm_client.names import BASE_MODEL_NAME
 
-# Seconds for which the server waits for a result before it answers that there is none yet. The
+# Seconds for which the server waits for a result before it answers that there is no result yet. The
 # package waits 45 s for an answer.
 HOLD_SECONDS = 30.0
-# While a request has no result, the server looks for the result on the volume every _LOOK_SECONDS,
-# and after _SOON_SECONDS every _LATER_LOOK_SECONDS.
+# The server looks for a request's result on the volume every _LOOK_SECONDS. After _SOON_SECONDS
+# without a result, the server looks every _LATER_LOOK_SECONDS.
 _LOOK_SECONDS, _LATER_LOOK_SECONDS, _SOON_SECONDS = 0.02, 0.1, 5.0
 _THREADS = 8
 

@@ -22,8 +22,8 @@ _KEPT_SECONDS = 4.0
 # Seconds for which a request is repeated while vLLM does not answer. A restart or a sleep of vLLM
 # takes less time, so the client sees only a slow request.
 PATIENCE_SECONDS = 600.0
-# Seconds for which a request is repeated while vLLM does not have the model, for example because it
-# has just started and still loads adapters.
+# Seconds for which a request is repeated while vLLM does not have the model, for example because
+# vLLM has just started and still loads adapters.
 LOADING_SECONDS = 60.0
 _LENGTH_SECONDS = 60.0  # seconds for which vLLM's context length is cached
 _AGAIN_STATUSES = (408, 429, 502, 503, 504)
@@ -48,8 +48,8 @@ class _NotLoaded(_Again):
 class VllmSampler:
     """Samples by vLLM's `/v1/completions`, for one event loop.
 
-    httpx is not used, because its connection pool goes through all connections for each request,
-    and clients send thousands of requests at the same time (docs/performance.md, Sampling beside
+    httpx is not used, because its connection pool goes through all connections for each request.
+    Clients send thousands of requests at the same time (docs/performance.md, Sampling beside
     training).
     """
 
@@ -58,7 +58,7 @@ class VllmSampler:
         key = settings.inference_key
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http: aiohttp.ClientSession | None = None
-        self._length: tuple[float, int] | None = None  # when vLLM was asked, and vLLM's answer
+        self._length: tuple[float, int] | None = None  # time of the request, vLLM's context length
 
     async def close(self) -> None:
         if self._http is not None:
