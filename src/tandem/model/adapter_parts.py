@@ -1,5 +1,5 @@
-"""The part of the adapter that each rank has: joins the ranks' parts to whole tensors, and cuts
-parts out of whole tensors."""
+"""Joins the ranks' parts of an adapter to whole tensors, and cuts each rank's part out of whole
+tensors."""
 
 from collections.abc import Iterator, Mapping
 
@@ -46,13 +46,14 @@ class AdapterParts:
                 self._keys.setdefault(stacked_name(key), []).append(key)
         whole_tensors = _tensors(gpt, arch, layers)
         self.tensors = {name: whole_tensors[name] for name in self._keys}
-        """Name (`stacked_name`) -> this rank's part, with the cut that gives it. The order is the
-        same on all ranks of a stage."""
+        """This rank's parts by name (`stacked_name`), with the cut that gives each part. The order
+        is the same on all ranks of a stage."""
 
     def whole(self, local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """PEFT key -> whole fp32 tensor on the CPU. Every rank gets the tensors of all stages. A
-        whole tensor is joined from every rank's `local`, which maps LoRA parameters to tensors. A
-        collective operation of all ranks that hold one copy of the model."""
+        """A mapping from PEFT keys to whole fp32 tensors on the CPU. Every rank gets the tensors of
+        all stages. A whole tensor is joined from every rank's `local`, which maps LoRA parameters
+        to tensors. The call is a collective operation of all ranks that hold one copy of the
+        model."""
         whole_tensors: dict[str, torch.Tensor] = {}
         for name, tensor in local.items():
             whole_tensors |= self.gather(name, tensor)
@@ -71,9 +72,10 @@ class AdapterParts:
         return {key: whole_tensors[key] for key in self._shapes}
 
     def gather(self, name: str, local: torch.Tensor) -> dict[str, torch.Tensor]:
-        """PEFT key -> whole tensor on the CPU, joined from every rank's `local`. `local` has the
-        shape of the LoRA parameter `name`; it may be a moment of Adam. A collective operation of
-        the tensor-parallel ranks. All ranks make such calls in the same order.
+        """A mapping from PEFT keys to whole tensors on the CPU, joined from every rank's `local`.
+        `local` has the shape of the LoRA parameter `name`, and may be an Adam moment of this
+        parameter. The call is a collective operation of the tensor-parallel ranks. All ranks call
+        `gather` in the same order.
         """
         tensor, sizes = self.tensors[name], self._topology.sizes
         group = self._topology.expert_group if tensor.stacked else self._topology.tensor
@@ -83,7 +85,7 @@ class AdapterParts:
         else:
             parts = [torch.empty_like(local) for _ in range(group.size())]
             dist.all_gather(parts, local, group=group)
-            # The number of parts into which the rows of the same experts are cut.
+            # The number of ranks that hold parts of the same matrices.
             each = sizes.expert_tensor if tensor.stacked else group.size()
             several = [parts[start : start + each] for start in range(0, len(parts), each)]
             whole = torch.cat([_join(row_parts, tensor) for row_parts in several]).cpu()
@@ -97,12 +99,12 @@ class AdapterParts:
         local: Mapping[str, torch.Tensor],
         suffix: str = "",
     ) -> None:
-        """The inverse of `whole`. Reads only the bytes of this rank's parts. Raises the errors of
-        `read_tensors`.
+        """Fill `local` from whole tensors in a file: the inverse of `whole`. Reads only the bytes
+        of this rank's parts. Raises the errors of `read_tensors`.
 
         Args:
             stored: the whole tensors of one file, by name.
-            local: LoRA parameter -> the tensor of this rank's part, which is filled.
+            local: the tensors to fill, as a mapping from LoRA parameters to this rank's parts.
             suffix: a tensor's name in the file is `<PEFT key><suffix>`.
         """
         pieces = [
@@ -141,7 +143,7 @@ class AdapterParts:
 
 
 def _tensors(gpt: GPTModel, arch: Arch, layers: range) -> dict[str, LoraTensor]:
-    """Name (`stacked_name`) -> tensor, for all adapted modules of this rank's `layers`."""
+    """The LoRA tensors of all adapted modules of this rank's `layers`, by name (`stacked_name`)."""
     shared = {"mlp.shared_experts.": f"mlp.{arch.moe.shared_name}"} if arch.moe else {}
     blocks, tensors = shared | _BLOCKS, dict[str, LoraTensor]()
     for index, layer in zip(layers, gpt.decoder.layers, strict=True):
@@ -170,8 +172,9 @@ def _join(parts: list[torch.Tensor], tensor: LoraTensor) -> torch.Tensor:
 def _piece(
     stored: StoredTensor, cut: Cut, part: int, target: torch.Tensor, begin: int = 0
 ) -> Piece:
-    """The piece of a stored tensor that fills `target`. The tensor, or the tensor's section that
-    begins at row `begin`, is cut into parts. `target` has the shape of part number `part`."""
+    """The piece of a stored tensor that fills `target`. The stored tensor, or its section that
+    begins at row `begin`, is divided into equal parts. `target` has the shape of the part with the
+    number `part`."""
     rows, columns = target.shape
     if cut == "columns":
         return Piece(

@@ -1,6 +1,6 @@
 """Attention over packed prefix-tree rows: query q sees key k exactly when `k <= q <
-subtree_end[k]`. With a sliding window, query q sees only the last `window` keys of the keys that it
-would see without a window. The key of the query's own slot counts towards `window`.
+subtree_end[k]`. With a sliding window, query q sees only the last `window` keys of its own
+sequence. The key of the query's own slot counts towards `window`.
 
 Two kernels give the same result: `sdpa` materialises the mask and runs on every device; `flex` is
 PyTorch's compiled FlexAttention (`flex_attention.py`). The mask is made once per row for all
@@ -27,20 +27,20 @@ class TreeParams:
     decoder that reaches the layers unchanged."""
 
     mask: torch.Tensor | FlexMask  # bool [S, S] for `sdpa`, FlexMask for `flex`
-    length: int  # number of the attention's queries; the layers' slots are padded to it
-    # Cosines and sines of the layers' slots, computed by the function `rotation`.
+    length: int  # the number of queries in the attention, padding included
+    # RoPE's cosines and sines for the slots that the layers compute (see the function `rotation`).
     rotation: tuple[torch.Tensor, torch.Tensor]
-    # For `flex` with a sliding window: each slot's depth, and the largest depth of the tokens that
-    # the slot no longer sees.
+    # For `flex` with a sliding window: each slot's depth in its tree, and the largest depth outside
+    # of the slot's window.
     reach: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
     # The slots of this rank's queries, if context-parallel ranks share the row.
     deal: Deal | None = None
     slot_experts: torch.Tensor | None = None  # as in `RowTensors`
-    # For gated delta nets: the path of their states through the row.
+    # For gated delta nets: the row's segments, through which the recurrent states pass.
     recurrence: Recurrence | None = None
     windowed: "TreeParams | None" = None  # the parameters for layers with a sliding window
     unrotated: "TreeParams | None" = None  # the parameters for layers without RoPE
-    # For `Arch.query_growth`: fp32 factors of the queries of the layers' slots.
+    # For `Arch.query_growth`: the factor of each slot's query, fp32.
     query_scale: torch.Tensor | None = None
 
 
@@ -51,12 +51,12 @@ def tree_params(
     window: int | None = None,
     deal: Deal | None = None,
 ) -> TreeParams:
-    """The parameters of a row.
+    """The `TreeParams` of a row.
 
     Args:
         subtree_end: int [S], on the host. For a padding slot, the value is the slot's index + 1, so
             that the slot sees itself and no softmax is empty.
-        rotation: cosines and sines of the slots that the layers compute. The layers' slots are the
+        rotation: cosines and sines of the slots that the layers compute. The layers compute the
             first slots of the row; all other slots are padding.
         window: the number of tokens that a token sees in its sequence, itself included; None: the
             token sees itself and all tokens before it.
@@ -98,7 +98,7 @@ def without_rotation(tree: TreeParams) -> TreeParams:
 
 
 def dense_mask(subtree_end: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    """The mask as bool [S, S], [query, key]."""
+    """The mask, bool [S, S]: entry [query, key] is true if the query sees the key."""
     slots = torch.arange(len(subtree_end), device=subtree_end.device)
     query, key = slots[:, None], slots[None, :]
     mask = (key <= query) & (query < subtree_end[None, :])
@@ -122,8 +122,8 @@ def attend(
         query: [length, heads, head_dim].
         key: [keys, key heads, head_dim].
         value: [keys, key heads, value's dim].
-        sinks: [heads], an additional logit in each head's softmax. No value belongs to this
-            additional logit.
+        sinks: [heads]: each head's softmax has this additional logit, which adds no value to the
+            output.
     """
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     if isinstance(tree.mask, FlexMask):
@@ -151,10 +151,10 @@ def _with_sinks(
     mask: torch.Tensor,
     sinks: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The arguments of the attention with one additional key. Every query sees this key, and the
-    key's value is zero. The product of this key with each query is the head's sink. Eight
-    dimensions are added, because kernels want multiples of eight. The first added dimension is 1 in
-    queries.
+    """Returns queries, keys, values and mask with one additional key for the sinks. Every query
+    sees the additional key, and its value is zero. The additional key's product with each query is
+    the head's sink. Eight dimensions are added to each head, because kernels want multiples of
+    eight. The first added dimension is 1 in queries.
     """
     key, value = pad(key, (0, 8, 0, 1)), pad(value, (0, 8, 0, 1))
     one = torch.zeros(8, dtype=query.dtype, device=query.device)

@@ -38,9 +38,9 @@ def build_policy(
     """Build this rank's part of the policy, on this process's device. The base weights are
     uninitialised and the adapter is zero; `load_weights` and `Policy.load_adapter` fill them.
 
-    Call the function after `device.activate` and `parallel.init_parallel`. The device may still be
-    starting: the model is built in untouched host memory, which takes no physical memory, and moves
-    to the device at the end.
+    Call `build_policy` after `device.activate` and `parallel.init_parallel`. The device may still
+    be starting during the call. The model is built in host memory that is never touched, so the
+    model takes no physical memory. At the end, the model moves to the device.
 
     Args:
         lora: the shape of the adapter; None: all weights are trained (`Policy.train_base`).
@@ -49,8 +49,8 @@ def build_policy(
         recompute: with "full", each layer saves only its input and its attention's output for the
             backward pass. With other values of `recompute`, layers save all tensors until
             `recompute.fit` chooses how many tensors they save.
-        base: returns the memory for the base weights (`BaseWeights.parameters`); None: the function
-            allocates this memory.
+        base: a function that returns the memory for the base weights (`BaseWeights.parameters`);
+            None: `build_policy` allocates this memory.
 
     Raises:
         InvalidInput: the model can't be cut over this number of ranks.
@@ -81,7 +81,7 @@ def build_policy(
         pre_process=stage.first,
         post_process=stage.last,
     )
-    gpt.decoder.pre_process = True  # every stage takes the hidden states as an argument
+    gpt.decoder.pre_process = True  # every pipeline stage takes the hidden states as an argument
     for name, parameter in gpt.named_parameters():
         parameter.requires_grad_(".lora_" in name)
     for layer in gpt.decoder.layers:
@@ -111,13 +111,13 @@ def _transformer_config(arch: Arch, dtype: torch.dtype) -> mcore.TransformerConf
 
 def rope_frequencies(arch: Arch) -> torch.Tensor:
     """Radians per position of each pair of head dimensions (Su et al., 2021, arXiv:2104.09864):
-    fp32 [1, head_dim / 2]. If layers with a sliding window have other frequencies, these are a
-    second row: [2, head_dim / 2]. If the two kinds of layers have heads of different sizes
-    (`Arch.rope_sizes`), the shorter row is padded with zeros.
+    fp32 [1, head_dim / 2]. If layers with a sliding window have other frequencies, the result has a
+    second row for them: [2, head_dim / 2]. If layers with and without a window have heads of
+    different sizes (`Arch.rope_sizes`), the shorter row is padded with zeros.
 
-    With Llama 3's scaling, wavelengths above original / low_freq_factor are stretched by `factor`,
-    and wavelengths below original / high_freq_factor stay unchanged. Wavelengths between the two
-    limits are stretched by a blend of both.
+    Llama 3's scaling stretches wavelengths above original_max_positions / low_freq_factor by
+    `factor`. Wavelengths below original_max_positions / high_freq_factor stay unchanged. Between
+    these two limits, the frequency is a weighted mean of the unchanged and the stretched frequency.
     """
     size, window_size = arch.rope_sizes
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size

@@ -1,10 +1,10 @@
 """Compiles functions once with torch.compile; later processes load the result from files.
 
-torch itself caches kernels in files, but each process must trace the function to learn which
-kernels it needs. A function compiled ahead of time (`aot_compile`) loads sooner. The files are
-pickles in TORCHINDUCTOR_CACHE_DIR, beside torch's own files. As with torch's files, whoever can
-write to the directory can run code in the ranks. So a directory that another user made or can write
-to is refused.
+torch itself caches kernels in files, too. But each process must trace a function to learn which of
+these kernels the function needs. A function compiled ahead of time (`aot_compile`) is not traced
+again, so it loads sooner. The compiled functions are pickles in TORCHINDUCTOR_CACHE_DIR, beside
+torch's own files. Whoever can write to TORCHINDUCTOR_CACHE_DIR can run code in the ranks. So Tandem
+refuses a cache directory that another user made or can write to.
 """
 
 import contextlib
@@ -41,13 +41,15 @@ class Compiled[**P, T]:
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Takes positional arguments only. The first call with a new kind of arguments loads the
-        kind's file, or compiles for seconds."""
+        compiled function from a file. If there is no file, this call compiles the function, which
+        takes seconds."""
         assert not kwargs
         kind = _kind(args)
         if kind not in self._compiled:
             file = _directory() / f"{self._digest(kind, args)}.aot"
             self._compiled[kind] = self._load(file) or self._compile(args, file)
-            # torch's guards would only check properties that are part of `kind`.
+            # torch's guards are disabled, because they would only check properties that are part of
+            # `kind`.
             self._compiled[kind].disable_guard_check()
         result: T = self._compiled[kind](*args)
         return result
@@ -92,14 +94,14 @@ class Compiled[**P, T]:
         with contextlib.ExitStack() as settings:
             if hasattr(config, "enable_aot_compile"):  # the setting is off by default in torch 2.11
                 settings.enter_context(config.patch(enable_aot_compile=True))
-            # Since torch 2.12 these settings are separate for each thread.
-            # torch.use_deterministic_algorithms changes the setting in the thread that calls it,
-            # and a new rank's rehearsal compiles in another thread.
+            # Since torch 2.12, each thread has its own inductor settings. The function
+            # torch.use_deterministic_algorithms changes only the calling thread's settings. A new
+            # rank compiles in another thread (`Policy.rehearse`).
             settings.enter_context(
                 inductor.patch(deterministic=torch.are_deterministic_algorithms_enabled())
             )
-            # Guards on globals are dropped: they check torch's own globals, and some can't be
-            # serialised.
+            # Guards on globals are dropped. Such guards check torch's own globals, and some of them
+            # can't be serialised.
             options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
             lazy: Any = torch.compile(
                 self._function, fullgraph=True, dynamic=False, options=options
@@ -122,7 +124,8 @@ def _directory() -> Path:
     cache = Path(os.environ[INDUCTOR_VARIABLE])
     cache.parent.mkdir(parents=True, exist_ok=True)
     directory = trusted_directory(cache) / "tandem"
-    # On a read-only file system the directory can't be made. Writing the file reports the error.
+    # On a read-only file system the directory can't be made. The error is ignored, because
+    # `_compile` warns when it can't write the file.
     with contextlib.suppress(OSError):
         trusted_directory(directory)
     return directory

@@ -3,11 +3,11 @@ over packed prefix-tree rows.
 
 A head's state S [key size, value size] starts at zero. Each token multiplies S by exp(g), adds
 `beta k (v - S^T k)^T` to S and reads `S^T q`. A token starts from the state of its parent in the
-tree. So siblings start from the same state, and the gradient of this state is the sum of the
-siblings' gradients.
+tree. Siblings in the tree start from the same state, so the gradient of this state is the sum of
+the siblings' gradients.
 
-On a GPU, the package flash-linear-attention computes the rule if it is installed. On the CPU, and
-without the package, torch computes the rule.
+On a GPU, the package flash-linear-attention computes the delta rule if the package is installed.
+Without the package, and on the CPU, torch computes the delta rule.
 """
 
 import functools
@@ -33,7 +33,7 @@ class Segment:
 
     begin: int
     end: int
-    parent: int  # index of the segment with the parent of the first slot's token; -1: none
+    parent: int  # index of the segment that has the first token's parent; -1: no parent
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Level:
     """Pieces of a row that can be computed together. A piece is a segment or a chunk of a segment.
     All pieces of a level have the same number of pieces before them in their sequences."""
 
-    slots: torch.Tensor  # int64; `Recurrence` describes its shape
+    slots: torch.Tensor  # int64; its shape is described in `Recurrence`
     # int64 [pieces]: the index of each piece's parent among the pieces of the previous level
     parents: torch.Tensor
     offsets: torch.Tensor  # int64 [pieces + 1]: the index in `slots` at which each piece begins
@@ -50,7 +50,8 @@ class Level:
 
 @dataclass
 class Recurrence:
-    """The path of states through a row. The object's tensors are on the device."""
+    """The segments of a row, through which the states of a gated delta net pass. The object's
+    tensors are on the device."""
 
     segments: list[Segment]
     length: int  # number of slots
@@ -75,7 +76,7 @@ class Recurrence:
     @functools.cached_property
     def chunks(self) -> list[Level]:
         """The levels whose pieces are chunks of segments. `slots` of a level: [chunks, CHUNK];
-        places after the end of a chunk have the value `length`."""
+        entries after the end of a chunk have the value `length`."""
         chunks: list[Segment] = []
         last: list[int] = []  # segment -> its last chunk
         for segment in self.segments:
@@ -112,7 +113,7 @@ class Recurrence:
 
 
 def recurrence(subtree_end: torch.Tensor, slots: int, device: torch.device) -> Recurrence:
-    """The recurrence of a row.
+    """The `Recurrence` of a row.
 
     Args:
         subtree_end: int [slots, or longer], on the host, as in `RowTensors`.
@@ -128,7 +129,7 @@ def _segments(ends: NDArray[np.int64]) -> list[Segment]:
     starts = np.flatnonzero((ends[1:] != ends[:-1]) | (ends[:-1] <= index)) + 1
     begins = [0, *starts.tolist()]
     segments: list[Segment] = []
-    path: list[tuple[int, int]] = []  # (segment, end of its subtree)
+    path: list[tuple[int, int]] = []  # pairs: a segment's index, the end of its subtree
     alone = False  # whether the previous segment consists of trees of one slot
     for begin, end in zip(begins, [*begins[1:], len(ends)], strict=True):
         while path and path[-1][1] <= begin:
@@ -145,7 +146,7 @@ def _segments(ends: NDArray[np.int64]) -> list[Segment]:
 
 
 def _ancestors(segments: list[Segment], length: int, distance: int) -> NDArray[np.int64]:
-    """The array of `Recurrence.before`, on the host."""
+    """The array that `Recurrence.before` returns, but on the host."""
     found = np.arange(length) - distance
     for segment in segments:
         for slot in range(segment.begin, min(segment.begin + distance, segment.end)):
@@ -171,7 +172,7 @@ def convolve(x: torch.Tensor, weight: torch.Tensor, row: Recurrence) -> torch.Te
     Args:
         x: [slots, features].
         weight: [features, tokens]; the last column applies to the current token.
-        row: the path through the row's sequences.
+        row: the row's `Recurrence`.
     """
     weight, kernel = _wide(weight), weight.shape[1]
     wide = _wide(x)
@@ -189,16 +190,17 @@ def delta_rule(
     beta: torch.Tensor,
     row: Recurrence,
 ) -> torch.Tensor:
-    """The values that tokens read: [slots, value heads, value size], in the dtype of `value`.
+    """The value that each token reads from its state: [slots, value heads, value size], in the
+    dtype of `value`.
 
     Args:
-        query, key: [slots, key heads, key size]. The function divides both by their norms, and
-            queries also by the square root of the key size.
+        query, key: [slots, key heads, key size]. The function divides queries and keys by their
+            norms, and then queries by the square root of the key size.
         value: [slots, value heads, value size]. Each key head serves an equal number of value
             heads.
         g: the logarithm of the decay, fp32 [slots, value heads].
-        beta: fp32 [slots, value heads].
-        row: the path of the states through the row.
+        beta: the factor of each token's update, fp32 [slots, value heads].
+        row: the row's `Recurrence`.
     """
     if value.is_cuda and (rule := _flash_linear_attention()) is not None:
         return _by_levels(rule, query, key, value, g, beta, row)
@@ -207,7 +209,7 @@ def delta_rule(
 
 @functools.cache
 def _flash_linear_attention() -> Any:
-    """The kernel of flash-linear-attention, or None if it is not installed."""
+    """The kernel of flash-linear-attention, or None if the package is not installed."""
     if importlib.util.find_spec("fla") is None:
         logging.getLogger(__name__).warning(
             "flash-linear-attention is not installed: torch computes the delta rule, slowly;"
@@ -228,8 +230,8 @@ def _by_levels(
     beta: torch.Tensor,
     row: Recurrence,
 ) -> torch.Tensor:
-    """The result of `delta_rule`, computed level by level by `rule`. All segments of a level are
-    computed together."""
+    """The result of `delta_rule`; the function `rule` computes one level after another. All
+    segments of a level are computed together."""
     outputs: list[torch.Tensor] = []
     states: torch.Tensor | None = None
     several = len(row.levels) > 1
@@ -259,9 +261,9 @@ def _in_chunks(
     beta: torch.Tensor,
     row: Recurrence,
 ) -> torch.Tensor:
-    """The result of `delta_rule`, computed as in section 3.3 of Yang et al.: within a chunk, the
-    updates are the solution of a triangular system. Only the state passes from one chunk to the
-    next."""
+    """The result of `delta_rule`, computed as in section 3.3 of Yang et al., 2024. Within a chunk,
+    the updates are the solution of a triangular system of equations. Only the state passes from one
+    chunk to the next."""
     slots = torch.cat([level.slots for level in row.chunks])
     repeat = value.shape[1] // key.shape[1]
 
@@ -274,7 +276,8 @@ def _in_chunks(
     v, decay, rate = chunked(_wide(value)), chunked(_wide(g)).cumsum(-1), chunked(_wide(beta))
     q = q * query.shape[-1] ** -0.5
     upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
-    # Without the mask, the exponential would overflow, so the mask is applied first.
+    # The mask is applied before the exponential, because the exponential would overflow without the
+    # mask.
     pairwise = (decay[..., :, None] - decay[..., None, :]).masked_fill(upper, -torch.inf).exp()
     k_rate = k * rate[..., None]
     system = (k_rate @ k.transpose(-1, -2)) * pairwise

@@ -1,4 +1,5 @@
-"""Computes the embedding of a row's tokens, and the gradient of the table if it is trained."""
+"""Computes the embedding of a row's tokens, and the gradient of the embedding table if the table is
+trained."""
 
 from typing import Any
 
@@ -12,7 +13,7 @@ from tandem.model.parallel import Topology
 
 def embed(gpt: GPTModel, tokens: torch.Tensor, arch: Arch, topology: Topology) -> torch.Tensor:
     """The tokens' embeddings: [S, 1, hidden]. With sequence parallelism, the result has only this
-    rank's part of the slots. S must then be divisible by the number of tensor-parallel ranks.
+    rank's part of the slots, and S must be divisible by the number of tensor-parallel ranks.
 
     The vocabulary is cut over tensor-parallel ranks.
 

@@ -17,13 +17,13 @@ from tandem.model import gradients, parallel
 from tandem.model.lora import Adapters, AdapterSwitch
 from tandem.spool.schema import LoraShape
 
-# The number of elements in a row is a multiple of this number: torch's grouped product in bf16
-# requires rows whose size is a multiple of 16 bytes.
+# torch's grouped product in bf16 requires rows whose size is a multiple of 16 bytes, which are 8
+# elements.
 _ALIGNED = 8
 
 
 def grouped_product(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Each group of rows of `x` times its own matrix: [N, in] -> [N, out].
+    """The product of each group of rows of `x` with the group's own matrix: [N, out].
 
     Args:
         x: [N, in]; first the rows of group 0, then the rows of group 1, and so on.
@@ -65,16 +65,17 @@ def _sizes(ends: torch.Tensor) -> list[int]:
 
 class ExpertLinear(Adapters):
     """One linear layer for each of this rank's experts. The weight is frozen and has adapters, or
-    is trained itself. Uninitialised.
+    is trained itself. The parameters are uninitialised.
 
-    With expert tensor parallelism, several ranks have a part of each expert. These ranks have the
-    same assignments in the same order. A rank's outputs, gradients of x and gradients of
-    probabilities are then summands of the result, but its gradients of adapters are complete.
+    With expert tensor parallelism, several ranks have a part of each expert. The ranks that share
+    an expert have the same assignments of tokens in the same order. A rank's outputs, gradients of
+    x and gradients of probabilities are then summands of the results. A rank's gradients of
+    adapters are complete.
 
     Args:
         experts: the number of experts, over all ranks.
-        in_features: the size over all ranks.
-        out_features: for each target, the size over all ranks.
+        in_features: the number of input features, over all ranks.
+        out_features: target -> the number of its output features, over all ranks.
         cut, lora, switch: as in `Adapters`.
         dtype: the dtype of weight and bias.
         bias: whether each expert has a bias.
@@ -122,8 +123,9 @@ class ExpertLinear(Adapters):
     def forward(
         self, x: torch.Tensor, ends: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x [N, in] of N assignments -> (output [N, out] without bias; A x [N, targets * rank],
-        padded). `ends`: int32 [experts], one past each expert's last assignment."""
+        """Returns the output [N, out] without bias, and A x [N, targets * rank], padded. `x` is [N,
+        in], with one row per assignment. `ends`: int32 [experts], one past each expert's last
+        assignment."""
         output = grouped_product(x, self.weight.transpose(1, 2), ends)
         if not self.adapted:
             return output, None
@@ -166,8 +168,8 @@ class ExpertLinear(Adapters):
             return
         grad_a = grouped_outer(grad_inner, x, ends).float()
         grad_b = grouped_outer(gradient, inner, ends).float()
-        # The gradient of the matrix that every rank holds whole is summed over the ranks, because
-        # one factor of that gradient (grad_inner for gate and up, A x for down) is only this rank's
-        # summand.
+        # Every rank holds one of the matrices A and B as a whole, and the gradient of this matrix
+        # is summed over the ranks. One factor of the gradient (grad_inner for gate and up, A x for
+        # down) is only this rank's summand.
         parallel.all_reduce(grad_a if self.column else grad_b, group=self.topology.expert_tensor)
         self._add_gradients(grad_a, grad_b)

@@ -21,15 +21,14 @@ shared memory (227 KiB). With 512 features its forward kernel needs 257 KiB."""
 
 
 class FlexMask(NamedTuple):
-    """The mask in FlexAttention's form.
+    """The attention mask in the form of FlexAttention's BlockMask.
 
-    The fields `kv` describe the key blocks that a query block sees in part, the fields `full_kv`
-    the key blocks that it sees as a whole. For each query block, `kv_num_blocks` and
-    `full_kv_num_blocks`, int32 [1, 1, blocks], are the numbers of the key blocks that the fields
-    describe. For each query block, `kv_indices` and `full_kv_indices`, int32 [1, 1, blocks,
-    blocks], list the indices of all key blocks, beginning with the key blocks that the fields
-    describe. The fields `q` and `full_q` describe in the same way the query blocks that see a key
-    block.
+    The fields `kv` describe the key blocks that a query block sees in part. The fields `full_kv`
+    describe the key blocks that a query block sees as a whole. `kv_num_blocks` and
+    `full_kv_num_blocks`, int32 [1, 1, blocks], are the numbers of described key blocks for each
+    query block. `kv_indices` and `full_kv_indices`, int32 [1, 1, blocks, blocks], list all key
+    blocks for each query block, the described key blocks first. In the same way, the fields `q` and
+    `full_q` describe the query blocks that see a key block.
     """
 
     ends: torch.Tensor  # int64 [blocks * BLOCK]: `subtree_end`, padded
@@ -52,11 +51,12 @@ def block_mask(
     """The exact mask for FlexAttention, computed from the smallest and largest `subtree_end` of
     each block, without an [S, S] tensor.
 
-    A key block before the query block is needed if any subtree of its keys reaches the first query.
-    The key block needs no mask if all subtrees of its keys extend past the last query. The key
-    block with the same slots as the query block is always needed, with the mask. With a window, key
-    blocks that are entirely outside the window are left out. The smallest and largest depths of the
-    query block and the key block show whether the key block is outside the window.
+    A key block before the query block is needed if any subtree of its keys reaches the query
+    block's first query. A needed key block needs no mask if all subtrees of its keys extend past
+    the query block's last query. The key block with the same slots as the query block is always
+    needed and masked. With a window, key blocks that are entirely outside the window are left out.
+    The smallest and largest depths of the query block and the key block show whether the key block
+    is outside the window.
 
     The mask is computed on the host, because on a GPU it would take about forty small kernels for
     each row.
@@ -75,7 +75,7 @@ def block_mask(
     for needed in (partial, full, partial.T, full.T):
         first_needed = np.argsort(~needed, axis=1, kind="stable").astype(np.int32)
         fields += [needed.sum(1, dtype=np.int32)[None, None], first_needed[None, None]]
-    # The host memory isn't pinned, so the driver has copied it when `to` returns.
+    # The host arrays aren't pinned, so the driver has copied them when `to` returns.
     return FlexMask(*(torch.from_numpy(field).to(device, non_blocking=True) for field in fields))
 
 
@@ -89,8 +89,9 @@ def depths(subtree_end: NDArray[np.int64]) -> NDArray[np.int64]:
 def seen_blocks(
     ends: NDArray[np.int64], length: int, window: int | None = None
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Two arrays, bool [query blocks, key blocks]. The first marks the key blocks that a query
-    block sees in part. The second marks the key blocks that a query block sees as a whole.
+    """Two arrays, bool [query blocks, key blocks]. The first array marks the key blocks that a
+    query block sees in part. The second array marks the key blocks that a query block sees as a
+    whole.
 
     Args:
         ends: `subtree_end` of whole blocks; slots from `length` on are padding.
@@ -121,9 +122,9 @@ def padded_ends(subtree_end: torch.Tensor) -> NDArray[np.int64]:
 def _wide_head_options(itemsize: int) -> dict[str, int]:
     """FlexAttention's blocks for heads of more than `WIDE_HEAD` features.
 
-    The blocks of queries (M) and keys (N), in slots, are those of the forward kernel and of the two
-    halves of the backward kernel. For heads of 512 features, these blocks need about 128 KiB of
-    shared memory.
+    BLOCK_M and BLOCK_N are the forward kernel's numbers of queries and keys per block. The suffixes
+    1 and 2 stand for the two halves of the backward kernel. For heads of 512 features, these blocks
+    need about 128 KiB of shared memory.
 
     Args:
         itemsize: bytes of an element of q, k and v.
@@ -165,7 +166,7 @@ def _attend(
         return flex_attention(query, key, value, **common)
     output, aux = flex_attention(query, key, value, return_aux=AuxRequest(lse=True), **common)
     assert aux.lse is not None
-    # The sink adds exp(sink) to the sum of exponentials.
+    # The sink adds exp(sink) to the softmax's sum of exponentials.
     return (output * torch.sigmoid(aux.lse - sinks.float()[:, None])[..., None]).to(query.dtype)
 
 

@@ -1,9 +1,9 @@
 """Frozen weights in FP8 (e4m3; Micikevicius et al., 2022, arXiv:2209.05433), for GPUs of compute
 capability 8.9 or newer.
 
-A weight is quantised once, in two layouts: with a scale per row for the forward product, and with a
-scale per column for the backward product. Both layouts together take the memory of the bfloat16
-weight. Activations and gradients are quantised at each product, with a scale per row.
+A weight is quantised once, in two layouts. The layout for the forward product has a scale per row.
+The layout for the backward product has a scale per column. Both layouts together take the memory of
+the bfloat16 weight. Activations and gradients are quantised at each product, with a scale per row.
 """
 
 import torch
@@ -59,8 +59,8 @@ def fits(weight: torch.Tensor) -> bool:
 
 
 def _quantise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(FP8 values [n, columns], fp32 scales [n, 1]). The values times the scales are about
-    `rows`."""
+    """Returns FP8 values [n, columns] and fp32 scales [n, 1]. The values times the scales are
+    approximately `rows`."""
     from tandem.model.layer import triton_kernels
 
     return triton_kernels.quantise_rows(rows, E4M3, LARGEST)

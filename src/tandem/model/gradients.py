@@ -15,8 +15,8 @@ _PRODUCT_ELEMENTS = 2**26
 
 
 def attach_buffer(parameter: Tensor, buffer: Tensor) -> None:
-    """From now on the parameter's gradients are added to `buffer`, which is fp32 and has the
-    parameter's shape."""
+    """Make layers add the parameter's gradients to `buffer`, which is fp32 and has the parameter's
+    shape."""
     parameter.gradient_sum = buffer  # type: ignore[attr-defined]
 
 
@@ -49,8 +49,8 @@ def add_product(parameter: Any, left: Tensor, right: Tensor) -> None:
 
 
 def accumulator(parameter: Tensor) -> Tensor:
-    """The buffer `grad` of the parameter, made of zeros at the first call. The buffer has the
-    parameter's shape and dtype."""
+    """The parameter's `grad`, which the first call fills with zeros. The tensor has the parameter's
+    shape and dtype."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad

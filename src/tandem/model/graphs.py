@@ -2,9 +2,10 @@
 
 Without graphs, the host launches a layer's kernels one by one. The GPU computes a small model's
 kernels for a short row faster than the host launches them. A graph launches the kernels of all
-layers together, and computes the same bits. A graph reads and writes the memory that it was
-captured with. So inputs are copied to that memory, and weights, adapters and gradients must stay at
-their addresses. All rows of a job have the same length, so all inputs have the same shapes.
+layers together, and computes the same bits. A graph reads and writes the same memory addresses as
+during its capture. So inputs are copied to these addresses, and weights, adapters and gradients
+must stay at their addresses. All rows of a job have the same length, so all inputs have the same
+shapes.
 """
 
 import time
@@ -34,8 +35,9 @@ _LAG = 2e-3
 
 
 class LayerGraphs:
-    """Both graphs, captured when this object is made. The graphs compute one row at a time: the
-    backward pass of a row must come before the forward pass of the next row."""
+    """The forward graph and the backward graph, captured when this object is created. The graphs
+    compute one row at a time: the backward pass of a row must come before the forward pass of the
+    next row."""
 
     def __init__(
         self,
@@ -48,9 +50,10 @@ class LayerGraphs:
         all kernels are loaded.
 
         Args:
-            hidden: [S, 1, hidden], the row's input of `layers`. The memory of `hidden` becomes the
-                graphs' input memory.
-            tree: the row's parameters. The memory of `tree`'s tensors becomes input memory too.
+            hidden: [S, 1, hidden], the input of `layers` for one row. The memory of `hidden`
+                becomes the graphs' input memory.
+            tree: the row's parameters. The memory of `tree`'s tensors becomes the graphs' input
+                memory, too.
             adapter_fixed: `Policy.adapter_fixed`; each replayed forward pass casts the adapters
                 again.
         """
@@ -86,8 +89,9 @@ class LayerGraphs:
             graph.capture_end()
 
     def __call__(self, hidden: torch.Tensor, tree: TreeParams) -> torch.Tensor:
-        """hidden [S, 1, hidden] -> output of the same shape, valid until the next call."""
-        # A leaf tensor makes autograd call this function's backward pass.
+        """The layers' output for `hidden`, both [S, 1, hidden]. The output is valid until the next
+        call."""
+        # A leaf tensor that requires a gradient makes autograd call `_Replay.backward`.
         leaf = torch.empty((), requires_grad=True)
         output: torch.Tensor = _Replay.apply(leaf, hidden, self, tree)
         return output
@@ -101,8 +105,8 @@ class LayerGraphs:
         return self._output[:, None].detach()
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient of `hidden`, from the gradient of `forward`'s output; adds the parameters'
-        gradients to their buffers. Both gradients are [S, 1, hidden]."""
+        """The gradient of `hidden`, from the gradient of `forward`'s output. Also adds the
+        parameters' gradients to their buffers. `gradient` and the result are [S, 1, hidden]."""
         self._gradient.copy_(gradient[:, 0])
         self._backward.replay()
         return self._input_gradient
@@ -130,19 +134,19 @@ def _tensors(tree: TreeParams) -> list[torch.Tensor]:
 
 
 def repeat(policy: Policy, row: RowTensors, passes: int) -> None:
-    """Capture the policy's passes, if graphs save time in the further passes over rows as long as
-    `row`, and if there is enough memory.
+    """Capture the policy's passes as CUDA graphs, if the graphs save time and there is enough
+    memory. The graphs compute all further rows of the length of `row`.
 
     Call the function right after the backward pass of `row`, so that the allocator's peaks belong
     to the passes over this row.
 
     Args:
-        row: the row whose backward pass has just ended, before `Policy.lay_out`.
+        row: the row whose backward pass has just ended, without the changes of `Policy.lay_out`.
         passes: the number of further passes over rows of this length.
     """
-    # Models with trained base weights, latent attention, or changes to heads' rows are left out,
-    # because no test shows that graphs compute the same bits for them. Models with delta nets are
-    # left out, because they launch different kernels for rows with different trees.
+    # Models with trained base weights, latent attention, or changes of heads' rows are not
+    # captured. No test shows that graphs compute the same bits for these models. Models with delta
+    # nets are not captured, because they launch different kernels for rows with different trees.
     arch = policy.arch
     of_rows = arch.wide_qk_norm or arch.value_norm or arch.query_growth or arch.rope_layers
     if not device.is_cuda() or policy.lora is None or arch.moe or arch.gdn or arch.mla or of_rows:
@@ -171,13 +175,14 @@ def worth_capturing(passes: int, host: float, gpu: float) -> bool:
 
 
 def capture(policy: Policy, hidden: torch.Tensor, tree: TreeParams) -> None:
-    """Turn the policy's passes into graphs. If capturing fails, the passes stay as they are.
+    """Capture the policy's passes as graphs. If the capture fails, the host still launches each
+    kernel.
 
     Args:
         hidden: [S, 1, hidden], the input of the first layer.
         tree: the parameters of the same row.
     """
-    # The allocator keeps unused memory of earlier passes: as much memory as the graphs need.
+    # The allocator keeps the unused memory of earlier passes, and the graphs need as much memory.
     memory.release_cached()
     layers = list(policy.gpt.decoder.layers)
     failed = None
@@ -202,8 +207,8 @@ def drop(policy: Policy) -> bool:
 
 
 def _gpu_is_done() -> bool:
-    """Whether the GPU has finished the launched work, or finishes it within `_LAG` seconds. If the
-    GPU does not finish in this time, the GPU is the bottleneck, and graphs gain nothing."""
+    """Whether the GPU has finished the launched work, or finishes it within `_LAG` seconds. A GPU
+    that needs more than `_LAG` seconds is the bottleneck, so graphs would save no time."""
     stream, end = torch.cuda.current_stream(), time.perf_counter() + _LAG
     while not stream.query():
         if time.perf_counter() > end:
@@ -227,9 +232,9 @@ def _fits(policy: Policy, items: int) -> bool:
 def _layer_seconds(
     layer: DecoderLayer, hidden: torch.Tensor, tree: TreeParams
 ) -> tuple[float, float]:
-    """Two durations in seconds: the time in which the host launches the passes of one layer, and
-    the time in which the GPU computes them. The GPU is idle before the measurement. The measurement
-    adds zeros to the parameters' gradients."""
+    """Two durations in seconds: the host's time to launch the passes of one layer, and the GPU's
+    time to compute these passes. The GPU is idle before the measurement. The measurement adds zeros
+    to the parameters' gradients."""
 
     @torch.no_grad()
     def passes() -> float:
@@ -241,7 +246,7 @@ def _layer_seconds(
     host = passes()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     # The GPU sleeps until all kernels are launched, so that it computes them without gaps. No GPU
-    # has more than 2e9 cycles per second.
+    # runs at more than 2e9 cycles per second.
     torch.cuda._sleep(int(2 * host * 2e9))
     begin.record()
     passes()

@@ -1,5 +1,5 @@
-"""Computes log-probs and entropies of items from hidden states. The vocabulary is cut over
-tensor-parallel ranks.
+"""Computes log-probs and entropies of items (predicted tokens) from hidden states. The vocabulary
+is cut over tensor-parallel ranks.
 
 The full logits [items, vocabulary] never exist at once: items are computed in chunks, and each
 chunk's logits are recomputed in the backward pass.

@@ -1,11 +1,11 @@
 """LoRA on linear layers (Hu et al., 2021, arXiv:2106.09685): `W x + alpha / rank * B (A x)`.
 
-Each of q, k, v, o, gate, up and down has its own A [rank, in] and B [out, rank], as in PEFT, even
-where Megatron fuses the base weights. The adapters are fp32 and are cast to the activations' dtype
-where a layer uses them. So the adapters themselves are the master weights.
+Each of q, k, v, o, gate, up and down has its own A [rank, in] and B [out, rank], as in PEFT. Only
+the base weights are fused as in Megatron. The adapters are fp32 and are cast to the activations'
+dtype where a layer uses them. So the adapters themselves are the master weights.
 
-The methods of the layers compute the gradients, not autograd. So `tandem.model.layer` decides which
-tensors are saved for the gradients. Across tensor-parallel ranks:
+The layers' own methods compute the gradients, without autograd. So `tandem.model.layer` decides
+which tensors are saved for the gradients. Across tensor-parallel ranks:
 
 - Column-parallel layers (q, k, v, gate, up): A is replicated, B is cut along its outputs. The
   backward pass sums the gradients of x and A x.
@@ -13,17 +13,19 @@ tensors are saved for the gradients. Across tensor-parallel ranks:
 - Row-parallel layers (o, down): A is cut along its inputs, B is replicated. The forward pass sums
   the output and A x.
 
-With sequence parallelism, a rank has only a part of the tokens outside of these layers. So x of a
-column-parallel layer, and output and A x of a row-parallel layer, have only the rank's own tokens.
+With sequence parallelism, each rank has only its own tokens outside of column-parallel and
+row-parallel layers. The input x of a column-parallel layer has only the rank's own tokens. The
+output and A x of a row-parallel layer have only the rank's own tokens.
 
-- Column-parallel layers gather x in the forward pass. The backward pass sums the gradients of x and
-  A x for the rank's own tokens, and sums A's gradient over the ranks.
+- Column-parallel layers gather x over the ranks in the forward pass. The backward pass sums the
+  gradients of x and A x for the rank's own tokens, and sums A's gradient over the ranks.
 
-- Row-parallel layers sum the output and A x, for the rank's own tokens, in the forward pass. The
-  backward pass gathers the gradients of the output and A x, and sums B's gradient over the ranks.
+- In the forward pass, row-parallel layers sum the output and A x over the ranks, for the rank's own
+  tokens. The backward pass gathers the gradients of the output and A x, and sums B's gradient over
+  the ranks.
 
-- Layers that are not cut (the layers that compute MLA's latents) compute the rank's own tokens. The
-  backward pass sums the gradients of A and B over the ranks.
+- Layers that are not cut (the layers that compute MLA's latents) compute only the rank's own
+  tokens. The backward pass sums the gradients of A and B over the ranks.
 
 So every rank's gradient is complete: a replicated tensor's gradient is the same on all ranks.
 """
@@ -57,8 +59,8 @@ class LoraTensor:
     cut: Cut
     # Whether the tensor is [experts, rows, columns], with this rank's experts.
     stacked: bool = False
-    # Sizes of the sections of the whole tensor's rows. Each section is cut separately. Empty: there
-    # is one section.
+    # Sizes of the sections of the whole tensor's rows. Each section is cut separately. An empty
+    # tuple stands for one section.
     sections: tuple[int, ...] = ()
 
 
@@ -66,16 +68,17 @@ class Adapters(nn.Module):
     """Uninitialised A and B for each adapted target of a weight. The weight is a matrix that fuses
     several targets, or a stack of such matrices for experts.
 
-    The rows of a matrix are `blocks` equal blocks; each block has an equal share of every target's
-    rows. In a stack, each expert's rows are one block.
+    The rows of a matrix are divided into `blocks` equal blocks. Each block has an equal share of
+    every target's rows. In a stack, each expert's rows are one block.
 
     Args:
-        in_features: the size on this rank.
-        out_features: the size on this rank for each target, adapted or not.
-        cut: the cut of the weight over ranks.
+        in_features: the number of input features on this rank.
+        out_features: target, adapted or not -> the number of its output features on this rank.
+        cut: how the weight is divided among ranks.
         lora: the shape of the adapters; None: there are no adapters.
         switch: the switch of the policy's adapters.
-        groups: the number of blocks of a matrix; Megatron's `linear_qkv` has one per key head.
+        groups: the number of blocks of a matrix; Megatron's `linear_qkv` has one block per key
+            head.
         experts: the number of this rank's experts; None: the weight is a matrix.
         sections: the sections of each target's rows; see `WeightRule`.
     """
@@ -115,7 +118,7 @@ class Adapters(nn.Module):
         self._cast_is_written = False
 
     def lora_tensors(self) -> dict[str, tuple[LoraTensor, LoraTensor]]:
-        """Adapted target -> its A and B."""
+        """A mapping from adapted targets to their A and B."""
         cut_a: Cut = "columns" if self._cut == "columns" else "whole"
         cut_b: Cut = "rows" if self._cut == "rows" else "whole"
         return {
@@ -131,10 +134,11 @@ class Adapters(nn.Module):
         return bool(self.targets) and self.switch.on
 
     def cast(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two tensors, both padded: A of all adapted targets [targets * rank, in], and alpha / rank
-        * B of all adapted targets [out, targets * rank], in the order of the weight's rows. For
-        experts they are [experts, targets * rank, in] and [experts, out, targets * rank]. An
-        element of B is zero if its row and its column belong to different targets."""
+        """Two padded tensors. The first tensor is A of all adapted targets, [targets * rank, in].
+        The second tensor is B of all adapted targets times alpha / rank, [out, targets * rank], in
+        the order of the weight's rows. For experts, the shapes are [experts, targets * rank, in]
+        and [experts, out, targets * rank]. An element of the second tensor is zero if its row and
+        its column belong to different targets."""
         if self._cast_memory is None:
             a, b = (self._a[0].new_zeros(shape, dtype=dtype) for shape in self.cast_shapes())
             return self._write_cast(a, b)
@@ -146,10 +150,10 @@ class Adapters(nn.Module):
     def hold(
         self, memory: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """From now on, `cast` writes its result once, into `memory`, and returns `memory` in each
-        call. `memory`: tensors of zeros with the shapes `cast_shapes`, or None: `cast` computes its
-        result in each call. Returns the memory that was set before. While memory is set, the
-        parameters must not change."""
+        """Make `cast` write its result once into `memory`, and return `memory` in each call.
+        `memory`: tensors of zeros with the shapes `cast_shapes`. If `memory` is None, `cast`
+        computes its result in each call. Returns the memory that was set before. While memory is
+        set, the parameters must not change."""
         before, self._cast_memory, self._cast_is_written = self._cast_memory, memory, False
         return before
 
@@ -180,12 +184,12 @@ class Adapters(nn.Module):
         torch._foreach_add_(sums_b, blocks, alpha=self.scale)
 
     def _target_rows(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """For each target, its own rows in `whole`, the stacked A of all targets."""
+        """The rows of each target in `whole`, which is the stacked A of all targets."""
         return list(whole[..., : len(self.targets) * self.rank, :].split(self.rank, -2))
 
     def _target_blocks(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """For each adapted target, a view of its own rows and columns in `whole` [blocks, sum of
-        rows, columns]. Each adapted target has `rank` columns, in the order of the targets."""
+        """Views of each adapted target's own rows and columns in `whole` [blocks, sum of rows,
+        columns]. Each adapted target has `rank` columns, in the order of the targets."""
         blocks: list[torch.Tensor] = []
         begin = 0
         for target, count in self.block_features.items():
@@ -198,11 +202,12 @@ class Adapters(nn.Module):
 
 class LoraLinear(Adapters):
     """A linear layer. The weight is frozen and has adapters, or is trained itself. The layer is
-    column parallel if its rows are cut, row parallel if its columns are cut. Uninitialised.
+    column parallel if the weight's rows are cut, and row parallel if the weight's columns are cut.
+    The parameters are uninitialised.
 
     Args:
-        in_features: the size over all ranks.
-        out_features: for each target, the size over all ranks.
+        in_features: the number of input features, over all ranks.
+        out_features: target -> the number of its output features, over all ranks.
         cut, lora, switch, sections: as in `Adapters`.
         dtype: the dtype of weight and bias.
         groups: the number of blocks on this rank; see `Adapters`.
@@ -239,13 +244,15 @@ class LoraLinear(Adapters):
         )
         self.bias = nn.Parameter(torch.empty(len(self.weight), dtype=dtype)) if bias else None
         self.fp8: Fp8Weight | None = None
-        """The quantised frozen weight, or None. If it exists, `weight` has no values."""
+        """The quantised frozen weight, or None. If the quantised weight exists, `weight` has no
+        values."""
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x [S, in] -> (output [S, out] plus `residual`; A x of all targets [S, targets * rank],
-        for `add_gradients`). x of a row-parallel layer has only this rank's features."""
+        """Returns the output [S, out] plus `residual`, and A x of all targets [S, targets * rank]
+        for `add_gradients`. The input x is [S, in]; in a row-parallel layer, x has only this rank's
+        features."""
         if self.column and self.sequence:
             x = parallel.gather(x, self.group)
         output, inner = self._product(x), None
@@ -260,13 +267,13 @@ class LoraLinear(Adapters):
             if not self.column:
                 inner = self._sum_over_ranks(inner)
             output.addmm_(inner, b.t())
-        # The residual is added last: bf16 rounds a sum in proportion to its size, and the residual
-        # is the largest summand.
+        # The residual is added last, because it is the largest summand. bf16 rounds a sum in
+        # proportion to the sum's size.
         return (output if residual is None else output.add_(residual)), inner
 
     def inner(self, x: torch.Tensor) -> torch.Tensor | None:
-        """A x of a column-parallel layer, equal to the A x that `forward` returns. x: [S, in]; the
-        result is [S, targets * rank]."""
+        """The product A x of a column-parallel layer, equal to the product that `forward` returns.
+        The input x is [S, in]; the result is [S, targets * rank]."""
         if not self.adapted:
             return None
         x = parallel.gather(x, self.group) if self.sequence else x
@@ -324,8 +331,8 @@ class LoraLinear(Adapters):
         gradients.add_product(self.weight, gradient, x)
 
     def _sum_over_ranks(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum of [S, features] over the ranks: for all tokens or, with sequence parallelism,
-        for this rank's tokens."""
+        """The sum of `partial` [S, features] over the ranks. With sequence parallelism, the result
+        has only this rank's tokens."""
         if self._alone:
             return partial
         if self.sequence:
@@ -334,7 +341,7 @@ class LoraLinear(Adapters):
         return partial
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of `W x`, with a column-parallel layer's bias."""
+        """This rank's part of `W x`, plus the bias of a column-parallel layer."""
         bias = self.bias if self.column else None
         if self.fp8 is None:
             return linear(x, self.weight, bias)

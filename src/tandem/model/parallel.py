@@ -15,7 +15,8 @@ from tandem.model import device
 from tandem.model.mcore import parallel_state
 from tandem.topology.sizes import Place, Sizes
 
-# torch 2.13 has new names for these functions, and warns about the old names.
+# torch 2.13 has new names for the functions `all_gather` and `reduce_scatter`, and warns about the
+# old names.
 _COLLECTIVES: Any = dist
 all_gather = getattr(_COLLECTIVES, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(_COLLECTIVES, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -23,8 +24,8 @@ reduce_scatter = getattr(_COLLECTIVES, "reduce_scatter_single", None) or dist.re
 
 @dataclass(frozen=True)
 class Topology:
-    """The division of the work over ranks, this rank's place in it, and this rank's process
-    groups."""
+    """The division of the work among ranks, this rank's place in the division, and this rank's
+    process groups."""
 
     sizes: Sizes
     rank: int
@@ -48,8 +49,8 @@ class Topology:
     backward: dist.ProcessGroup
     """The pipeline's ranks, for sending the gradients of hidden states."""
     ends: dist.ProcessGroup
-    """The pipeline's first and last rank. Both ranks hold a tied table: the weight of the embedding
-    and of the output layer."""
+    """The pipeline's first and last rank. The first and the last rank hold a tied table, which is
+    the weight of the embedding and of the output layer."""
 
 
 type ReadingGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -74,7 +75,7 @@ def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> Non
         timeout: a collective operation that waits longer fails.
     """
     if world_size == 1:
-        # Without this variable, Gloo would look up this host's name.
+        # Without the variable GLOO_SOCKET_IFNAME, Gloo would look up this host's name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # On a GPU machine, Gloo is used for tensors in host memory. With NCCL alone, the first
     # collective operation on host tensors in each group would create an NCCL communicator. Creating
@@ -85,12 +86,12 @@ def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> Non
 
 
 def init_parallel(sizes: Sizes | None = None, *, timeout_seconds: float = 600.0) -> Topology:
-    """Join the process groups, after `device.activate`.
+    """Join the process groups. Call this function after `device.activate`.
 
-    With torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) the process joins all
-    of torchrun's ranks; without it, this process is the only rank. A collective operation that
-    waits longer than `timeout_seconds` fails. `sizes.data` is ignored, because it follows from the
-    number of ranks and the other sizes.
+    If torchrun's environment is set (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), the process joins
+    all of torchrun's ranks. Without torchrun's environment, this process is the only rank. A
+    collective operation that waits longer than `timeout_seconds` fails. `sizes.data` is ignored,
+    because it follows from the number of ranks and the other sizes.
 
     Raises:
         InvalidInput: the number of ranks is not a multiple of the other sizes.
@@ -165,8 +166,8 @@ def reading_groups() -> ReadingGroups | None:
 
     Ranks read together if they need the same weights and their GPUs can access one another's
     memory. Reading together saves time, because the host's memory limits how fast several ranks
-    read. All ranks get the same answer. Ranks of different hosts don't read together, because
-    a GPU can't access the memory of a GPU of another host.
+    read. Either all ranks get groups, or all ranks get None. Ranks of different hosts don't read
+    together, because a GPU can't access the memory of a GPU of another host.
     """
     groups, world = (current().data, current().expert_data), range(dist.get_world_size())
     alone = all(group.size() == 1 for group in groups)
@@ -182,10 +183,10 @@ def reading_groups() -> ReadingGroups | None:
 
 
 def connect_gradients(*, experts: bool) -> None:
-    """Make NCCL connect the groups over which gradients are summed. From then on, NCCL's memory is
-    allocated and counted. NCCL can't allocate memory after torch's allocator has taken all of it. A
-    collective operation of all ranks. `experts`: whether the gradients of experts are summed over
-    a group of their own."""
+    """Make NCCL connect the groups over which gradients are summed. The call allocates NCCL's
+    memory, so that later measurements of memory count it. NCCL can't allocate memory after torch's
+    allocator has taken all memory. The call is a collective operation of all ranks. `experts`:
+    whether the gradients of experts are summed over a group of their own."""
     for group in (current().data, current().expert_data) if experts else (current().data,):
         all_reduce(torch.zeros(1, device=device.device()), group=group)
 
@@ -195,12 +196,13 @@ def all_reduce(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """`dist.all_reduce`, but does nothing in a group of one rank. In such a group, NCCL would
-    create a communicator, which takes time, and device memory for the life of the process.
+    """`dist.all_reduce`, but does nothing in a group of one rank. In a group of one rank, NCCL
+    would create a communicator. A communicator takes time to create, and takes device memory for
+    the life of the process.
 
     Args:
         tensor: this rank's summand; overwritten by the result.
-        group: None: all ranks.
+        group: the ranks whose tensors are summed; None: all ranks.
     """
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op=op, group=group)
@@ -217,8 +219,8 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def scatter_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of the tensors [ranks * n, ...] of all ranks, but only this rank's n rows of the sum.
-    The order of summation is fixed, so two runs give the same bits."""
+    """This rank's n rows of the sum of all ranks' tensors [ranks * n, ...]. The order of summation
+    is fixed, so two runs give the same bits."""
     if group.size() == 1:
         return tensor
     parts = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -227,8 +229,8 @@ def scatter_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def gather_objects[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's `value`, in the order of ranks, exchanged as pickles through host memory. A
-    collective operation of the group (default: all ranks)."""
+    """Every rank's `value`, in the order of ranks, exchanged as pickles through host memory. The
+    call is a collective operation of the group (default: all ranks)."""
     values = [value] * dist.get_world_size(group)
     if len(values) > 1:
         dist.all_gather_object(values, value, group=group)

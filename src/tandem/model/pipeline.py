@@ -19,8 +19,9 @@ class _Lane:
     """Sends tensors one after another to the rank that is `step` stages further. The receiving rank
     gets the tensors in the order in which they were sent.
 
-    Each direction has its own process group. NCCL runs the operations of a group in order, so with
-    one group, a send operation that waits for its receiver would block the other direction.
+    The two directions (forward and backward) have separate process groups. NCCL runs the operations
+    of a group in order. With a single group, a send operation that waits for its receiver would
+    block the other direction.
     """
 
     def __init__(self, group: dist.ProcessGroup, step: int) -> None:
@@ -56,15 +57,15 @@ class Pipeline:
         self.layers = topology.sizes.layers(num_layers, stage)
         self.first, self.last = stage == 0, stage == stages - 1
         self.ahead = stages - 1 - stage
-        """The number of later stages. This stage computes that many rows ahead of their backward
-        passes."""
+        """The number of later stages. This stage computes `ahead` losses before its first backward
+        pass."""
         self._group = topology.pipeline
         self._forward, self._backward = _Lane(topology.forward, 1), _Lane(topology.backward, -1)
 
     def backward(self, losses: Iterable[torch.Tensor]) -> None:
         """Run the backward pass of each loss, in the order in which `losses` yields the losses.
-        `ahead` losses are computed before all backward passes, and one further loss before each
-        backward pass, so that the later stages have work.
+        `ahead` losses are computed before the first backward pass, and one further loss before each
+        backward pass. So the later stages have work.
         """
         waiting = deque[torch.Tensor]()
         for loss in losses:
@@ -83,10 +84,11 @@ class Pipeline:
         self, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device
     ) -> torch.Tensor:
         """The hidden states that the previous stage sends. In the backward pass, the previous stage
-        gets their gradient.
+        gets the gradient of these hidden states.
 
         Args:
-            shape, dtype: the shape and dtype of the hidden states; they are not transferred.
+            shape, dtype: the shape and dtype of the hidden states; the previous stage does not send
+                shape and dtype.
             where: the device of the result.
         """
         hidden = self._forward.receive(shape, dtype, where)
@@ -103,8 +105,8 @@ class Pipeline:
         return zeros
 
     def from_last(self, values: torch.Tensor) -> torch.Tensor:
-        """The last stage's `values`, on every stage. `values` must have the same shape on all
-        stages. The values are exchanged through host memory."""
+        """Returns the last stage's `values` on every stage. `values` must have the same shape on
+        all stages. The values are exchanged through host memory."""
         if self.first and self.last:
             return values
         shared = values.detach().cpu()

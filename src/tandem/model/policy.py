@@ -1,5 +1,5 @@
-"""The policy for packed rows: a base model. Either the base model is frozen and has a trainable
-adapter, or all of its weights are trained."""
+"""The policy, a model that computes packed rows. Either the base model is frozen and has a
+trainable adapter, or all of its weights are trained."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -49,8 +49,8 @@ class ItemOutputs:
 
 class Policy(nn.Module):
     """The model on this rank, built by `tandem.model.build.build_policy`. `config` is Megatron's
-    TransformerConfig. Only LoRA tensors require gradients. Without `lora` all weights are trained:
-    layers add their gradients to buffers (`tandem.model.gradients`).
+    TransformerConfig. With `lora`, only LoRA tensors require gradients. Without `lora`, all weights
+    are trained: layers add the weights' gradients to buffers (`tandem.model.gradients`).
 
     After `backward`, gradients still have to be summed over data-parallel ranks.
     The sums over tensor-parallel ranks, which `tandem.model.lora` describes, are part of the
@@ -60,8 +60,8 @@ class Policy(nn.Module):
         gpt: this rank's stage of the model.
         lora: the adapter's shape; None: all weights are trained.
         switch: the switch that the layers' adapters share.
-        inv_freq: the radians per position of each rotated pair of dimensions, see
-            `attention.rotation`; `place` moves it to the device.
+        inv_freq: RoPE's radians per position of each rotated pair of dimensions (see
+            `attention.rotation`); `place` moves this tensor to the device.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ class Policy(nn.Module):
         }
 
     def _base_name(self, name: str) -> str:
-        """The name in the `WeightRule` of this stage's parameter `name`. The names differ: Megatron
-        counts the layers of each stage from 0, and the last stage stores a tied table in its output
-        layer."""
+        """The `WeightRule`'s name of this stage's parameter `name`. Megatron's names differ from
+        the rules' names. Megatron counts the layers of each stage from 0, and the last stage stores
+        a tied embedding table in its output layer."""
         if name == "output_layer.weight" and self.arch.tie_embeddings:
             return TABLE
         head, layers, rest = name.partition("decoder.layers.")
@@ -133,13 +133,13 @@ class Policy(nn.Module):
         )
 
     def train_base(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """From now on, each backward pass adds the gradients of the base weights to `buffers`.
+        """Make each later backward pass add the gradients of the base weights to `buffers`.
         `buffers`: fp32, with the keys of `base`."""
         for name, parameter in self.base().items():
             gradients.attach_buffer(parameter, buffers[name])
         if not self.stage.last:
             return
-        # Megatron computes the last norm, so autograd computes its gradient.
+        # Megatron computes the last norm, so autograd computes the gradient of the norm's weight.
         last = self.gpt.decoder.final_layernorm.weight.requires_grad_()
 
         def add(weight: torch.Tensor) -> None:
@@ -151,8 +151,8 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def quantise_base(self) -> None:
-        """Quantise the base weights of all linear layers to FP8. Call it after the weights have
-        been read. The original values are overwritten.
+        """Quantise the base weights of all linear layers to FP8. Call this function after the
+        weights have been read. The original values are overwritten.
 
         Raises InvalidInput for a model or a GPU that does not support FP8.
         """
@@ -188,8 +188,8 @@ class Policy(nn.Module):
         return self._base_memory.park(self.base().values()) + self._own_memory.park(trained)
 
     def restore(self) -> None:
-        """The inverse of `offload`: the memory exists again, and trained tensors have their values.
-        Frozen base weights are uninitialised."""
+        """The inverse of `offload`: all memory is allocated again, and trained tensors get their
+        values back. Frozen base weights stay uninitialised."""
         self._base_memory.restore()
         self._own_memory.restore()
 
@@ -200,22 +200,22 @@ class Policy(nn.Module):
         self.adapter.read(check_adapter(directory, self.arch, self.lora), self.lora_parameters())
 
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
-        """PEFT key -> whole fp32 tensor on the CPU, on every rank. A collective operation of all
-        ranks."""
+        """The adapter's whole tensors by PEFT key, fp32 on the CPU, on every rank. The call is a
+        collective operation of all ranks."""
         return self.adapter.whole(
             {name: parameter.data for name, parameter in self.lora_parameters().items()}
         )
 
     def lora_parameters(self) -> dict[str, nn.Parameter]:
-        """Name (`stacked_name`) -> this rank's part, fp32 and trainable. The order is the same on
-        all ranks of a stage."""
+        """This rank's parts of the adapter by name (`stacked_name`), fp32 and trainable. The order
+        is the same on all ranks of a stage."""
         return {name: tensor.parameter for name, tensor in self.adapter.tensors.items()}
 
     @contextlib.contextmanager
     def adapter_fixed(self) -> Iterator[None]:
-        """Within the `with` block the adapter must not change. So layers cast it once, and not in
-        each pass. The adapters of experts are still cast in each pass, because a second copy would
-        be too large."""
+        """Within the `with` block the adapter must not change. So layers cast the adapter only
+        once, for all passes. The adapters of experts are still cast in each pass, because a second
+        copy would be too large."""
         layers = {
             str(index): layer for index, layer in enumerate(self._linear_layers()) if layer.targets
         }
@@ -270,8 +270,8 @@ class Policy(nn.Module):
     def rehearse(self, row: RowTensors) -> None:
         """Load and compile the kernels before the process's first `forward`, so that `forward` does
         not have to load them. Runs a layer of each kind with arbitrary weights, because another
-        thread may still be writing the weights. A collective operation of the ranks that share
-        layers.
+        thread may still be writing the weights. The call is a collective operation of the ranks
+        that share layers.
         """
         decoder, row = self.gpt.decoder, self.lay_out(row)
         hidden = self.first_hidden(row) if self.stage.first else self.no_hidden(row)
@@ -284,8 +284,8 @@ class Policy(nn.Module):
             ).logprobs.cpu()
 
     def _outputs(self, row: RowTensors, hidden: torch.Tensor, temperature: float) -> ItemOutputs:
-        """The items' results. `hidden`: the final hidden states [S, hidden]. With sequence
-        parallelism, `hidden` has only the hidden states of this rank's tokens."""
+        """The log-probs and entropies of the items. `hidden`: the final hidden states [S, hidden].
+        With sequence parallelism, `hidden` has only the hidden states of this rank's tokens."""
         if self.topology.sizes.sequence:
             hidden = _AllTokens.apply(hidden, self.topology.tensor)
         logprobs, entropy = item_logprobs(
@@ -303,7 +303,7 @@ class Policy(nn.Module):
 
     def lay_out(self, row: RowTensors) -> RowTensors:
         """This rank's part of the row, padded to a number of slots that tensor-parallel ranks can
-        divide. The functions that compute the layers' inputs take a row in this form."""
+        divide. `first_hidden`, `no_hidden` and `decoder_inputs` take a row in this form."""
         sizes, row = self.topology.sizes, deal_row(row, self.topology)
         if sizes.sequence and row.deal is None:
             row = pad_row(row, -(-len(row.tokens) // sizes.tensor) * sizes.tensor)

@@ -1,7 +1,7 @@
 """Chooses how many tensors each layer saves for its backward pass, so that a row fits into the
-device's memory. The choice is the layer's `SaveLevel`.
+device's memory. Each layer gets a `SaveLevel`.
 
-Levels change only memory and time. Results have the same bits at each level.
+Save levels affect only memory and time. Results have the same bits at each level.
 """
 
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ from tandem.planning.memory import HEADROOM, SavedBytes, choose_levels
 
 LEAST_HEADROOM = 2**29
 """The number of bytes that at least stay free, even if HEADROOM gives fewer. If ranks share layers,
-`lower` can't help after memory runs out. In that case twice the memory of a layer's passes stays
-free, because the gaps that the allocator leaves grow with the tensors."""
+`lower` can't help after memory runs out. If ranks share layers, twice the memory of a layer's
+passes stays free, because the gaps that the allocator leaves grow with the tensors."""
 
 
 def fit(policy: Policy, row: RowTensors) -> list[SaveLevel]:
-    """Set every layer's `save_level` to the highest level that fits for rows as long as `row`.
-    Returns the level of each layer.
+    """Set every layer's `save_level` to the highest level that fits into memory for rows as long as
+    `row`. Returns the level of each layer.
 
     The function measures one layer of each kind at each level on the device. The measurement takes
-    as long as a few layers of a training step. On the CPU all layers save everything. A collective
-    operation of all ranks; the ranks of a pipeline stage choose the same levels.
+    as long as a few layers of a training step. On the CPU all layers save everything. The call is a
+    collective operation of all ranks. The ranks of a pipeline stage choose the same levels.
     """
     layers = policy.gpt.decoder.layers
     levels = [SaveLevel.ALL] * len(layers)
@@ -88,11 +88,11 @@ def _fitting_levels(policy: Policy, row: RowTensors) -> list[SaveLevel]:
 
 
 def lower(policy: Policy) -> bool:
-    """Makes layers save fewer tensors. Call this function after memory ran out. As long as layers
-    have the level `ALL`, half of these layers get the level `ATTENTION`; after that, half of the
-    layers with the level `ATTENTION` get the level `INPUT`. Returns False if all layers have the
-    level `INPUT`, or if other ranks share this rank's layers: these ranks would wait for this rank
-    in a collective operation.
+    """Makes layers save fewer tensors. Call this function after memory ran out. If layers have the
+    level `ALL`, half of these layers get the level `ATTENTION`. If no layer has the level `ALL`,
+    half of the layers with the level `ATTENTION` get the level `INPUT`. Returns False if all layers
+    have the level `INPUT`, or if other ranks share this rank's layers. Ranks that share layers
+    would wait for this rank in a collective operation.
     """
     layers = policy.gpt.decoder.layers
     if parallel.current().sizes.layers_shared:
@@ -107,7 +107,7 @@ def lower(policy: Policy) -> bool:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Layers with the same attention. One layer of the kind was measured."""
+    """Layers whose attention has the same shape. One layer of the kind was measured."""
 
     layers: int
     saved: dict[SaveLevel, int]  # bytes that a layer saves

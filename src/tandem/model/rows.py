@@ -43,7 +43,7 @@ class Deal:
         return q, k.contiguous(), v.contiguous()
 
     def scatter(self, gradients: Heads) -> Heads:
-        """The gradients of `gather`'s arguments, from the gradients of its results. The ranks'
+        """The gradients of the argument of `gather`, from the gradients of its result. The ranks'
         gradients are summed in the order of ranks."""
         q, k, v = gradients
         k, v = parallel.scatter_sum(_reorder(torch.cat([k, v], 1), self.by_rank), self.group).chunk(
@@ -63,7 +63,7 @@ class _GatherItems(torch.autograd.Function):
     def forward(ctx: Any, values: torch.Tensor, deal: Deal) -> torch.Tensor:
         ctx.items = deal.items
         whole = values.new_zeros(deal.num_items).index_copy(0, deal.items, values)
-        # The sum is exact, because all ranks but one add 0.
+        # The sum is exact, because each item's value is nonzero on one rank at most.
         parallel.all_reduce(whole, group=deal.group)
         return whole
 
@@ -77,8 +77,8 @@ def deal_blocks(subtree_end: NDArray[np.int64], ranks: int) -> list[NDArray[np.i
     have the same number of query blocks. The blocks of each rank see about the same number of key
     blocks. `subtree_end`: int64 [S], S a multiple of BLOCK.
 
-    Query blocks are sorted by the number of key blocks that they see, in descending order. One
-    after another, the query blocks go to rank 0 up to the last rank, then from the last rank back
+    Query blocks are sorted by the number of key blocks that they see, in descending order. The
+    ranks get the sorted blocks in turn: first from rank 0 to the last rank, next from the last rank
     to rank 0, and so on.
     """
     partial, full = seen_blocks(subtree_end, len(subtree_end))
@@ -108,7 +108,8 @@ class RowTensors:
     # int16 [S, layers, experts per token]: the experts that compute each slot; -1 or None: the
     # router chooses.
     slot_experts: torch.Tensor | None = None
-    # If set, the other fields except `subtree_end` contain only this rank's slots and items.
+    # If `deal` is set, the other fields except `subtree_end` contain only this rank's slots and
+    # items.
     deal: Deal | None = None
 
 
@@ -142,7 +143,8 @@ def deal_row(row: RowTensors, topology: Topology) -> RowTensors:
 
 
 def pad_row(row: RowTensors, slots: int) -> RowTensors:
-    """The row, padded to `slots` slots. The row's `subtree_end` may have more entries already."""
+    """The row, padded to `slots` slots. The row's `subtree_end` may already have more than `slots`
+    entries."""
     missing, ends, experts = slots - len(row.tokens), row.subtree_end, row.slot_experts
     return replace(
         row,

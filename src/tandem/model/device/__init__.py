@@ -1,21 +1,21 @@
 """The device of this process, chosen by `activate`: one GPU, or the CPU.
 
 CUDA starts in a thread, while the rank does work that needs no GPU. Creating a CUDA context takes a
-considerable part of a rank's start, and it takes longer if several ranks start at once. torch
-creates the context at the first use of the GPU, and holds the GIL while it does so. So Tandem does
-the following:
+considerable part of a rank's start time. If several ranks start at once, creating the contexts
+takes longer. By itself, torch creates the context at the first use of the GPU, and holds the GIL
+while it does so. So Tandem creates the context in three steps:
 
 1. `activate` starts a thread that creates the context through CUDA's runtime library. A call
    through ctypes releases the GIL.
-2. Meanwhile the rank joins its process groups and builds the model in host memory.
-3. Code that needs the GPU calls `wait_until_started`, which joins the thread and then has torch use
-   the context that exists.
+2. While CUDA starts, the rank joins its process groups and builds the model in host memory.
+3. Code that needs the GPU calls `wait_until_started`, which joins the thread. After that, torch
+   uses the existing context.
 
 The thread ignores errors, because torch runs into the same error later and reports it with a
 message.
 
-`memory.py` measures memory; `offload.py` releases memory and takes it back. `ipc.py` copies from
-other processes' GPU memory. `patches.py` has the names of torch that Tandem replaces.
+`memory.py` measures memory; `offload.py` releases memory and allocates it again. `ipc.py` copies
+from other processes' GPU memory. `patches.py` replaces functions of torch.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ _current = threading.local()  # `.set`: whether the GPU is the current device of
 def choose(setting: Literal["auto", "cpu", "cuda"]) -> Kind:
     """The kind of device for a setting. "auto" is CUDA if there is a usable GPU, else the CPU.
 
-    After a GPU was found, neither this process nor its forks search for a GPU again, because the
-    search takes time in each rank.
+    This process and its forks remember that a GPU was found, because a search takes time in each
+    rank.
     """
     global _gpu_seen
     if setting == "auto":
@@ -57,8 +57,8 @@ def activate(kind: Kind, local_rank: int = 0) -> torch.device:
     process can see.
 
     Returns at once; CUDA starts in a thread. Call `activate` before any part of the model is built.
-    A second call with the same kind does nothing; with the other kind it raises RuntimeError. If
-    the GPU is missing, the first function that needs a GPU reports the error.
+    A second call with the same kind does nothing. A second call with the other kind raises
+    RuntimeError. If the GPU is missing, the first function that needs a GPU reports the error.
     """
     global _kind, _gpu, _start
     if _kind not in (None, kind):
@@ -81,14 +81,14 @@ def _create_context(gpu: int) -> None:
 
 
 def runtime() -> ctypes.CDLL:
-    """The copy of CUDA's runtime library that torch has loaded. A call of one of its functions
-    releases the GIL."""
+    """The copy of CUDA's runtime library that torch has loaded. Calls of the library's functions
+    release the GIL."""
     return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
 
 
 def is_cuda() -> bool:
     """Whether `activate` chose a GPU. The function does not wait for the GPU to start. Raises
-    RuntimeError before `activate`."""
+    RuntimeError if `activate` was not called before."""
     if _kind is None:
         raise RuntimeError(
             "this process has no device yet: call tandem.model.device.activate first"

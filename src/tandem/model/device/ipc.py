@@ -13,7 +13,7 @@ Export = tuple[bytes, int]
 
 
 class NotShared(RuntimeError):
-    """The driver doesn't let this process use the other process's memory."""
+    """The driver doesn't let this process use another process's GPU memory."""
 
 
 class _Handle(ctypes.Structure):
@@ -21,10 +21,11 @@ class _Handle(ctypes.Structure):
 
 
 def exported(tensor: torch.Tensor) -> Export | None:
-    """The handle with which another process copies `tensor` (`imported`). `tensor` is contiguous,
-    and its memory must exist until the copy is done.
+    """The handle with which another process can copy `tensor` (by `imported`). `tensor` is
+    contiguous, and its memory must exist until the copy is done.
 
-    None if the memory can't be shared: on the CPU, or with the allocator's `expandable_segments`.
+    The result is None if the memory can't be shared: on the CPU, or with the allocator's
+    `expandable_segments`.
     """
     if not tensor.is_cuda:
         return None
@@ -51,7 +52,8 @@ def imported(export: Export | None) -> Iterator[Callable[[torch.Tensor, int], No
         raise NotShared("the other process can't share its memory")
     handle, start = export
     pointer, cuda = ctypes.c_void_p(), runtime()
-    # 1: cudaIpcMemLazyEnablePeerAccess, which works without a context on the other process's GPU.
+    # The flag 1 is cudaIpcMemLazyEnablePeerAccess, which works without a context on the other
+    # process's GPU.
     _check(cuda.cudaIpcOpenMemHandle(ctypes.byref(pointer), _Handle.from_buffer_copy(handle), 1))
 
     def copy(tensor: torch.Tensor, offset: int) -> None:
@@ -60,7 +62,7 @@ def imported(export: Export | None) -> Iterator[Callable[[torch.Tensor, int], No
             ctypes.c_void_p(tensor.data_ptr()),
         )
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        # 3: cudaMemcpyDeviceToDevice.
+        # The kind 3 is cudaMemcpyDeviceToDevice.
         _check(cuda.cudaMemcpyAsync(target, source, ctypes.c_size_t(tensor.nbytes), 3, stream))
 
     try:
@@ -71,6 +73,6 @@ def imported(export: Export | None) -> Iterator[Callable[[torch.Tensor, int], No
 
 def _check(code: int) -> None:
     if code:
-        # Clears the error, because torch's next call would report an error that is not cleared.
+        # CUDA's last error is cleared, because torch's next call would report it.
         runtime().cudaGetLastError()
         raise NotShared(f"CUDA error {code}")

@@ -32,7 +32,7 @@ def allocate(
     Args:
         shapes: each tensor's shape by name.
         where: the device of the memory.
-        multiple: bytes; the size of the whole is a multiple of it.
+        multiple: the size of `whole` in bytes is a multiple of this number.
     """
     begins, end, step = {}, 0, ALIGNMENT // dtype.itemsize
     for name, shape in shapes.items():
@@ -56,12 +56,13 @@ def copy_to(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
 
 
 def stats() -> dict[str, int]:
-    """Counters of this process's allocator. Doesn't wait for queued work.
+    """Counters of this process's allocator. The function doesn't wait for the GPU's queued work.
 
-    The counters in bytes are `allocated`, `reserved`, `inactive_split` and `requested` (see
-    torch.cuda.memory_stats), the peak of each of them since `reset_peaks` as `<name>_peak`, and
-    `host_pinned`. The counters in COUNTS count from the process's start. On the CPU there are only
-    `allocated` and `reserved`; both are the resident set size.
+    The counters `allocated`, `reserved`, `inactive_split`, `requested` (see
+    torch.cuda.memory_stats) and `host_pinned` are in bytes. `<name>_peak` is the peak of one of the
+    first four counters since `reset_peaks`. The counters in COUNTS count events since the process's
+    start. On the CPU there are only `allocated`, `reserved` and their peaks; both counters are the
+    resident set size.
     """
     if wait_until_started() == "cpu":
         lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
@@ -112,7 +113,7 @@ def release_cached() -> None:
     if wait_until_started() == "cuda":
         release_workspaces()
         torch.cuda.empty_cache()
-        # In newer versions, torch.accelerator.empty_host_cache calls this function.
+        # In newer versions of torch, torch.accelerator.empty_host_cache calls this function.
         torch._C._host_emptyCache()
 
 

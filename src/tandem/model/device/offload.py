@@ -10,12 +10,12 @@ from tandem.model.device.memory import ALIGNMENT
 
 CHUNK = 2**30
 """Bytes of one host buffer. Several buffers are used, because torch rounds pinned memory up to a
-power of two: that could double the size of a single large buffer."""
+power of two. Rounding could double the size of a single large buffer."""
 
 
 class Offload:
-    """Tensors that are parked and restored together: a model's parameters, its optimizer's state,
-    or its gradients.
+    """Tensors whose device memory is released and restored together: a model's parameters, its
+    optimizer's state, or its gradients.
 
     With `contents=True`, the values are kept in host buffers (pinned if there is a GPU). The
     buffers are created at the first `park` and reused later, because pinning takes far longer than
@@ -25,8 +25,9 @@ class Offload:
 
     def __init__(self, *, contents: bool) -> None:
         self._contents = contents
-        self._host: list[torch.Tensor] = []  # each of CHUNK bytes, except the last
-        # Each parked storage, its size in bytes, and the offset of its copy in the host buffers.
+        self._host: list[torch.Tensor] = []  # buffers of CHUNK bytes; the last may be smaller
+        # Each parked (released) storage, its size in bytes, and the offset of its copy in the host
+        # buffers.
         self._parked: list[tuple[torch.UntypedStorage, int, int]] = []
 
     @property
@@ -37,8 +38,8 @@ class Offload:
         """Free the tensors' device memory, and the memory of all views of them. Returns the number
         of bytes freed.
 
-        The tensors must not be read until `restore`. Raises RuntimeError if tensors are parked
-        already.
+        The tensors must not be read until `restore` is called. Raises RuntimeError if the memory is
+        released already.
         """
         if self._parked:
             raise RuntimeError("these tensors are offloaded already; restore them first")
@@ -76,7 +77,7 @@ class Offload:
         self._parked = []
 
     def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """For each piece of the parked tensors' bytes: the piece, and its place in the host
+        """Pairs of tensors: a piece of the parked tensors' bytes, and the piece's place in the host
         buffers."""
         for storage, size, begin in self._parked:
             device_bytes, end = (

@@ -1,4 +1,4 @@
-"""Replaces functions of torch in ranks. This file contains every such replacement.
+"""Replaces functions of torch in ranks. Every replacement of a torch function is in this file.
 
 `tests/test_patches.py` lists the replaced names, with the version of torch from which each patch
 can be removed.
@@ -29,6 +29,6 @@ def uncompiled(package: str) -> Iterator[None]:
 
 
 def remember_gpu_count() -> None:
-    """Caches the number of GPUs, because torch 2.11 asks NVML for it eight times while it starts
-    CUDA."""
+    """Caches the number of GPUs, because torch 2.11 queries NVML for this number eight times while
+    CUDA starts."""
     torch.cuda._cached_device_count = torch._C._cuda_getDeviceCount()

@@ -38,7 +38,7 @@ class DecoderLayer(MegatronModule):
 
     Args:
         config: Megatron's configuration; it has the parameters' dtype.
-        index: the layer's number, counted over all stages.
+        index: the layer's number, counted over all pipeline stages.
         lora: the shape of the adapters; None: the layer has no adapters.
         switch: the switch of the policy's adapters.
     """
@@ -88,7 +88,7 @@ class DecoderLayer(MegatronModule):
         tree = packed_seq_params
         x = hidden_states[:, 0]
         if torch.is_grad_enabled():
-            # A leaf tensor makes autograd call this function's backward pass.
+            # A leaf tensor that requires a gradient makes autograd call `_Sublayers.backward`.
             leaf = torch.empty((), requires_grad=True)
             x = _Sublayers.apply(leaf, x, self, tree)
         else:
@@ -98,8 +98,7 @@ class DecoderLayer(MegatronModule):
     def compute(
         self, x: torch.Tensor, tree: TreeParams, level: SaveLevel | None
     ) -> tuple[torch.Tensor, list[Saved]]:
-        """x [S, hidden] -> the layer's output, of the same shape, and the tensors that `go_back`
-        needs.
+        """The layer's output for x, both [S, hidden], and the tensors that `go_back` needs.
 
         Args:
             level: which tensors are saved; None if there is no backward pass.
@@ -116,7 +115,7 @@ class DecoderLayer(MegatronModule):
         Args:
             gradient: the gradient of `compute`'s output, [S, hidden].
             saved: the second result of `compute`; it can't be used again.
-            tree: the parameters that `compute` got.
+            tree: the argument `tree` of `compute`.
         """
         gradient = self._scaled(gradient)
         for index in reversed(range(len(saved))):
@@ -189,8 +188,8 @@ class DecoderLayer(MegatronModule):
     def _head_rows(
         self, heads: HeadShape, q_norm: Parameter | None, k_norm: Parameter | None
     ) -> HeadRows | None:
-        """The change that the family makes to the rows of queries, keys and values before they are
-        split into heads; None: no change."""
+        """The model family's change of queries, keys and values before they are split into heads;
+        None: no change."""
         if self._arch.wide_qk_norm:
             assert q_norm is not None
             assert k_norm is not None

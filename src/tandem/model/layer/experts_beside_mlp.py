@@ -17,7 +17,8 @@ from tandem.model.layer.sublayers import MlpSublayer, Saved, SaveLevel
 class ExpertsBesideMlp(MoeSublayer):
     """`x + norm(mlp_norm(mlp(norm_1(x))) + experts_norm(sum over a token's experts of p * s *
     expert(norm_2(x))))`. p is the expert's probability, and s is the expert's own factor
-    (`expert_scale`). The router's input is the normalised x times the router's `scale`.
+    (`expert_scale`). The router's input is the normalised x times the router's `scale` /
+    sqrt(hidden).
 
     Args:
         norms: the norms of the experts' input, of the experts' sum, and of the whole output.
@@ -47,7 +48,7 @@ class ExpertsBesideMlp(MoeSublayer):
         routing = self._route(self._router_rows(x), tree.slot_experts)
         zeros = torch.zeros_like(x)
         experts, tensors = self._add_experts(zeros, self._normalise(x), routing, level)
-        # Gate and up of this MLP are not saved: the experts' gate and up are far larger anyway.
+        # The MLP's gate and up are recomputed; they are far smaller than the experts' gate and up.
         mlp, mlp_saved = self._mlp.add_mlp(zeros, self._mlp._normalise(x), SaveLevel.INPUT)
         both = mlp + normalise(self._experts_norm, experts)
         saved = Saved(x if level is not None and level >= SaveLevel.ATTENTION else None)
@@ -102,7 +103,8 @@ class ExpertsBesideMlp(MoeSublayer):
     def _router_rows_backward(
         self, gradient: torch.Tensor, x: torch.Tensor, plus: torch.Tensor
     ) -> torch.Tensor:
-        """The gradient of x plus `plus`, from the gradient of `_router_rows`' output."""
+        """The sum of `plus` and the gradient of x. The gradient of x is computed from the gradient
+        of `_router_rows`' output."""
         scale = self._module.scale
         if gradients.has_gradient_buffer(scale):
             of_weight = kernels.norm_weight_gradient(gradient, x, self._norm.eps)

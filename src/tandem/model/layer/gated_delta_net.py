@@ -18,8 +18,8 @@ from tandem.model.lora import LoraLinear
 
 @dataclass(frozen=True)
 class DeltaNetWeights:
-    """The weights for this rank's heads, except `a_log` and `dt_bias`: these are fp32 and contain
-    all heads."""
+    """The weights for this rank's heads. Only `a_log` and `dt_bias` contain the values of all
+    heads; they are fp32."""
 
     conv: Parameter  # [features, 1, tokens]
     a_log: Parameter  # [value heads]
@@ -40,8 +40,8 @@ class SavedDeltaNet(Saved):
 class DeltaNetSublayer(Sublayer):
     """`x + W_out norm_gated(delta_rule(conv(W_in norm(x))))`.
 
-    Autograd computes the gradients of the part between the two matrix products. Below
-    `SaveLevel.ALL` this part is computed again in the backward pass.
+    Autograd computes the gradients of all operations between W_in and W_out. Below `SaveLevel.ALL`,
+    the backward pass computes these operations again.
 
     Args:
         norm: the norm of the input.
@@ -72,10 +72,10 @@ class DeltaNetSublayer(Sublayer):
     def forward(
         self, x: torch.Tensor, tree: TreeParams, level: SaveLevel | None
     ) -> tuple[torch.Tensor, Saved]:
-        """x [S, hidden] -> output of the same shape.
+        """The sublayer's output for x, both [S, hidden], and the tensors that `backward` needs.
 
         Args:
-            level: None if there is no backward pass.
+            level: which tensors are saved; None if there is no backward pass.
         """
         saved = SavedDeltaNet(x)
         projected, inner = self._in(self._normalise(x))
@@ -103,7 +103,7 @@ class DeltaNetSublayer(Sublayer):
         Args:
             gradient: the gradient of the output, [S, hidden].
             saved: the second result of `forward`; it can't be used again.
-            tree: the parameters that `forward` got.
+            tree: the argument `tree` of `forward`.
         """
         assert isinstance(saved, SavedDeltaNet)
         assert saved.x is not None
@@ -150,9 +150,9 @@ class DeltaNetSublayer(Sublayer):
         weights: Sequence[torch.Tensor],
         tree: TreeParams,
     ) -> torch.Tensor:
-        """[S, features of in_proj] -> [S, features of out_proj]: the part between the products with
-        W_in and W_out. Everything except matrix products is computed in fp32. `weights`: the fields
-        of `DeltaNetWeights`."""
+        """All operations between the products with W_in and W_out: [S, features of in_proj] -> [S,
+        features of out_proj]. Everything except matrix products is computed in fp32. `weights`: the
+        fields of `DeltaNetWeights`."""
         conv, a_log, dt_bias, norm = weights
         row, gdn, dtype = tree.recurrence, self._gdn, projected.dtype
         assert row is not None

@@ -28,8 +28,8 @@ class GatedMlp(MlpSublayer):
     def add_mlp(
         self, x: torch.Tensor, normalised: torch.Tensor, _level: SaveLevel | None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Like `MlpSublayer.add_mlp`, but no tensors are saved: the backward pass computes the MLP
-        again, because the backward pass also needs the MLP's output."""
+        """Like `MlpSublayer.add_mlp`, but no tensors are saved. The backward pass computes the MLP
+        again, because it also needs the MLP's output."""
         output, _tensors = super().add_mlp(torch.zeros_like(x), normalised, None)
         return torch.addcmul(x, output, self._gates(normalised).to(x.dtype)), {}
 

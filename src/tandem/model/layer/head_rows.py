@@ -1,5 +1,5 @@
 """Changes that some families make to the rows of queries, keys and values before the kernels split
-them into heads. The kernels implement only the common decoder."""
+them into heads. The kernels implement only the operations that most families share."""
 
 from typing import Protocol
 
@@ -13,12 +13,13 @@ from tandem.model.layer.heads import HeadShape
 
 
 class HeadRows(Protocol):
-    """A change of rows of queries, keys and values. The rows have the layout of `HeadShape` and the
-    activations' dtype. `forward` and `backward` return rows in the same layout and dtype."""
+    """A family's change of queries, keys and values. The rows of queries, keys and values have the
+    layout of `HeadShape` and the activations' dtype. `forward` and `backward` return rows in the
+    same layout and dtype."""
 
     def forward(self, rows: torch.Tensor, tree: TreeParams) -> torch.Tensor:
-        """The rows that are split into heads. `rows` and the result: [S, groups * (queries + 2) *
-        size]."""
+        """The changed rows, which are then split into heads. `rows` and the result: [S, groups *
+        (queries + 2) * size]."""
 
     def backward(
         self, gradient: torch.Tensor, rows: torch.Tensor, tree: TreeParams
@@ -29,7 +30,7 @@ class HeadRows(Protocol):
         Args:
             gradient: the gradient of `forward`'s output, [S, groups * (queries + 2) * size].
             rows: the input of `forward`, of the same shape.
-            tree: the parameters that `forward` got.
+            tree: the argument `tree` of `forward`.
         """
 
 
@@ -52,8 +53,8 @@ class GrowingQueries:
 
 
 class NormalisedValues:
-    """Normalises values, without a weight (Gemma 4). In layers without v_proj, the keys are the
-    values."""
+    """Normalises values, without a weight (Gemma 4). In layers without v_proj, the keys are also
+    used as values."""
 
     def __init__(self, shape: HeadShape, *, keys_are_values: bool) -> None:
         self._shape, self._keys_are_values = shape, keys_are_values
@@ -90,7 +91,7 @@ class NormalisedValues:
 
 class WideNorm:
     """RMSNorm over all queries of a token, and another RMSNorm over all keys of a token (OLMo 3).
-    The means are over the heads of all ranks.
+    The means of the squares are computed over the heads of all ranks.
 
     Args:
         shape: the layout of this rank's rows.
@@ -143,7 +144,7 @@ class WideNorm:
         return [part.flatten(1) for part in parts]
 
     def _join(self, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        """The inverse of `_parts`, in the dtype of `like`."""
+        """The rows that `_parts` splits, joined again in the dtype of `like`."""
         shape = self._shape
         heads = [part.view(len(part), shape.groups, -1, shape.size) for part in parts]
         return torch.cat(heads, 2).to(like.dtype).flatten(1)

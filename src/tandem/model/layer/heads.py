@@ -19,10 +19,10 @@ class HeadShape:
     eps: float
     q_norm: torch.Tensor | None  # weight [size]; None: heads are not normalised
     k_norm: torch.Tensor | None
-    # Whether RoPE rotates only a head's first dimensions. Torch's kernels compute such heads on
-    # every device.
+    # Whether RoPE rotates only a head's first dimensions. torch's kernels compute heads with
+    # partial RoPE on every device.
     partial_rope: bool = False
-    # Whether the norms multiply heads by 1 + weight. The kernels get 1 + weight as the weight.
+    # Whether the norms multiply heads by 1 + weight. The kernels get 1 + weight as their argument.
     offset_norms: bool = False
     # Whether each query in the fused rows is followed by a gate, until `output_gate.py` takes the
     # gates out of the rows.

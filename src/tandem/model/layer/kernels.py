@@ -1,8 +1,9 @@
-"""The computations between a layer's matrix products, forward and backward. On CUDA each function
-is one kernel (`triton_kernels.py`); on the CPU it consists of torch's operations.
+"""The computations between a layer's matrix products, forward and backward. On CUDA, each decorated
+function is one kernel of `triton_kernels.py`. The other functions, and all functions on the CPU,
+consist of torch's operations.
 
-The kernels and the CPU versions compute in fp32 and round once. Tensors are contiguous unless
-noted; S is the number of slots.
+The kernels and the CPU versions compute in fp32 and round only the result. Tensors are contiguous
+unless noted; S is the number of slots.
 """
 
 import functools
@@ -54,7 +55,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rms_norm_backward(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, plus: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of x plus `plus`: [S, features], in x's dtype.
+    """The sum of `plus` and the gradient of x: [S, features], in x's dtype.
 
     Args:
         gradient: the gradient of the output, [S, features].
@@ -86,9 +87,9 @@ def split_heads(
     Args:
         qkv: [S, groups * (queries + 2) * size], in the layout of `HeadShape`.
         cos, sin: [S, size / 2], of RoPE (Su et al., 2021, arXiv:2104.09864). Dimension i is paired
-            with dimension i + size / 2. With `partial_rope`, both have n columns, fewer than size /
+            with dimension i + size / 2. With `partial_rope`, cos and sin have n columns, n < size /
             2, and dimension i is paired with dimension i + n.
-        length: slots of the result, at least S; slots from S on are zero.
+        length: the number of slots of the result, at least S; slots from S on are zero.
     """
     parts = list(_group_heads(qkv.float(), shape).split([shape.queries, 1, 1], 2))
     for index, weight in enumerate((shape.q_norm, shape.k_norm)):
@@ -164,8 +165,8 @@ def swiglu_backward(
 
 
 def geglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """`swiglu` with the tanh form of GELU (Hendrycks and Gimpel, 2016, arXiv:1606.08415). `gate_up`
-    [S, 2 * features] -> [S, features]."""
+    """`swiglu` with GELU's tanh approximation in place of SiLU (Hendrycks and Gimpel, 2016,
+    arXiv:1606.08415). `gate_up` [S, 2 * features] -> [S, features]."""
     gate, up = gate_up.float().chunk(2, -1)
     return (gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
@@ -173,8 +174,8 @@ def geglu(gate_up: torch.Tensor) -> torch.Tensor:
 def geglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(The gradient of `gate_up`, `geglu(gate_up)`). `gradient`: [S, features]; `gate_up`: [S, 2 *
-    features]."""
+    """Returns two tensors: the gradient of `gate_up`, and `geglu(gate_up)`. `gradient`: [S,
+    features]; `gate_up`: [S, 2 * features]."""
     gate, up = gate_up.float().chunk(2, -1)
     activated, gradient = gelu(gate, approximate="tanh"), gradient.float()
     grad_gate = torch.ops.aten.gelu_backward(gradient * up, gate, approximate="tanh")
@@ -192,8 +193,8 @@ def expert_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
 def expert_swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(The gradient of `gate_up`; `expert_swiglu(gate_up, probs)`; the gradient of `probs`). On
-    CUDA, the gradient of `gate_up` overwrites `gate_up`.
+    """Returns three tensors: the gradient of `gate_up`; `expert_swiglu(gate_up, probs)`; the
+    gradient of `probs`. On CUDA, the gradient of `gate_up` overwrites `gate_up`.
 
     Args:
         gradient: the gradient of the output, [N, features].
@@ -216,7 +217,8 @@ def expert_geglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
 def expert_geglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(The gradient of `gate_up`; `expert_geglu(gate_up, probs)`; the gradient of `probs`).
+    """Returns three tensors: the gradient of `gate_up`; `expert_geglu(gate_up, probs)`; the
+    gradient of `probs`.
 
     Args:
         gradient: the gradient of the output, [N, features].
@@ -233,8 +235,8 @@ def expert_geglu_backward(
 
 def clamped_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     """GPT-OSS's (up + 1) * gate * sigmoid(1.702 * gate), times each assignment's probability
-    `probs`, fp32 [N]: [N, features]. In this product, gate is clamped to at most 7, and up to the
-    range from -7 to 7 (`GptOssExperts` in transformers)."""
+    `probs`, fp32 [N]: [N, features]. Before the product, gate is clamped to at most 7, and up is
+    clamped to the range from -7 to 7 (`GptOssExperts` in transformers)."""
     gate, up = _clamp(gate_up)
     return (gate * torch.sigmoid(ALPHA * gate) * (up + 1) * probs[:, None]).to(gate_up.dtype)
 
@@ -242,7 +244,8 @@ def clamped_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
 def clamped_swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(The gradient of `gate_up`; `clamped_swiglu(gate_up, probs)`; the gradient of `probs`).
+    """Returns three tensors: the gradient of `gate_up`; `clamped_swiglu(gate_up, probs)`; the
+    gradient of `probs`.
 
     Args:
         gradient: the gradient of the output, [N, features].

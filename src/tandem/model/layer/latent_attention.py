@@ -1,9 +1,9 @@
 """The sublayer of multi-head latent attention (`Arch.mla`).
 
 Latents are expanded to a key and a value per head. So attention over trees is the same as in other
-families, except that values have another width than keys. Each tensor-parallel rank has a part of
-the heads, and the latents of its part of the tokens. The families with latent attention are
-mixtures of experts, and for these tensor parallelism requires sequence parallelism.
+families, but values may have another size than keys. Each tensor-parallel rank has a part of the
+heads, and the latents of its part of the tokens. All families with latent attention are mixtures of
+experts. With mixtures of experts, tensor parallelism requires sequence parallelism.
 """
 
 from dataclasses import dataclass
@@ -35,14 +35,14 @@ class LatentLinears:
 
 class LatentAttentionSublayer(AttentionSublayer):
     """`x + W_o attention(heads(W_q_up norm(c_q), W_kv_up norm(c_kv), k))`. c_q is the latent of
-    queries, c_kv the latent of keys and values, and k the key features that all heads share.
-    `W_down norm(x)` is the concatenation of c_q, c_kv and k.
+    queries, and c_kv the latent of keys and values. All heads share the key features k. `W_down
+    norm(x)` is the concatenation of c_q, c_kv and k.
 
     Args:
         norm: the norm of the input.
         proj: W_o.
         shape: the layout of this rank's queries and keys.
-        scale: the factor on q k^T; None: 1 / sqrt(size) of a head.
+        scale: the factor on q k^T; None: 1 / sqrt(size), with the size of a head.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class LatentAttentionSublayer(AttentionSublayer):
         inner: torch.Tensor | None,
         tree: TreeParams,
     ) -> torch.Tensor:
-        """Like `AttentionSublayer._heads_backward`, but `qkv` is the latents. A x of `q_up` and
-        `kv_up` is recomputed."""
+        """Like `AttentionSublayer._heads_backward`, but `qkv` is the latents. The products A x of
+        the adapters of `q_up` and `kv_up` are recomputed."""
         linears, mla = self._linears, self._mla
         slots = len(tree.rotation[0])
         grad_queries, grad_keys_values, grad_shared = make_heads_backward(
@@ -145,7 +145,7 @@ def make_heads(
             value], and the key features that all heads share [S, rope].
         mla: the sizes.
         cos, sin: [S, rope / 2].
-        length: slots of the result, at least S; slots from S on are zero.
+        length: the number of slots of the result, at least S; slots from S on are zero.
     """
     queries, keys_values, shared = parts
     own, values = keys_values.split([mla.nope_size, mla.value_size], 2)
@@ -181,9 +181,9 @@ def make_heads_backward(
 
 
 def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE on pairs of adjacent features. The result has the shape and dtype of `heads`. In it, the
-    first features of all pairs come before the second features of all pairs. The order is the same
-    for queries and keys.
+    """RoPE on pairs of adjacent features. The result has the shape and dtype of `heads`. In the
+    result, the first features of all pairs come before the second features of all pairs. Queries
+    and keys have the same order.
 
     Args:
         heads: [S, heads, size].

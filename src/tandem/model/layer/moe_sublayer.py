@@ -6,12 +6,12 @@ Megatron's token dispatcher is not used. The dispatcher sums the outputs of a to
 atomic operations, so on CUDA the last bits would differ between two runs. In this module, every sum
 has a fixed order.
 
-The experts are cut over ranks (EP, ETP). Each of these ranks gathers the tokens and the routers'
-choices of all of these ranks. A rank computes the assignments to its own experts for all tokens,
-and sends each token's sum to the token's rank. With k experts per token and at most k such ranks,
-less data is sent than if each token went to the rank of each of its experts. Without expert
-parallelism the host never waits for the device. With expert parallelism, the host waits for one
-number: how many assignments this rank has.
+The experts are divided among ranks by expert parallelism and expert tensor parallelism. Each rank
+gathers the tokens and the routers' choices of all ranks among which the experts are divided. A rank
+computes its own experts for all tokens, and sends the sum of each token's outputs to the token's
+rank. Gathering all tokens sends less data than sending each token to the ranks of its k experts, if
+there are at most k ranks. Without expert parallelism, the host never waits for the device. With
+expert parallelism, the host waits for one number, which is the number of assignments of this rank.
 """
 
 from dataclasses import dataclass
@@ -35,12 +35,14 @@ class Routing:
 
     probs: torch.Tensor  # fp32 [S, k]: the probabilities of each token's experts
     experts: torch.Tensor  # int64 [S, k]
-    # fp32 [S, experts], unscaled; None: `probs` are a softmax over the chosen experts.
+    # fp32 [S, experts]: the unscaled probabilities of all experts; None: `probs` are a softmax over
+    # the chosen experts.
     all_probs: torch.Tensor | None
-    # The next fields describe the N assignments to this rank's experts. The tokens are those of all
-    # ranks over which the experts are cut. If a single rank has all experts, N is S * k.
+    # The fields from `token` on describe the N assignments to this rank's experts. The assignments'
+    # tokens are the tokens of all ranks among which the experts are divided. If a single rank has
+    # all experts, N is S * k.
     token: torch.Tensor  # int64 [N]: the token of each assignment
-    # int64 [all S, k]: the assignments of each token; N if another rank has the assignment
+    # int64 [slots of all ranks, k]: each token's assignments; N if another rank has the assignment
     assignment: torch.Tensor
     assignment_probs: torch.Tensor  # fp32 [N]: the entry of `probs` for each assignment
     # int32 [experts of this rank]: one past each expert's last assignment.
@@ -100,17 +102,17 @@ class MoeSublayer(Sublayer):
     def forward(
         self, x: torch.Tensor, tree: TreeParams, level: SaveLevel | None
     ) -> tuple[torch.Tensor, Saved]:
-        """x [S, hidden] -> output of the same shape.
+        """The sublayer's output for x, both [S, hidden], and the tensors that `backward` needs.
 
         Args:
-            level: None if there is no backward pass.
+            level: which tensors are saved; None if there is no backward pass.
         """
         normalised = self._normalise(x)
         routing = self._route(normalised, tree.slot_experts)
         y, tensors = self._add_experts(x, normalised, routing, level)
         saved = Saved(x if level is not None and level >= SaveLevel.ATTENTION else None, tensors)
-        # Gate and up of the shared MLP are not saved: the experts' gate and up are far larger
-        # anyway.
+        # The shared MLP's gate and up are recomputed; they are far smaller than the experts' gate
+        # and up.
         if self._shared is not None:
             y, shared_saved = self._shared.add_mlp(y, normalised, SaveLevel.INPUT)
             saved.tensors |= entry("shared_inner", shared_saved.get("down_inner"))
@@ -119,11 +121,11 @@ class MoeSublayer(Sublayer):
     def _add_experts(
         self, x: torch.Tensor, normalised: torch.Tensor, routing: Routing, level: SaveLevel | None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """x plus each token's sum of its experts' outputs; and the tensors to save."""
+        """Returns x plus the sum of each token's expert outputs, and the tensors to save."""
         tokens = parallel.gather(normalised, self._group)
         gate_up, inner = self._gate_up_products(tokens[routing.token], routing.ends)
-        # Down is linear, so its input is multiplied by the probabilities instead of its output: the
-        # input has fewer features.
+        # The experts' layer `down` is linear, so its input can be multiplied by the probabilities
+        # instead of its output. The input has fewer features.
         scaled = self._activate(gate_up, routing.assignment_probs)
         output, down_inner = self._down(scaled, routing.ends)
         if (bias := self._down.assignment_biases(routing.ends, len(output))) is not None:
@@ -139,7 +141,7 @@ class MoeSublayer(Sublayer):
         Args:
             gradient: the gradient of the output, [S, hidden].
             saved: the second result of `forward`; it can't be used again.
-            tree: the parameters that `forward` got.
+            tree: the argument `tree` of `forward`.
         """
         x = saved.x
         assert x is not None
@@ -167,9 +169,9 @@ class MoeSublayer(Sublayer):
         routing: Routing,
         saved: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the gradient of each assignment's input and the gradient of `routing.probs`,
-        fp32 [S, k], computed from the gradient of `_add_experts`' output. Adds the parameters'
-        gradients to their buffers. Consumes `saved`."""
+        """Returns the gradient of each assignment's input and the gradient of `routing.probs`, fp32
+        [S, k], computed from the gradient of `_add_experts`' output. Adds the parameters' gradients
+        to their buffers. Empties `saved`."""
         ends, inputs = routing.ends, parallel.gather(normalised, self._group)[routing.token]
         if "gate_up" in saved:
             gate_up, inner = saved.pop("gate_up"), saved.pop("inner", None)
@@ -251,7 +253,8 @@ class MoeSublayer(Sublayer):
         )
 
     def _weights(self, probs: torch.Tensor, _chosen: torch.Tensor) -> torch.Tensor:
-        """The factors of the experts' outputs, from their probabilities [S, k]."""
+        """The factors of the experts' outputs [S, k], computed from the experts' probabilities [S,
+        k]."""
         return probs
 
     def _sum_per_token(

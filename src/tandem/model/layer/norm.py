@@ -44,8 +44,8 @@ def normalise(norm: Any, x: torch.Tensor) -> torch.Tensor:
 def norm_backward(
     norm: Any, gradient: torch.Tensor, x: torch.Tensor, plus: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the norm's input `x`, plus `plus`. Also adds the weight's gradient to its
-    buffer.
+    """The sum of `plus` and the gradient of the norm's input `x`. Also adds the weight's gradient
+    to its buffer.
 
     Args:
         gradient: the gradient of the norm's output.

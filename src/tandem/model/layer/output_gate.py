@@ -1,8 +1,8 @@
-"""The gate of an attention's output (Qwen3.5). The output rows of q_proj contain for each head its
-query, followed by its gate.
+"""The gate of an attention's output (Qwen3.5). The output rows of q_proj contain each head's query,
+followed by the head's gate.
 
-The other kernels handle only queries, keys and values. So gates are taken out of Megatron's fused
-rows, and in the backward pass their gradients are put back.
+The other kernels handle only queries, keys and values. So the forward pass takes the gates out of
+Megatron's fused rows, and the backward pass puts their gradients back.
 """
 
 import torch
@@ -19,7 +19,7 @@ def take_gates(fused: torch.Tensor, shape: HeadShape) -> tuple[torch.Tensor, tor
 
 
 def join_gates(qkv: torch.Tensor, gates: torch.Tensor, shape: HeadShape) -> torch.Tensor:
-    """The inverse of `take_gates`.
+    """The fused rows of `qkv` and `gates`: the inverse of `take_gates`.
 
     Args:
         qkv: [S, groups * (queries + 2) * size].

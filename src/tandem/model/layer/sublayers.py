@@ -2,7 +2,7 @@
 The sublayer of a mixture of experts is in `moe_sublayer.py`.
 
 Each sublayer computes its own backward pass from the tensors that its forward pass saved. So
-`SaveLevel`, not autograd, decides what is saved. Other tensors are recomputed, to the same bits.
+`SaveLevel`, not autograd, decides what is saved. Other tensors are recomputed, with the same bits.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class SaveLevel(IntEnum):
 
     INPUT = 0  # the layer's input and the attention's output
     ATTENTION = 1  # also the MLP's input, and the attention sublayer's intermediate tensors
-    ALL = 2  # also gate and up
+    ALL = 2  # also the MLP's gate and up
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Sublayer:
     """The base class of all sublayers, which normalise their input and add their output to it."""
 
     def __init__(self, norm: Any, post_norm: Any = None) -> None:
-        """The norms of the input and (`post_norm`) of the output before the sum; None: no norm."""
+        """`norm` is for the input, `post_norm` for the output before the sum; None: no norm."""
         self._norm, self._post_norm = norm, post_norm
 
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ class Sublayer:
         self, gradient: torch.Tensor, linear: LoraLinear, features: torch.Tensor
     ) -> torch.Tensor:
         """The gradient of the last linear layer's output, from the gradient of `_add_output`'s
-        result. The output is recomputed if needed."""
+        result. The linear layer's output is recomputed if needed."""
         if self._post_norm is None:
             return gradient
         output, _inner = linear(features)
@@ -112,11 +112,11 @@ class AttentionSublayer(Sublayer):
     def forward(
         self, x: torch.Tensor, tree: TreeParams, level: SaveLevel | None
     ) -> tuple[torch.Tensor, Saved]:
-        """The output, [S, hidden], and what `backward` needs.
+        """The output, [S, hidden], and the tensors that `backward` needs.
 
         Args:
             x: [S, hidden].
-            level: None if there is no backward pass.
+            level: which tensors are saved; None if there is no backward pass.
         """
         saved, tree = Saved(x), self._layer_tree(tree)
         qkv, inner, heads = self._heads(self._normalise(x), tree)
@@ -149,7 +149,7 @@ class AttentionSublayer(Sublayer):
 
         Args:
             gradient: the gradient of the output, [S, hidden].
-            saved: the second result of `forward`; consumed.
+            saved: the second result of `forward`; it can't be used again.
         """
         x, graph, output, tree = (
             saved.x,
@@ -213,7 +213,7 @@ class AttentionSublayer(Sublayer):
         return chosen
 
     def _slots(self, x: torch.Tensor) -> int:
-        """Number of slots in the row. With sequence parallelism, `x` has only this rank's share."""
+        """Number of slots in the row. With sequence parallelism, `x` has only this rank's slots."""
         return len(x) * (self._proj.group.size() if self._proj.sequence else 1)
 
     def _head_shape(self) -> HeadShape:
@@ -233,7 +233,7 @@ class AttentionSublayer(Sublayer):
         self, output: torch.Tensor, x: torch.Tensor, saved: Saved, qkv: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The input of `_proj`: the attention's output times its gates. The gates are in `qkv` if
-        it is given, else in `saved`."""
+        `qkv` is given, else in `saved`."""
         features = _flatten(output.detach(), self._slots(x))
         if not self._shape.output_gate:
             return features
@@ -320,7 +320,7 @@ class MlpSublayer(Sublayer):
         Args:
             gradient: the gradient of `add_mlp`'s output, [S, hidden].
             normalised: the input of `add_mlp`, [S, hidden].
-            saved: the tensors that `add_mlp` returned; consumed.
+            saved: the tensors that `add_mlp` returned; they can't be used again.
         """
         if "gate_up" in saved:
             gate_up, inner = saved.pop("gate_up"), saved.pop("inner", None)
@@ -345,8 +345,8 @@ class _HeadsGraph:
 
     @contextmanager
     def record(self, heads: Heads, *, forget: bool) -> Iterator[Heads]:
-        """Records the graph of the block, for tensors equal to `heads`. `forget`: the graph does
-        not store these tensors, so `restore` must be called before `gradients`."""
+        """Records the graph of the `with` block for tensors equal to `heads`. `forget`: the graph
+        does not store `heads`, so `restore` must be called before `gradients`."""
         place = {tensor.data_ptr(): index for index, tensor in enumerate(heads)}
         self._heads: Heads | None = None
 
@@ -372,7 +372,7 @@ class _HeadsGraph:
         self._heads = heads
 
     def gradients(self, output: torch.Tensor, gradient: torch.Tensor) -> Heads:
-        """The gradients of queries, keys and values, from the output's. Consumes the graph."""
+        """The gradients of queries, keys and values. Frees the graph."""
         q, k, v = torch.autograd.grad(output, self._edges, gradient)
         self._heads = None
         return q, k, v
@@ -396,5 +396,5 @@ def _flatten(output: torch.Tensor, slots: int) -> torch.Tensor:
 
 
 def entry(name: str, tensor: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """The tensor under its name, for `Saved.tensors`; empty for None."""
+    """A dict of the name and the tensor, for `Saved.tensors`; empty if there is no tensor."""
     return {} if tensor is None else {name: tensor}

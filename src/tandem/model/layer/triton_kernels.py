@@ -347,8 +347,8 @@ def sum_assignments(
 def quantise_rows(
     rows: torch.Tensor, dtype: torch.dtype, largest: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row divided by a scale, and the rows' scales, fp32 [n, 1]. A row's scale is chosen so
-    that the row's largest magnitude becomes `largest`.
+    """Returns each row divided by the row's scale, and the scales, fp32 [n, 1]. A row's scale is
+    chosen so that the row's largest magnitude becomes `largest`.
 
     Args:
         rows: [n, features], contiguous.
@@ -372,7 +372,7 @@ def _row(columns: int) -> dict[str, Any]:
 
 
 def _norms(qkv: torch.Tensor, shape: HeadShape) -> tuple[torch.Tensor, torch.Tensor]:
-    # Without norms the kernel ignores these pointers, so any tensor will do.
+    # Without norms, the kernel ignores these pointers, so any tensor can be passed.
     return (
         (qkv, qkv) if shape.q_norm is None or shape.k_norm is None else (shape.q_norm, shape.k_norm)
     )

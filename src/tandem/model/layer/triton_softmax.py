@@ -1,6 +1,6 @@
 """The softmax kernels of `logprobs.py` on a GPU. The forward pass and the backward pass each read
-the logits once. A program of the forward pass computes a whole row, and a program of the backward
-pass a block of a row."""
+the logits once. A Triton program computes a whole row in the forward pass, and a block of a row in
+the backward pass."""
 
 import torch
 import triton
@@ -28,7 +28,7 @@ def _statistics(
         c = begin + tl.arange(0, BLOCK)
         value = tl.load(at + c, mask=c < columns, other=-float("inf")).to(tl.float32) * scale
         new = tl.maximum(largest, tl.max(value, 0))
-        # Rescale the running sums of exp(l - m) and exp(l - m) (l - m).
+        # Rescale the running sums of exp(l - m) and exp(l - m) (l - m) to the new maximum m.
         shift = tl.where(largest == -float("inf"), 0.0, largest - new)
         weighted = (weighted + shift * total) * tl.exp(shift)
         total *= tl.exp(shift)

@@ -1,8 +1,8 @@
-"""Code for weights that travel from the trainer's ranks to vLLM's workers. Both the trainer's ranks
-and vLLM's workers import this package.
+"""Code for weights that travel from the trainer's ranks to vLLM's workers. The trainer's ranks and
+vLLM's workers import this package.
 
-`parts.py` computes the parts of the weights that each rank sends, without torch. `merge.py` adds an
-adapter to weights, on a GPU by `merge_kernel.py`. `channel.py` transfers bytes with NCCL or Gloo,
-and `members.py` fixes the members of the group. `pinned.py` allocates host memory from which GPUs
-copy.
+`parts.py` does not import torch; it computes the parts of the weights that each rank sends.
+`merge.py` adds an adapter to weights; `merge_kernel.py` is the version of `merge.py` for GPUs.
+`channel.py` transfers bytes with NCCL or Gloo, and `members.py` fixes the members of the process
+group. `pinned.py` allocates host memory from which GPUs copy.
 """

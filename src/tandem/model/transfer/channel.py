@@ -1,10 +1,11 @@
 """Transfers bytes from ranks of the trainer to vLLM's workers. The channel uses its own process
 group in addition to each process's default group: NCCL between GPUs, Gloo between CPUs.
 
-The senders are the first ranks of the group, and they take turns. There is only one group, because
-NCCL takes 0.8 s to connect a group. A file on the volume is the group's meeting point. No function
-of this module waits longer than STALL_SECONDS for another process, except while NCCL connects. The
-creator of a `Channel` watches the connecting from another thread.
+The senders are the first ranks of the group, and they take turns. All senders use one group,
+because NCCL takes 0.8 s to connect a group. The members of the group find one another through a
+file on the volume. No function of this module waits longer than STALL_SECONDS for another process,
+except while NCCL connects. Another thread of the caller must limit the time that a `Channel` takes
+to connect.
 """
 
 import os
@@ -35,10 +36,10 @@ class Pending(Protocol):
 
 
 def make_meeting(path: Path) -> FileStore:
-    """The store of a new meeting (rendezvous), by which the members of a group find one another.
-    The store is a file on the volume, so no port has to be open. Only the owner and the group of
-    the file can join. NCCL's sockets admit only processes that know the id in the file. Raises
-    OSError if the file exists or can't be made."""
+    """The store of a new rendezvous (meeting), by which the members of a group find one another.
+    The store is a file on the volume, so no port has to be open. Only the file's owner and Unix
+    group have access to the file. NCCL's sockets admit only processes that know the id in the file.
+    Raises OSError if the file exists or can't be made."""
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR, 0o660))
     return join_meeting(path)
 
@@ -68,21 +69,21 @@ class Channel:
     def __init__(
         self, store: Store, rank: int, size: int, where: torch.device, address: str
     ) -> None:
-        """Meet the other members of the group.
+        """Connect to the other members of the group.
 
         Args:
             store: the meeting's store.
             rank: this process's number in the group, from 0.
             size: the number of ranks of the group.
             where: the device of the buffers.
-            address: this process's address.
+            address: this process's host name or IP address, for Gloo.
         """
         store = PrefixStore("group", store)
         self._group: Any
         if where.type == "cuda":
             options: Any = dist.ProcessGroupNCCL.Options()
-            # NCCL's limit is long, because NCCL ends the process at its limit. `finish` has its own
-            # limit.
+            # NCCL's timeout is long, because NCCL ends the process at its timeout. `finish` has a
+            # timeout of its own.
             options._timeout = timedelta(days=1)
             with _environment(
                 TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"
@@ -98,9 +99,9 @@ class Channel:
             self._group = gloo(store, rank, size, options)
 
     def broadcast(self, buffer: torch.Tensor, sender: int) -> Pending:
-        """Send a flat buffer if this is the rank `sender`, else receive that rank's buffer into
-        `buffer`. All ranks of the group make these calls in the same order, with buffers of the
-        same size."""
+        """On the rank `sender`, send the flat tensor `buffer`; on all other ranks, receive the
+        sender's buffer into `buffer`. All ranks of the group call `broadcast` in the same order,
+        with buffers of the same size."""
         options = dist.BroadcastOptions()
         options.rootRank = sender
         work: Pending = self._group.broadcast([buffer], options)
@@ -112,9 +113,9 @@ class Channel:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Sets environment variables within the `with` block. A process group of NCCL reads them when
-    it is made. Afterwards the variables have their old values, so other process groups of vLLM and
-    the trainer are not affected."""
+    """Sets environment variables within the `with` block. NCCL's process group reads these
+    variables when it is created. After the block, the variables have their old values, so other
+    process groups of vLLM and the trainer are not affected."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

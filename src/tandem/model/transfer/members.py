@@ -1,9 +1,9 @@
 """Fixes the members of the group for one publication: the trainer's senders, and the workers of the
 inference servers that joined in time.
 
-There are two phases, because a group can't change after it is connected. In the first phase,
-workers announce themselves in the meeting's store. In the second phase, the first sender fixes the
-list of members. A server that is not on the list gets its weights in another way.
+A group is joined in two phases, because a group can't change after it is connected. In the first
+phase, workers announce themselves in the meeting's store. In the second phase, the first sender
+fixes the list of members. A server that is not on the list gets its weights in another way.
 """
 
 import json
@@ -21,12 +21,13 @@ _POLL_SECONDS = 0.01
 
 
 def fix_members(store: Store, servers: Sequence[str], beat: Callable[[], None]) -> dict[str, int]:
-    """Wait for the workers of all servers, and fix the list of members. Returns server -> number of
-    its workers, in the order of the workers' ranks. Raises TimeoutError if no server came.
+    """Wait for the workers of all servers, and fix the list of members. Returns a mapping from each
+    server to the number of its workers, in the order of the workers' ranks. Raises TimeoutError if
+    no server joined.
 
     Args:
         store: the publication's store.
-        servers: the names of the servers that may come.
+        servers: the names of the servers that may join.
         beat: called each time all workers of a server have joined.
     """
     found: dict[str, int] = {}
@@ -76,7 +77,7 @@ def join_members(store: Store, server: str, worker: int, workers: int) -> tuple[
 
 
 def _complete(store: Store, server: str) -> int:
-    """The number of the server's workers if all of them have joined; else 0."""
+    """The number of the server's workers if all these workers have joined; else 0."""
     if not store.check([f"workers/{server}"]):
         return 0
     count = int(store.get(f"workers/{server}"))

@@ -19,7 +19,8 @@ def merge(
         scale: float64 [1].
     """
     if out.is_cuda:
-        # vLLM for the CPU comes without Triton.
+        # Triton is imported only if `out` is on a GPU, because vLLM for the CPU comes without
+        # Triton.
         from tandem.model.transfer.merge_kernel import merge_on_gpu
 
         merge_on_gpu(out, base, a, b, scale)

@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-# Columns of a block, and ranks of the adapter per step. With blocks of 64 rows, these values were
-# the fastest that were tried on an H200.
+# COLUMNS is the number of columns of a block. RANKS is the number of the adapter's ranks (rows of
+# A) in each step of the product. With blocks of 64 rows, these values were the fastest that were
+# tried on an H200.
 COLUMNS, RANKS = 64, 16
 
 

@@ -1,6 +1,6 @@
-"""Computes parts of weights: the parts that a rank of the trainer holds, the parts that the rank
-sends to vLLM, and the order in which the parts are sent. Trainer and vLLM compute the same list of
-parts, so only values are transferred."""
+"""Computes the parts of weights that a rank of the trainer holds, and the parts that the rank sends
+to vLLM. Also computes the order in which the parts are sent. Trainer and vLLM compute the same list
+of parts, so only values are transferred."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -20,7 +20,7 @@ class Part:
     experts' tensors, stacked along a first dimension."""
 
     name: str  # the Hugging Face tensor's name, with `*` for an expert's number
-    in_tensor: tuple[slice, ...]  # the part's ranges in the tensor; begin and end are numbers
+    in_tensor: tuple[slice, ...]  # the part's ranges in the tensor; begin and end are never None
     parameter: str  # the Megatron parameter that contains the part
     blocks: int  # the parameter is viewed as [blocks, rows] or [blocks, rows, columns]
     # The part's ranges of blocks and rows in the viewed parameter.
@@ -63,8 +63,8 @@ def buffers(
 
 
 def shares(arch: Arch, *, sizes: Sizes, rank: int, most: int) -> Iterator[list[Part]]:
-    """The `buffers` of all weights that `rank` writes to files. Ranks that hold the same parts
-    take turns: each writes every n-th buffer, n being the number of these ranks.
+    """The `buffers` of all weights that `rank` writes to files. If n ranks hold the same parts,
+    each of these ranks writes every n-th buffer.
 
     Args:
         sizes: the trainer's sizes.
@@ -96,7 +96,7 @@ def send_order(
     arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, most: int
 ) -> list[SendBuffer]:
     """The `buffers` of all senders, in the order in which they are sent. While one sender's buffer
-    is being sent, the next sender fills its own.
+    is being sent, the next sender fills its own buffer.
 
     Args:
         targets: linear layers, as in `LoraShape`; None: every tensor.
@@ -121,8 +121,8 @@ def agreement(order: list[SendBuffer], dtype: str) -> list[object]:
 def rank_parts(
     arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int
 ) -> Iterator[Part]:
-    """The parts that a rank has (see `buffers`). A part exceeds `most` only if it is one row, or
-    the rows of one head group or one expert.
+    """The parts that a rank has (see `buffers`). A part has more than `most` elements only if it is
+    one row, or the rows of one head group or one expert.
 
     Args:
         targets: linear layers, as in `LoraShape`; None: every tensor.
@@ -135,8 +135,8 @@ def rank_parts(
         ranks = sizes.tensor if rule.num_experts is None else sizes.expert_ranks
         if rank >= ranks or (rule.cut == "whole" and index % ranks != rank):
             continue
-        # A tied table is on the first and on the last stage. So only the first stage that has a
-        # parameter sends the parameter.
+        # A tied embedding table is on the first and on the last stage. So only the first stage that
+        # has a parameter sends the parameter.
         if place.pipeline != next(
             s for s in range(sizes.pipeline) if on_stage(rule.parameter, arch, sizes, s)
         ):
@@ -150,9 +150,9 @@ def rule_parts(rule: WeightRule, sizes: Sizes, place: Place) -> Iterator[Part]:
     """The parts that a rank holds of each source of a rule.
 
     Args:
-        rule: its tensors must not be interleaved.
+        rule: a rule whose tensors are not interleaved.
         sizes: the sizes of the trainer's parallel dimensions.
-        place: the rank's indices in these dimensions.
+        place: the rank's indices in the parallel dimensions.
     """
     cut, number = rule.num_parts(sizes), rule.part_number(place)
     cut_rows = cut if rule.cut == "rows" else 1

@@ -1,5 +1,5 @@
-"""Allocates memory for a rank's base weights. Of the ranks that need the same weights, each reads a
-share from the files; the ranks then exchange the shares from GPU to GPU."""
+"""Allocates memory for a rank's base weights. Each of the ranks that need the same weights reads a
+share from the files. After the reading, these ranks exchange their shares from GPU to GPU."""
 
 import contextlib
 import math
@@ -32,7 +32,8 @@ class Section:
 
     begin: int  # elements
     end: int
-    # True: the ranks of `Topology.expert_data` hold the range. False: the ranks of `Topology.data`.
+    # True: the ranks of `Topology.expert_data` hold the range. False: the ranks of `Topology.data`
+    # hold the range.
     experts: bool
 
 
@@ -73,7 +74,8 @@ class BaseWeights:
             rule.parameter: shapes[rule.parameter] for rule in rules if rule.num_experts is not None
         }
         apart = bool(experts) and sizes.experts_apart
-        # The length of the section before the experts is a multiple of the number of ranks, too.
+        # A gap makes the length of the section before the experts a multiple of the number of
+        # ranks.
         if apart:
             step = ALIGNMENT // dtype.itemsize
             before = {name: shape for name, shape in shapes.items() if name not in experts}
@@ -87,7 +89,7 @@ class BaseWeights:
             shapes, dtype, device.device(), multiple=SEGMENT * sizes.world
         )
         self.parameters.pop(_GAP, None)
-        # The few small fp32 parameters are left out, because each rank reads them itself.
+        # The few small fp32 parameters are not shared, because each rank reads them itself.
         self._shared = dict(self.parameters)
         self.parameters |= allocate(own, torch.float32, device.device())[1]
         first = (
@@ -110,8 +112,8 @@ class BaseWeights:
         return share
 
     def connect(self) -> None:
-        """Open the other ranks' memory, if the driver allows it. A collective operation of each
-        group of ranks that share the reading. Shares may still be read during the call."""
+        """Open the other ranks' memory, if the driver allows it. The call is a collective operation
+        of each group of ranks that share the reading. Shares may still be read during the call."""
         if self._groups is None:
             return
         mine = ipc.exported(self.memory)
@@ -139,8 +141,8 @@ class BaseWeights:
     def exchange(self) -> dict[str, torch.Tensor]:
         """Copy the other ranks' shares, after this rank has read its own share. Returns the
         parameters that this rank must still read. If GPUs can share memory, no parameter is left to
-        read. If GPUs can't share memory, this rank must read the parameters of all other shares. A
-        collective operation of all ranks. Call `exchange` once for each `connect`.
+        read. If GPUs can't share memory, this rank must read the parameters of all other shares.
+        The call is a collective operation of all ranks. Call `exchange` once for each `connect`.
 
         Each rank copies from the other ranks' memory, without NCCL, because connecting NCCL takes
         longer than reading 8 GB.
@@ -148,7 +150,7 @@ class BaseWeights:
         if self._groups is None:
             return {}
         with self._imports or contextlib.nullcontext():
-            # At this point, all ranks have read their shares.
+            # When `gather_objects` returns, all ranks have read their shares.
             if all(parallel.gather_objects(self._imports is not None)):
                 for copy in self._copies:
                     copy()
@@ -160,8 +162,8 @@ class BaseWeights:
         return {name: parameter for _, share in missing for name, parameter in share.items()}
 
     def _other_shares(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """For each section, the shares of the other ranks that are not empty. Each share comes with
-        the rank's number among all ranks."""
+        """The non-empty shares of the other ranks, for each section. Each share is paired with its
+        rank's number among all ranks."""
         for section in self.sections:
             ranks = dist.get_process_group_ranks(self._readers(section))
             for rank, share in zip(ranks, self._shares(section), strict=True):
@@ -176,7 +178,7 @@ class BaseWeights:
 
     def _shares(self, section: Section) -> list[dict[str, torch.Tensor]]:
         """Each rank's share of a section. The section is divided into equal parts, one for each
-        rank. A rank's share is the parameters whose middle is in the rank's part."""
+        rank. A rank's share consists of the parameters whose middle is in the rank's part."""
         shares: list[dict[str, torch.Tensor]] = [{} for _ in range(self._readers(section).size())]
         begins = {name: each.storage_offset() for name, each in self._shared.items()}
         mine = {

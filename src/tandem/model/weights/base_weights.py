@@ -21,8 +21,8 @@ from tandem.model.weights.safetensors_reader import (
 )
 from tandem.topology.sizes import Place, Sizes
 
-# The dtypes that can be read. int16 is the dtype of the remainders of trained weights' master
-# values: `training/sharded_adam.py` reads the remainders by the same rules as weights.
+# The dtypes that can be read. int16 is the dtype of the remainders of fp32 master weights.
+# `training/sharded_adam.py` reads these remainders by the same rules as weights.
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int16)
 
 
@@ -37,9 +37,9 @@ def load_weights(
     rows that contain this rank's part are read, and only this rank's part is copied to the device.
 
     Args:
-        parameters: returns Megatron name -> this rank's tensor, of any dtype and on any device. The
-            function is called after the files' headers have been checked, so memory may be
-            allocated during the check.
+        parameters: a function that returns this rank's tensors by Megatron name, of any dtype and
+            on any device. The function is called after the files' headers have been checked, so
+            memory may be allocated during the check.
         place: this rank's place among the ranks of `sizes`.
 
     Raises:
@@ -90,8 +90,7 @@ def _pieces(
     sizes: Sizes,
     place: Place,
 ) -> Iterator[Piece]:
-    """For each source of the rule, the pieces that read this rank's part of the source into
-    `target`."""
+    """The pieces that read this rank's part of each source of the rule into `target`."""
     if rule.interleaved is not None:
         [name] = rule.sources
         for expert, matrix in enumerate(target, rule.first_expert(sizes, place)):
@@ -117,8 +116,8 @@ def part_view(part: Part, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _piece(source: StoredTensor, box: tuple[slice, ...], target: torch.Tensor) -> Piece:
-    """The piece that reads a box of a stored tensor: a range in each dimension. The rows of the box
-    fill `target`, block by block or row by row."""
+    """The piece that reads `box`, which is a range in each dimension of a stored tensor. The rows
+    of the box fill `target`, block by block or row by row."""
     rows, *columns = box
     width = math.prod(source.shape[1:])
     unit = (rows.stop - rows.start) * width // len(target)
@@ -139,7 +138,7 @@ def _expert_pieces(
     first = 0
     for rows in target.split([size // cut_rows for size in sections]):
         blocks = rows.unflatten(0, (rule.interleaved, -1))
-        # [columns, rows / interleaved, interleaved], the stored order.
+        # The stored order is [columns, rows / interleaved, interleaved].
         blocks = blocks.permute(*reversed(range(blocks.dim())))
         blocks = blocks if columns else blocks[None]
         line, columns_of_rank = expert * math.prod(columns), None

@@ -40,7 +40,7 @@ def check_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
 
 
 def check_adapter(directory: Path, arch: Arch, lora: LoraShape) -> dict[str, StoredTensor]:
-    """PEFT key -> tensor of the adapter in `directory`. The keys and shapes are exactly those of
+    """The adapter's tensors in `directory`, by PEFT key. The keys and shapes are exactly those of
     `adapter_shapes`.
 
     Raises:
@@ -56,7 +56,7 @@ def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor], pieces: Iterab
         path: the file, for error messages.
         tensors: the tensors that the pieces fill, of floating dtypes and on one device. The keys
             are the names for error messages.
-        pieces: the pieces of the file, which name their targets.
+        pieces: the pieces of the file; each piece has its target.
 
     Raises:
         CheckpointDamaged: the file has become shorter, or one of `tensors` contains NaN or infinity

@@ -50,9 +50,9 @@ class StoredTensor:
 class Piece:
     """A range of a stored tensor, and the tensor that it fills.
 
-    The stored tensor is read as a flat tensor. The range begins at its element `first` and has
-    `target.shape[0]` units of `unit` elements. Of each unit, only the elements `columns` are copied
-    (None: all elements).
+    The stored tensor is read as a flat tensor. The range begins at the flat tensor's element
+    `first` and has `target.shape[0]` units of `unit` elements. Only the elements `columns` of each
+    unit are copied (None: all elements).
     """
 
     stored: StoredTensor
@@ -72,7 +72,7 @@ class Piece:
 
     @property
     def verbatim(self) -> bool:
-        """Whether the target's bytes equal the file's bytes."""
+        """Whether the file's bytes are copied to the target without a change."""
         return (
             self.columns is None
             and self.target.is_contiguous()
@@ -90,8 +90,9 @@ def read_headers(paths: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def expert_by_expert(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """`stored`, with each tensor that stacks all experts replaced by one tensor per expert. Stacked
-    tensors are gate above up [experts, 2 * features, hidden], and down [experts, hidden, features].
+    """`stored`, with each tensor that stacks all experts replaced by one tensor per expert. The
+    stacked tensors are gate_up [experts, 2 * features, hidden] with the rows of gate first, and
+    down [experts, hidden, features].
 
     Qwen3.5's published checkpoints are stacked; transformers writes one tensor per expert. vLLM
     reads both.
@@ -139,7 +140,8 @@ def fill_targets(pieces: Iterable[Piece], *, threads: int | None = None) -> None
 
 
 def _split(piece: Piece) -> Iterator[Piece]:
-    """`piece`, split into pieces of at most CHUNK_BYTES. A unit that is larger is one piece."""
+    """`piece`, split into pieces of at most CHUNK_BYTES. A unit larger than CHUNK_BYTES is one
+    piece."""
     if 0 < piece.nbytes <= CHUNK_BYTES:
         yield piece
         return
@@ -174,11 +176,13 @@ def _work(
 ) -> None:
     """The work of one thread: take reads until none is left. If one thread fails, all threads stop.
 
-    After each call that releases the GIL, the thread must wait until it gets the GIL back. So there
-    are as few such calls as possible: two for a read that consists of one verbatim chunk.
+    After each call that releases the GIL, the thread must wait to get the GIL back. So the thread
+    makes as few calls that release the GIL as possible: two for a read that consists of one
+    verbatim chunk.
     """
     if where.type == "cuda":
-        # A new thread's default device is GPU 0, where its first call would create a context.
+        # A new thread's default device is GPU 0, and the thread's first CUDA call would create a
+        # context on GPU 0.
         torch.cuda.set_device(where)
     with contextlib.ExitStack() as held, torch.no_grad():
         aligned = -(-buffer_bytes // 16) * 16  # rounded up to whole elements of any dtype
