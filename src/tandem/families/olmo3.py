@@ -1,6 +1,6 @@
-"""OLMo 3. Attention and MLP have a norm after them and no norm before them. One norm is over all
-queries, another norm over all keys. Three of four layers have a window, and the other layers have
-YaRN."""
+"""OLMo 3. Attention and MLP have a norm after them and no norm before them. One norm is over the
+queries of all heads, and another norm is over the keys of all heads. Three of four layers have a
+sliding window, and the other layers have YaRN."""
 
 from dataclasses import replace
 from typing import Any
@@ -34,7 +34,7 @@ class Olmo3(Decoder):
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
         """RoPE's parameters of the layers without a window. Published configs have `rope_scaling`,
-        which applies only to these layers."""
+        which applies only to the layers without a window."""
         scaling = config.get("rope_scaling") or {}
         return {"rope_theta": _THETA} | self._rope(config, _KINDS[1]) | scaling
 
