@@ -9,13 +9,13 @@ A row has `sequence_length` slots, one for each token, and holds whole prefix tr
 tree lie in depth-first order, and sequences share the slots of their common prefix. Two integers
 per slot describe the tree:
 
-    positions[i]: the depth of the token in slot i, which is its RoPE position.
-    subtree_end[i]: one past the last slot of the subtree that begins in slot i.
+    `positions[i]`: the depth of the token in slot i, which is its RoPE position.
+    `subtree_end[i]`: one past the last slot of the subtree that begins in slot i.
 
 The query in slot q may attend to the key in slot k exactly when k <= q < subtree_end[k]. The
 condition k <= q < subtree_end[k] is the complete attention mask for trees of any depth. The trained
-tokens are a list of items, separate from the slots. So several trajectories can train one shared
-token with different advantages. The trainer computes logits only in the slots that predict trained
+tokens are a list of items, separate from the slots. Several trajectories can train one shared token
+with different advantages. The trainer computes logits only in the slots that predict trained
 tokens. `packed_format.py` lists every packed array.
 
 A sequence longer than a row is refused, left out or cut, according to `packing.too_long`

@@ -48,7 +48,7 @@ class TrainingConfig(Record):
     # Optimizer steps of the warmup; a number below 1 is a fraction of all steps.
     warmup: float = Field(default=0.03, ge=0)
     floor: float = Field(default=0.0, ge=0, le=1)  # last learning rate / highest learning rate
-    checkpoint_every: int = Field(default=100, ge=1)  # optimizer steps of a job
+    checkpoint_every: int = Field(default=100, ge=1)  # optimizer steps of each job
     evaluate_every: int = Field(default=1, ge=1)  # number of jobs per held-out loss
     sequence_length: int = PackingSettings.model_fields["sequence_length"].default
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"

@@ -104,9 +104,8 @@ class Renderer:
             number for number in tokenizer("").input_ids if number == tokenizer.bos_token_id
         ]
         self.shows_tools = False  # whether the template is known to render tools
-        # Tuples (template, role, whether the message is the first). The template renders the
-        # content of messages with this role at this place. Some templates render a role only in the
-        # first message.
+        # Tuples (template, role, whether the message is the first) for which the template renders a
+        # message's content. Some templates render a role only in the first message.
         self._shown = set[tuple[str, str, bool]]()
         # (Template, whether the turn has calls) -> the text from the end of a turn up to the next
         # token at which vLLM stops.

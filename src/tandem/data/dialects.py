@@ -1,7 +1,7 @@
 """Converts other forms of a message, a call or a tool to OpenAI's form. The module imports no numpy
 and no torch.
 
-A value in an unknown form stays unchanged: `tandem.data.examples` refuses such a value.
+A value in an unknown form stays unchanged, so that `tandem.data.examples` refuses the value.
 """
 
 import json

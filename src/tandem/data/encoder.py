@@ -1,6 +1,6 @@
-"""Turns texts into token ids. The package fastokens is many times faster than the model's own
-tokenizer. fastokens is used only if it gives the same tokens as the model's tokenizer for a sample
-of text. The model's tokenizer encodes the texts that fastokens can't encode."""
+"""Turns texts into token ids. The package `fastokens` is many times faster than the model's own
+tokenizer. `fastokens` is used only if it gives the same tokens as the model's tokenizer for a
+sample of text. The model's tokenizer encodes the texts that fastokens can't encode."""
 
 from itertools import pairwise
 from typing import Any

@@ -323,22 +323,23 @@ class Rendering(Record):
     """A preview of an example or a pair: how it is trained, or why it is refused.
 
     Attributes:
-        parts: for each sequence, tuples (text, the text's weight in the loss). Context has the
+        `parts`: for each sequence, tuples (text, the text's weight in the loss). Context has the
             weight 0. A pair has two sequences.
-        lengths: the number of tokens of each sequence.
-        slots: the slots that a row needs for the longest sequence. A pair needs the slots of both
+        `lengths`: the number of tokens of each sequence.
+        `slots`: the slots that a row needs for the longest sequence. A pair needs the slots of both
             sequences, and their common beginning counts once.
-        trained: the number of trained tokens.
-        left_out: "reasoning" if the chat template does not render the reasoning of a trained
-            message, and "tools" if the chat template does not render the given tools.
-        trained_turns: the number of trained turns of a conversation.
-        endless_turns: the number of trained turns that do not end with a token at which vLLM stops.
-        empty_thoughts: the number of trained turns with an empty `<think>` block.
-        control_tokens: for each special token, how often messages contain the token's text. The
-            tokenizer turns this text into the special token.
-        endless: a message that says what to do about `endless_turns`.
-        date: today's date, if the template prints it.
-        error: why the example is refused; `field` names the wrong value.
+        `trained`: the number of trained tokens.
+        `left_out`: the parts that the chat template does not render: "reasoning" of a trained
+            message, or "tools".
+        `trained_turns`: the number of trained turns of a conversation.
+        `endless_turns`: the number of trained turns that do not end with a token at which vLLM
+            stops.
+        `empty_thoughts`: the number of trained turns with an empty `<think>` block.
+        `control_tokens`: for each special token, how often messages contain the token's text. The
+            tokenizer turns a special token's text into the special token.
+        `endless`: a message that says what to do about `endless_turns`.
+        `date`: today's date, if the template prints it.
+        `error`: why the example is refused; `field` names the wrong value.
     """
 
     parts: list[list[tuple[str, float]]] = Field(default_factory=list)

@@ -55,7 +55,7 @@ def other_format(given: Mapping[str, Any], *, fits: bool) -> tuple[str, str] | N
     """The column that identifies the foreign format, and the refusal's message; None if the record
     has no foreign format. `given`: the record's columns that have a value; `fits`: whether the
     record has the columns of a format that Tandem reads."""
-    if isinstance(given.get("label"), int):  # KTO's label; a text would be a topic
+    if isinstance(given.get("label"), int):  # an integer label is KTO's; a text label is a topic
         return "label", _said(*_GOOD_OR_BAD)
     for columns, name, remedy in _MISREAD if fits else [*_MISREAD, *_UNREAD]:
         if columns <= given.keys():

@@ -25,7 +25,7 @@ from tandem.spool.schema import Record
 # log-prob slightly above 0.
 LOGPROB_SLACK = 1e-4
 # No sampler draws a token of a probability below e^-100. A lower log-prob would give a ratio that
-# the loss clamps, so nothing would be learned. vLLM's OpenAI server writes -9999 if it has no
+# the loss clamps, so nothing would be learned. The OpenAI server of vLLM writes -9999 if it has no
 # log-prob for the sampled token.
 LOWEST_LOGPROB = -100.0
 # A weight below this number vanishes in float32, or its gradient is negligible compared with
@@ -80,18 +80,19 @@ class Turn(Record):
     """One sampled assistant message.
 
     Attributes:
-        prompt_token_ids: the token ids of the whole context.
-        token_ids: the token ids of the sampled tokens, with the end-of-turn token.
-        logprobs: the log-prob of each sampled token, in nats, at the sampling temperature. If the
+        `prompt_token_ids`: the token ids of the whole context.
+        `token_ids`: the token ids of the sampled tokens, with the end-of-turn token.
+        `logprobs`: the log-prob of each sampled token, in nats, at the sampling temperature. If the
             temperature is not 1, vLLM must run with `--logprobs-mode processed_logprobs`.
-        policy_step: the step of the checkpoint from which the turn was sampled.
-        routed_experts: for a mixture of experts, the experts that vLLM's router chose for each
-            token except the last token. Training uses these experts. The form is base64 of a file
-            in NumPy's format, integers [tokens - 1, layers, experts per token]. vLLM returns this
-            form with `--enable-return-routed-experts`.
-        reward: the reward of this turn, in addition to the trajectory's reward.
-        advantage: replaces the computed advantage.
-        advantages: for each sampled token a number that is added to the turn's advantage.
+        `policy_step`: the step of the checkpoint from which the turn was sampled.
+        `routed_experts`: for a mixture of experts, the experts that vLLM's router chose for each
+            token except the last token. Training uses the same experts as sampling. The form is
+            base64 of a file in NumPy's format, integers [tokens - 1, layers, experts per token].
+            With
+                `--enable-return-routed-experts`, vLLM returns the experts in this form.
+        `reward`: the reward of this turn, in addition to the trajectory's reward.
+        `advantage`: replaces the computed advantage.
+        `advantages`: for each sampled token a number that is added to the turn's advantage.
     """
 
     prompt_token_ids: TokenIds = Field(min_length=1)
@@ -272,7 +273,7 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
 
 def _named_ids(tokens: Sequence[Any]) -> list[int] | None:
     """The token ids in token names of the form `token_id:<n>`; None if the names have another form.
-    vLLM writes `token_id:<n>` with the option `return_tokens_as_token_ids`."""
+    With the option `return_tokens_as_token_ids`, vLLM writes `token_id:<n>`."""
     found = [re.fullmatch(r"token_id:(\d+)", str(token)) for token in tokens]
     return [int(match[1]) for match in found if match] if found and all(found) else None
 
@@ -284,16 +285,16 @@ def policy_step_of(model: Any) -> int | None:
 
 
 def _reasoning_text(message: Mapping[str, Any]) -> str | None:
-    """The reasoning of an assistant message. vLLM's key is `reasoning`; other servers and clients
-    use `reasoning_content` or `thinking`."""
+    """The reasoning of an assistant message. The key of vLLM is `reasoning`; other servers and
+    clients use `reasoning_content` or `thinking`."""
     names = ("reasoning", "reasoning_content", "thinking")
     texts = (message.get(name) for name in names)
     return next((text for text in texts if isinstance(text, str) and text), None)
 
 
 class TrajectoryBuilder:
-    """Builds a trajectory while its conversation is sampled. For each turn: send `messages` to
-    vLLM, pass the response to `add_response`, and pass the next message of the user or of a tool to
+    """Builds a trajectory while its conversation is sampled. For each turn, send `messages` to
+    vLLM, and pass the response to `add_response`. Pass each message of the user or of a tool to
     `add`. At the end, call `finish`."""
 
     def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:

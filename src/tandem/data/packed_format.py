@@ -59,7 +59,7 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
-Arrays = dict[str, NDArray[Any]]  # keyed by the names in the table above
+Arrays = dict[str, NDArray[Any]]  # keyed by the array names in the module's docstring
 
 
 @dataclass(frozen=True)

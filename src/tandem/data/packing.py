@@ -1,7 +1,7 @@
 """Places sequences in rows, and turns rows into the packed arrays.
 
 A row is a prefix tree, stored as a sorted list of sequences. In lexicographic order a sequence
-shares its longest prefix with a neighbour. So the sorted list and the lengths of neighbours' common
+shares its longest prefix with a neighbour. The sorted list and the lengths of neighbours' common
 prefixes describe the whole tree. Every common prefix within a row is stored once, whether it was
 sampled or not. Sequences share prefixes even if they belong to different groups. Each shared token
 saves a slot, and the cost of the attention mask stays the same.
@@ -28,17 +28,17 @@ class LinearSequence:
     """A sequence of tokens, some of them trained.
 
     Attributes:
-        tokens: int32 [n]; the last token is trained.
-        trained: int32 [k], k >= 1: indices of the trained tokens in `tokens`, in rising order. The
-            first trained index is at least 1.
-        targets: int32 [k]: the tokens to predict at the indices `trained`.
-        weights: float32 [k]: the factors of the tokens' losses.
-        logprobs: float32 [k]: the sampler's log-probs in nats; NaN for tokens that were not
+        `tokens`: int32 [n]; the last token is trained.
+        `trained`: int32 [k], k >= 1: indices of the trained tokens in `tokens`, in rising order.
+            The first trained index is at least 1.
+        `targets`: int32 [k]: the tokens to predict at the indices `trained`.
+        `weights`: float32 [k]: the factors of the tokens' losses.
+        `logprobs`: float32 [k]: the sampler's log-probs in nats; NaN for tokens that were not
             sampled.
-        policy_steps: int32 [k]: the steps of the checkpoints that sampled the tokens, or -1.
-        expert_ids: int16 [m, layers, experts per token]: `slot_experts` of the first m tokens. The
-            experts of later tokens are unknown.
-        rejected: whether this is a pair's rejected answer.
+        `policy_steps`: int32 [k]: the steps of the checkpoints that sampled the tokens, or -1.
+        `expert_ids`: int16 [m, layers, experts per token]: `slot_experts` of the first m tokens.
+            The experts of later tokens are unknown.
+        `rejected`: whether this is a pair's rejected answer.
     """
 
     tokens: Int32
@@ -62,8 +62,8 @@ class LinearSequence:
         policy_steps: Int32 | None = None,
         expert_ids: Int16 | None = None,
     ) -> Self:
-        """The sequence, without the tokens after the last trained token: no trained token attends
-        to such tokens. The shapes and dtypes of the arrays are those of the class's fields.
+        """The sequence, cut after the last trained token: no trained token attends to later tokens.
+        The shapes and dtypes of the arrays are those of the class's fields.
 
         Args:
             targets: None means the tokens themselves.
@@ -201,7 +201,7 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     same arrays. Raises InvalidInput if the arrays are too large.
 
     All groups of a row belong to one batch. A group whose tree fits into a row is kept whole. The
-    groups that fit are placed in order of size, the largest first. Each such group goes into the
+    groups that fit are placed in order of size, the largest first. A group that fits goes into the
     row that has the fewest free slots among the rows with enough free slots (best-fit decreasing).
     A group whose tree is larger than a row is split, which stores prefixes several times.
     """
@@ -358,10 +358,10 @@ def _split(tree: PrefixTree, tokens: list[Int32], rows: _OpenRows) -> None:
     """Places a tree that is larger than a row, sequence by sequence in lexicographic order.
 
     A sequence goes to one of the last `OPEN_ROWS` rows of this tree: to the row in which the
-    sequence adds the fewest slots. If several rows are equal in this, the row with the fewest free
-    slots is chosen. If none of the last `OPEN_ROWS` rows has enough free slots, the sequence goes
-    to the row with the most free slots of all rows. If no row has enough free slots, the sequence
-    goes to a new row.
+    sequence adds the fewest slots. If the sequence adds equally many slots in several rows, the row
+    with the fewest free slots is chosen. If none of the last `OPEN_ROWS` rows has enough free
+    slots, the sequence goes to the row with the most free slots of all rows. If no row has enough
+    free slots, the sequence goes to a new row.
     """
     window: list[int] = []
     for index in tree.sequences:

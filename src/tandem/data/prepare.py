@@ -50,7 +50,8 @@ def prepare_rl(
     Args:
         batch_size: groups per optimizer step, for `row_batch`; None: all groups in one step.
         max_off_policy_steps: the most steps from a turn's `policy_step` to `base_step`, the step
-            that the job starts from. None: a turn may lack `policy_step`.
+            that the job starts from. If `max_off_policy_steps` is None, a turn may lack
+            `policy_step`.
         mixture: the base model's mixture of experts; None: the model is dense.
     """
     if not groups:
@@ -196,13 +197,12 @@ def group_advantages(
 
     - `baseline="mean"`, `scale="group"`: (r_i - m) / s, GRPO (Shao et al., 2024, arXiv:2402.03300);
     - `baseline="mean"`, `scale="batch"`: (r_i - m) / batch_spread, Lite PPO (Liu et al., 2025,
-      arXiv:2508.08221); it is steadier than GRPO if a group's rewards differ little;
-    - `baseline="mean"`, `scale="none"`: r_i - m, Dr. GRPO (Liu et al., 2025, arXiv:2503.20783); it
-      does not divide, because the division gives more weight to questions whose rewards differ
-      little;
+      arXiv:2508.08221). Lite PPO is steadier than GRPO if a group's rewards differ little;
+    - `baseline="mean"`, `scale="none"`: r_i - m, Dr. GRPO (Liu et al., 2025, arXiv:2503.20783). A
+      division would give more weight to questions whose rewards differ little;
     - `baseline="leave_one_out"`: r_i minus the mean of the other n - 1 rewards, RLOO (Ahmadian et
-      al., 2024, arXiv:2402.14740). This difference is n / (n - 1) (r_i - m). `scale` has the same
-      divisors as with `baseline="mean"`;
+      al., 2024, arXiv:2402.14740). RLOO's advantage before scaling is n / (n - 1) (r_i - m).
+      `scale` has the same divisors as with `baseline="mean"`;
     - `baseline="none"`: r_i.
 
     With a baseline, a group with equal rewards (or with one reward) has the advantage 0 for each

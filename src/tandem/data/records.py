@@ -57,7 +57,7 @@ def _of_lines(path: Path) -> Records:
         try:
             return _elements(path)
         except InvalidInput:
-            return lines  # the caller refuses such a file at its first line
+            return lines  # the caller refuses the file at its first line
     wrapped = (
         len(lines) == 1
         and isinstance(first, dict)

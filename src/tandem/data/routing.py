@@ -1,5 +1,5 @@
-"""Reads the experts that vLLM's router chose. A turn carries these experts for routing replay:
-training uses the same experts as sampling (Ma et al., 2025, arXiv:2510.11370)."""
+"""Reads the experts that vLLM's router chose. A turn carries the router's experts for routing
+replay: training uses the same experts as sampling (Ma et al., 2025, arXiv:2510.11370)."""
 
 import base64
 import io

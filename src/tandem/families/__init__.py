@@ -4,7 +4,8 @@ weights, and how the weights are cut over ranks. The package imports no torch.
 `registry.py` lists the families. A family is an object of the class `Decoder` (`decoder.py`). The
 fields of a `Decoder` are the family's differences from the standard decoder. `weight_rules.py` maps
 a checkpoint's tensors to parameters, and cuts the parameters over ranks. `adapter.py` has the names
-and files of PEFT's adapters. docs/models.md says what each family refuses, and how to add a family.
+and files of PEFT's adapters. The page docs/models.md says what each family refuses, and how to add
+a family.
 
 LoRA on experts has PEFT's names and shapes: an A and a B for each projection of each expert, such
 as `model.layers.0.mlp.experts.17.gate_proj`. In memory, one parameter `[experts, …]` has the A

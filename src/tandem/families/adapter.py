@@ -35,8 +35,8 @@ _EXPERT = re.compile(r"(\.experts\.)\d+(\.)")
 
 def default_targets(arch: Arch) -> tuple[str, ...]:
     """The targets of a run that specifies no targets: every linear layer. In a mixture of experts,
-    only the linear layers of attention are default targets. vLLM accepts adapters on experts only
-    with `TANDEM_EXPERT_LORA`. `kv_b_proj` is left out (see `UNSERVED`)."""
+    only the linear layers of attention are default targets. In vLLM, adapters on experts need
+    `TANDEM_EXPERT_LORA`. `kv_b_proj` is left out (see `UNSERVED`)."""
     return tuple(
         target
         for target in all_targets(arch)
@@ -133,9 +133,9 @@ def misread_by_peft(keys: Collection[str]) -> bool:
     """Whether `PeftModel.from_pretrained` (0.21) would load an adapter with these tensors wrongly.
 
     PEFT has one layer for the gate and up projections of all experts. PEFT looks up a target name
-    that experts have in experts only. So PEFT silently drops the adapters of dense layers and
-    shared experts if experts have adapters of the same name. If experts have adapters on gate and
-    up but not on down, the adapters keep their initial values.
+    that experts have in experts only. PEFT silently drops the adapters of dense layers and shared
+    experts if experts have adapters of the same name. If experts have adapters on gate and up but
+    not on down, the adapters keep their initial values.
     """
     modules = {key.rpartition(".lora_")[0] for key in keys}
     targets = {module.rpartition(".")[2] for module in modules if ".experts." in module}
@@ -164,7 +164,7 @@ def layer_of(name: str) -> int:
 def stacked_name(key: str) -> str:
     """The name of the policy's parameter that holds the tensor with PEFT key `key`. In the key of
     an expert, the expert's number becomes `*`, because one parameter stacks the tensors of all
-    experts in order. Other keys stay the same.
+    experts in order. Keys without an expert's number stay the same.
     """
     return _EXPERT.sub(r"\1*\2", key)
 

@@ -54,7 +54,7 @@ class Window:
 @dataclass(frozen=True)
 class ProportionalRope:
     """RoPE that rotates only the first pairs of a head's dimensions (`rope_type: proportional`).
-    `share` is the fraction of pairs that rotate, and these rotate `factor` times slower."""
+    `share` is the fraction of pairs that rotate. Rotating pairs rotate `factor` times slower."""
 
     share: float
     factor: float
@@ -89,7 +89,7 @@ class MoE:
     norm_topk_prob: bool  # whether the chosen experts' probabilities are divided by their sum
     # The function that turns the router's logits of all experts into probabilities. The router with
     # sigmoid (DeepSeek-V3, 2024, arXiv:2412.19437) first chooses the best `groups_per_token` of
-    # `groups` equal groups of experts. The router then chooses experts in these groups by
+    # `groups` equal groups of experts. The router then chooses experts in the best groups by
     # probability plus a bias per expert.
     router: Literal["softmax", "sigmoid"] = "softmax"
     groups: int = 1
@@ -125,7 +125,7 @@ class GatedDeltaNet:
 
     @property
     def key_size(self) -> int:
-        """Total features of the queries of all heads. Keys have the same number of features."""
+        """Total features of the queries of all heads. Keys have as many features as queries."""
         return self.key_heads * self.key_head_dim
 
     @property

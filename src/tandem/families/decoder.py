@@ -1,5 +1,5 @@
-"""The standard decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU. All families build on this
-decoder."""
+"""The standard decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU. All families build on the
+standard decoder."""
 
 import math
 from collections.abc import Mapping
@@ -266,8 +266,8 @@ class Decoder:
         config.refuse(variants)
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
-        """RoPE's parameters. transformers 5 writes `rope_parameters`; older versions write
-        `rope_theta` and `rope_scaling`. `rope_scaling` replaces `rope_parameters`, as in
+        """RoPE's parameters. Version 5 of transformers writes `rope_parameters`; older versions
+        write `rope_theta` and `rope_scaling`. `rope_scaling` replaces `rope_parameters`, as in
         transformers. Values in `rope_scaling` or `rope_parameters` override values at the config's
         top level."""
         default = self.defaults.get("rope_parameters", {})

@@ -115,8 +115,8 @@ class Gemma4(Decoder):
         ]
 
     def _global_heads(self, config: ModelConfig, arch: Arch) -> GlobalHeads:
-        """The heads of layers without a window. transformers 5 writes these sizes to
-        `per_layer_config`; published configs have the sizes under other keys."""
+        """The heads of layers without a window. Version 5 of transformers writes the heads' sizes
+        to `per_layer_config`; published configs have the sizes under other keys."""
         keys_are_values = bool(config.get("attention_k_eq_v", False))
         own = {"head_dim": config.get("global_head_dim", 512)}
         if keys_are_values and config.get("num_global_key_value_heads") is not None:

@@ -68,8 +68,8 @@ class Olmo3(Decoder):
         ]
 
     def _rope(self, config: ModelConfig, kind: str) -> dict[str, Any]:
-        """RoPE's parameters in layers of kind `kind`. transformers 5 writes `rope_parameters` for
-        each kind of layer."""
+        """RoPE's parameters in layers of kind `kind`. Version 5 of transformers writes
+        `rope_parameters` for each kind of layer."""
         given = config.get("rope_parameters") or {}
         if given.keys() - set(_KINDS):
             raise config.invalid(
@@ -83,7 +83,8 @@ class Olmo3(Decoder):
         config.refuse(
             {
                 "layers with a sliding window of no size": config.get("sliding_window") is None,
-                # transformers would scale RoPE in only one of the two kinds of layers.
+                # In transformers, a rope_theta at the top level applies only to layers without a
+                # window.
                 "a rope_theta outside of rope_parameters": (
                     config.get("rope_theta", _THETA) != _THETA
                 ),

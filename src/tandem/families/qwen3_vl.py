@@ -1,5 +1,5 @@
 """The text models of Qwen3-VL: Qwen3's text models with a vision tower beside them. A text token
-has the same position in all sections of MRoPE, so MRoPE is RoPE."""
+has the same position in all sections of MRoPE, so MRoPE equals RoPE."""
 
 from dataclasses import replace
 

@@ -74,7 +74,7 @@ def read_arch(model: str) -> Arch:
 
 
 def arch_from_config(values: dict[str, Any], source: str = "config.json") -> Arch:
-    """Like `read_arch`, but for a parsed config. Errors name the config `source`. Raises
+    """Like `read_arch`, but for a parsed config. `source` is the config's name in errors. Raises
     InvalidInput and UnknownArchitecture as `read_arch` does."""
     config = ModelConfig(values, source)
     model_type = config.get("model_type")

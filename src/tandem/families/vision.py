@@ -43,8 +43,9 @@ def text_of(
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise config.invalid("text_config is missing, or is not an object")
-    # transformers decides by `tie_word_embeddings` in text_config whether embedding and output
-    # layer share a table. vLLM decides by `tie_word_embeddings` at the config's top level.
+    # To decide whether embedding and output layer share a table, transformers reads
+    # `tie_word_embeddings` in text_config. Unlike transformers, vLLM reads `tie_word_embeddings` at
+    # the config's top level.
     of_text = bool(text.get("tie_word_embeddings", (defaults or {}).get("tie_word_embeddings")))
     of_all = bool(config.get("tie_word_embeddings", of_text if tied is None else tied))
     if of_all != of_text:

@@ -33,7 +33,7 @@ class WeightRule:
     # are gate and odd rows are up. None: the sources are matrices.
     interleaved: int | None = None
     # Whether the parameter is fp32, even if the other parameters are not. Only a parameter that is
-    # not cut may be fp32 by this rule.
+    # not cut over ranks may have `fp32`.
     fp32: bool = False
     # For each source, the sizes of consecutive sections of its rows. The ranks cut each section
     # separately.

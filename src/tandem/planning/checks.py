@@ -1,5 +1,6 @@
-"""Checks the sizes of the parallel dimensions (`Sizes`) against a model: whether the trainer can
-cut the model into these sizes, and which sizes are nearest. The module imports no torch."""
+"""Checks the sizes of the parallel dimensions (`Sizes`) against a model. The module says whether
+the trainer can cut a model into given sizes, and which sizes are nearest. The module imports no
+torch."""
 
 import math
 from dataclasses import asdict

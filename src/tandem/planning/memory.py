@@ -186,7 +186,7 @@ def _stage_memory(workload: Workload, sizes: Sizes, stage: int) -> Memory:
         gradients, optimizer = adapter, 2 * adapter
         adapter += _cast(rules, workload.lora, sizes) * _BF16
     saved, working, recomputing = _layers(workload, sizes, layers)
-    # This stage keeps the activations of one row, and of one more row for each later stage.
+    # A stage keeps the activations of one row, and of one more row for each later stage.
     in_flight = min(sizes.pipeline - stage, max(1, workload.rows // sizes.data))
     slots = -(-workload.sequence_length // sizes.context)
     chunk = min(slots * arch.vocab_size // sizes.tensor, CHUNK_ELEMENTS)
@@ -277,9 +277,9 @@ def _delta_net(
     """Memory in bytes of a layer with a delta net (`DeltaNetSublayer`, with
     flash-linear-attention). The results are `saved`, `graph` and `passes`. `saved` is the tensors
     that the layer keeps. `graph` is the part of `saved` in the autograd graph between the layer's
-    input and output projections. `passes` is the extra memory of the backward pass between these
-    projections. The sizes are computed, not measured. `others` is the memory that a layer with
-    attention keeps. Both kinds of layer have equal MLPs."""
+    input and output projections. `passes` is the extra memory of the backward pass between the
+    input and output projections. The sizes are computed, not measured. `others` is the memory that
+    a layer with attention keeps. Both kinds of layer have equal MLPs."""
     slots, parts, hidden = workload.sequence_length, sizes.tensor, workload.arch.hidden_size
     own = -(-slots // parts) if sizes.sequence else slots  # number of slots in the residual stream
     features, value, heads = sum(gdn.sections) // parts, gdn.value_size // parts, gdn.value_heads
@@ -350,8 +350,8 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
         + slots * (query + gates + adapted("o_proj"))
         + rows * adapted("down_proj")
     )
-    # A layer with an MLP beside its experts also keeps the sum of the experts' outputs, and the sum
-    # of the experts' and the MLP's outputs.
+    # A layer with an MLP beside its experts also keeps two sums: of the experts' outputs, and of
+    # the experts' and the MLP's outputs.
     if moe is not None and moe.beside_mlp:
         least += 2 * residual_slots * hidden
     # FlexAttention's own output is kept besides the output that includes the sinks.
@@ -363,7 +363,7 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     attention = least + residual_slots * hidden
     if arch.mla is None:
         attention += slots * (made * qkv + adapted("q_proj", "k_proj", "v_proj"))
-    else:  # the latents, A x of the latents' adapters, and the heads q, k and v
+    else:  # MLA keeps the latents, A x of the latents' adapters, and the heads q, k and v
         latents = sum(arch.mla.down.values()) + adapted(*arch.mla.down)
         attention += residual_slots * latents + slots * qkv
     # Level ALL also keeps gate, up, and A x of the adapters on gate and up.

@@ -98,8 +98,8 @@ class Plan:
 
 
 def plan(workload: Workload, gpus: int, gpu_memory: float) -> Plan:
-    """All topologies that the trainer can build on these GPUs. Raises InvalidInput if no topology
-    fits.
+    """All topologies that the trainer can build on the given GPUs. Raises InvalidInput if no
+    topology fits.
 
     Args:
         gpus: the number of GPUs. Each topology uses all GPUs.

@@ -1,6 +1,6 @@
 """Adam on the LoRA parameters: torch's AdamW, with Tandem's own gradient buffers and clipping.
 
-The LoRA parameters are fp32 and are cast where a layer uses them. So the LoRA parameters themselves
+The LoRA parameters are fp32 and are cast where a layer uses them. The LoRA parameters themselves
 are Adam's master weights.
 """
 
@@ -179,8 +179,8 @@ def norm_over_ranks(squares: list[Tensor]) -> float:
 
 
 def _gradient_memory(parameters: list[Parameter]) -> Tensor:
-    """Zeroed memory for the gradients of all `parameters`, as one flat tensor. After this call,
-    autograd adds the parameters' gradients to this memory."""
+    """Zeroed memory for the gradients of all `parameters`, as one flat tensor. Autograd adds the
+    parameters' gradients to the returned tensor."""
     memory = torch.zeros(
         sum(map(Tensor.numel, parameters)), dtype=torch.float32, device=parameters[0].device
     )

@@ -2,10 +2,10 @@
 hold the same weights.
 
 Each of the ranks that hold the same weights owns an equal range of the weights' memory. A rank gets
-the summed gradient of its range, holds Adam's state for the range, updates the range's weights, and
-sends them to the other ranks (ZeRO, Rajbhandari et al., 2020, arXiv:1910.02054, stage 1). A
-bfloat16 weight is the rounded upper half of an fp32 master value. The int16 `remainder` contains
-the difference that the rounding made. So a weight and its master value together take 4 bytes
+the summed gradient of its range, and holds Adam's state for the range. The rank updates the range's
+weights and sends them to the other ranks (ZeRO, Rajbhandari et al., 2020, arXiv:1910.02054, stage
+1). A bfloat16 weight is the rounded upper half of an fp32 master value. The int16 `remainder`
+contains the difference that the rounding made. A weight and its master value together take 4 bytes
 instead of 6.
 """
 
@@ -75,8 +75,8 @@ class ShardedAdam:
     Args:
         policy: the policy, whose backward passes add the gradients of the base weights to the
             buffers of this `ShardedAdam`.
-        base: this rank's weights, all bfloat16 or all fp32. Optimizer steps write into these
-            weights' memory.
+        base: this rank's weights, all bfloat16 or all fp32. Optimizer steps write into the memory
+            of `base`.
     """
 
     def __init__(self, policy: Policy, base: BaseWeights, settings: OptimizerSettings) -> None:
@@ -205,8 +205,8 @@ class ShardedAdam:
 
     def _sum_over_tensor_ranks(self) -> None:
         """Sums the gradients of weights that every tensor-parallel rank holds whole. Each rank has
-        only the part of such a gradient that comes from its heads or, with sequence parallelism,
-        from its tokens."""
+        only the part of the gradient that comes from its heads or, with sequence parallelism, from
+        its tokens."""
         topology = self._topology
         if topology.sizes.tensor == 1:
             return

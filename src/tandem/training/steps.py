@@ -3,7 +3,7 @@ deals with no files, processes or offloading.
 
 In an optimizer step each rank runs its micro steps; a micro step computes one row. After the micro
 steps, gradients are summed over data-parallel ranks, checked, clipped and applied. Before the
-backward pass, each loss is divided by the denominator of all ranks' rows. So the sum of all ranks'
+backward pass, each loss is divided by the denominator of all ranks' rows. The sum of all ranks'
 gradients is the gradient of the whole step's loss.
 """
 
@@ -121,7 +121,8 @@ class Training:
             for index, counts in self._passes(self.schedule.rank_held_out):
                 self.phases.announce("evaluate")
                 # A row that does not count is computed only so that the collective operations of
-                # all ranks match. This rank may have no reference log-probs for the row.
+                # all ranks match. A rank may have no reference log-probs for a row that does not
+                # count.
                 if not counts:
                     self._rows.forward(self.batch.row(index))
                     continue
@@ -196,8 +197,8 @@ class Training:
 
     def _gradients(self, step: int, denominator: float) -> Totals:
         """Computes the step's gradients. If memory runs out, the gradients are computed again
-        without CUDA graphs, or with layers that keep fewer tensors. The gradients are bit-identical
-        in both cases."""
+        without CUDA graphs, or with layers that keep fewer tensors. The recomputed gradients are
+        bit-identical."""
         micro_steps = self.schedule.micro_steps(step, self.topology.place.data)
         while True:
             try:
