@@ -6,17 +6,17 @@ Trajectories, examples and pairs become tokens (`render.py`), then prefix trees 
 session, under the names of Tinker's API.
 
 A row has `sequence_length` slots, one for each token, and holds whole prefix trees. The tokens of a
-tree lie in depth-first order, and siblings share every token of their common prefix. Two integers
+tree lie in depth-first order, and sequences share the slots of their common prefix. Two integers
 per slot describe the tree:
 
-    positions[i]      the token's depth, which is its RoPE position
-    subtree_end[i]    one past the last slot of the subtree below the segment that holds i
+    `positions[i]`: the depth of the token in slot i, which is its RoPE position.
+    `subtree_end[i]`: one past the last slot of the subtree that begins in slot i.
 
-Query q may attend to key k exactly when k <= q < subtree_end[k]. The layout is depth-first, so this
-condition is the complete mask for trees of any depth. The trained tokens are a list of items,
-separate from the slots, because several trajectories with different advantages may train one shared
-token. The trainer computes logits only at the parents of trained tokens. `packed_format.py` lists
-every array.
+The query in slot q may attend to the key in slot k exactly when k <= q < subtree_end[k]. The
+condition k <= q < subtree_end[k] is the complete attention mask for trees of any depth. The trained
+tokens are a list of items, separate from the slots. Several trajectories can train one shared token
+with different advantages. The trainer computes logits only in the slots that predict trained
+tokens. `packed_format.py` lists every packed array.
 
 A sequence longer than a row is refused, left out or cut, according to `packing.too_long`
 (`prepare.py`).

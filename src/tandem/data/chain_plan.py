@@ -1,6 +1,6 @@
 """Cuts a file of examples or pairs into a chain of jobs. Chooses the records of each job and their
-order, and makes the job's request. Only the slice of one job is in memory. The module imports no
-numpy and no torch."""
+order, and makes the job's request. Only the records of one job are in memory at a time. The module
+imports no numpy and no torch."""
 
 import math
 import random
@@ -48,8 +48,8 @@ class TrainingConfig(Record):
     # Optimizer steps of the warmup; a number below 1 is a fraction of all steps.
     warmup: float = Field(default=0.03, ge=0)
     floor: float = Field(default=0.0, ge=0, le=1)  # last learning rate / highest learning rate
-    checkpoint_every: int = Field(default=100, ge=1)  # optimizer steps of a job
-    evaluate_every: int = Field(default=1, ge=1)  # jobs from one held-out loss to the next
+    checkpoint_every: int = Field(default=100, ge=1)  # optimizer steps of each job
+    evaluate_every: int = Field(default=1, ge=1)  # number of jobs per held-out loss
     sequence_length: int = PackingSettings.model_fields["sequence_length"].default
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"
     trainable: Trainable = "lora"  # the run is created with `trainable` and `lora`
@@ -94,9 +94,9 @@ class DPOTraining(TrainingConfig):
 
 @dataclass(frozen=True)
 class Slice:
-    """A job of the chain: optimizer steps [first, last) of the whole training. The steps are a part
-    of one epoch, or one or several whole epochs. In each epoch the trainer visits the job's batches
-    in another order."""
+    """A job of the chain: optimizer steps [first, last) of the whole training. A job has a part of
+    one epoch, or one or several whole epochs. The trainer visits the job's batches in another order
+    in each epoch."""
 
     number: int
     first: int
@@ -183,8 +183,9 @@ class ChainPlan:
         }
 
     def as_given(self, error: InvalidInput, part: Slice) -> InvalidInput:
-        """Rewrites the controller's refusal of a request. A field such as `examples.17.messages`
-        becomes the place in the file. Settings get their names in `TrainingConfig`."""
+        """Rewrites the error with which the controller refused a request. The index in a field such
+        as `examples.17.messages` becomes the record's place in the file. A setting's name becomes
+        the name in `TrainingConfig`, such as `too_long` for `packing.too_long`."""
         error = type(error)(error.message.replace("packing.", ""), field=error.field)
         name, index, *rest = [*(error.field or "").split("."), ""]
         if name == "packing":
@@ -226,8 +227,8 @@ def slices(total: int, per_epoch: int, most: int) -> list[Slice]:
 
 
 def _checked(path: str, config: SFTTraining | DPOTraining) -> Examples:
-    """The opened file. Every record's shape is checked first, so that no record is refused in the
-    middle of the training."""
+    """The opened file. Every record is validated first, so that no record is refused in the middle
+    of the training."""
     examples = Examples(path, config.format, config.kind, config.chat_template_kwargs)
     for index in range(len(examples)):
         examples.parse(index)

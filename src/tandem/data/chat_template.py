@@ -1,9 +1,9 @@
 """Tokenises conversations with the model's own tokenizer and chat template, and marks the trained
 tokens by the rules in docs/data.md.
 
-Many texts are tokenised in one call, and each conversation only once. To find the token at which
-trained text begins, the text between the last special token and the trained text is tokenised
-alone. The result is exact, because tokenizers never merge across special tokens.
+Many texts are tokenised in one call. Each conversation is tokenised only once. The first trained
+token is found by tokenising the text between the last special token and the trained text. The index
+of the first trained token is exact, because tokenizers never merge across special tokens.
 """
 
 import re
@@ -46,7 +46,7 @@ def load_tokenizer(path: str) -> Any:
     no torch. Raises InvalidInput if the tokenizer can't be loaded."""
     try:
         with _one_at_a_time:
-            # Imported here, because it takes seconds and RL doesn't need it.
+            # RL doesn't need transformers, and its import takes seconds.
             from transformers import AutoTokenizer
 
             return AutoTokenizer.from_pretrained(path)
@@ -97,15 +97,15 @@ class Renderer:
             "|".join(re.escape(text) for text in sorted(self.endings, key=len, reverse=True))
             or "$^"
         )
-        # The last entry stands for all token ids above the highest special token id.
+        # The last entry of `special` stands for all token ids above the highest special token id.
         self.special = np.zeros(max(special, default=0) + 2, bool)
         self.special[list(special)] = True
         self.lead = [
             number for number in tokenizer("").input_ids if number == tokenizer.bos_token_id
         ]
         self.shows_tools = False  # whether the template is known to render tools
-        # Tuples (template, role, whether the message is the first): the template is known to render
-        # the content of such a message. Some templates render a role only in the first message.
+        # Tuples (template, role, whether the message is the first) for which the template renders a
+        # message's content. Some templates render a role only in the first message.
         self._shown = set[tuple[str, str, bool]]()
         # (Template, whether the turn has calls) -> the text from the end of a turn up to the next
         # token at which vLLM stops.
@@ -161,7 +161,7 @@ class Renderer:
 
     def _check_roles(self, chat: Conversation, last: int) -> None:
         """Refuses a message that the template leaves out because of the message's role. Some
-        templates render a role only in the first message, and some render a role nowhere."""
+        templates render a role only in the first message, or never."""
         plain, names = chat.messages[: last + 1], chat.names
         for i, message in enumerate(plain):
             seen = chat.template, message["role"], i == 0
@@ -203,9 +203,9 @@ class Renderer:
         return SequenceText(text, [(start, end, last) for start, end in spans], marked=True)
 
     def _turns(self, chat: Conversation, trained: set[int]) -> list[SequenceText]:
-        """The conversation's texts from a template without `{% generation %}`. Two turns share
-        one text if the later turn's prompt continues the earlier turn. If the template renders old
-        messages differently (Qwen3 leaves out old reasoning), each turn has its own text, so
+        """The conversation's texts from a template without `{% generation %}`. Two turns share one
+        text if the later turn's prompt begins with the earlier turn's text. If the template renders
+        old messages differently (Qwen3 leaves out old reasoning), each turn has its own text, so
         the trained tokens are exact.
         """
         sources: list[SequenceText] = []
@@ -231,8 +231,9 @@ class Renderer:
         return sources
 
     def _ended(self, chat: Conversation, message: dict[str, Any], completion: str) -> str:
-        """The completion, cut after the token at which vLLM stops. If the completion has no such
-        token, the beginning of the next message up to such a token is added (`_after_turn`)."""
+        """The completion, cut after its stop token (a token at which vLLM stops). If the completion
+        has no stop token, the next message's beginning is added, up to its first stop token
+        (`_after_turn`)."""
         end = len(completion.rstrip())
         # `begin` becomes the length of the completion without the special tokens at its end, and
         # without the white space around these tokens.
@@ -264,7 +265,7 @@ class Renderer:
         messages = [Message.model_validate(one) for one in said]
         try:
             (source,) = self.chat(messages, ["", ""], {1}, None, {})
-        except InvalidInput:  # the template asks for more variables, such as tools
+        except InvalidInput:  # the template needs more variables, such as tools
             return True
         start, end, _ = source.spans[-1]
         return any(
@@ -272,8 +273,8 @@ class Renderer:
         )
 
     def _after_turn(self, chat: Conversation, message: dict[str, Any]) -> str:
-        """The beginning of the message after a turn, up to a token at which vLLM stops, such as
-        GLM-4.5's `<|user|>`; "" if the message does not begin with such a token."""
+        """The beginning of the message after a turn, up to a stop token such as GLM-4.5's
+        `<|user|>`. Returns "" if that message does not begin with a stop token."""
         # Some templates leave out the reasoning of all answers except the last answer.
         last = {name: value for name, value in message.items() if name not in REASONING}
         following = {"role": "user", "content": "?"}
@@ -326,8 +327,8 @@ class Renderer:
         ends = [end for _, end in spans] if len(spans) == len(at) else []
 
         def index(position: int) -> int | None:
-            """The index of the token that begins at character `position`. None if no token begins
-            there: the text before `position`, tokenised alone, gives other tokens."""
+            """The index of the token that begins at character `position`. Returns None if the text
+            before `position`, tokenised alone, gives other tokens."""
             if position == len(source.text):
                 return len(ids)
             before = bisect_right(ends, position) - 1
@@ -347,8 +348,8 @@ class Renderer:
 
     def _apart(self, source: SequenceText) -> list[LinearSequence]:
         """The sequences of a text in which a token crosses the border of a trained span. Each
-        trained span is tokenised by itself, because sampling starts after the tokens of the prompt
-        alone."""
+        trained span is tokenised separately from its prompt, because a sampler gets the tokens of
+        the prompt alone."""
         found = []
         for start, end, name in source.spans:
             prompt, whole = (

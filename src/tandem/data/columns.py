@@ -30,8 +30,8 @@ def text(record: Record, *names: str) -> str:
 
 
 def turns(*contents: str) -> list[dict[str, Any]]:
-    """Messages with the roles system, user, assistant, user, assistant and so on, one for each
-    content. An empty system message is left out."""
+    """A message for each of `contents`, with the roles system, user, assistant, user, assistant and
+    so on. An empty system message is left out."""
     roles = ["system"] + ["user", "assistant"] * len(contents)
     found = [
         {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
@@ -59,6 +59,6 @@ def asked(record: Record) -> list[dict[str, Any]]:
 
 
 def led(lead: list[dict[str, Any]], messages: Any) -> Any:
-    """`lead` followed by `messages`, unless `messages` already begins with `lead`. A value that is
-    not a list is returned unchanged."""
+    """`lead` followed by `messages`, unless `messages` already begins with `lead`. If `messages` is
+    not a list, it is returned unchanged."""
     return lead + messages if isinstance(messages, list) and messages[:1] != lead else messages

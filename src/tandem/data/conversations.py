@@ -32,9 +32,9 @@ _SWITCHES = ("loss", "training")
 
 
 def chat(value: Any, field: str) -> Any:
-    """The messages from a list of messages, a single message, or the JSON text of either. A message
-    is OpenAI's {role, content} or sharegpt's {from, value}. Other values are checked later, with
-    the example."""
+    """The messages from a list of messages, from the JSON text of such a list, or from a single
+    message. A message is OpenAI's {role, content} or sharegpt's {from, value}. Any other value is
+    returned unchanged, and is checked when the example is validated."""
     if isinstance(value, str):
         found = decoded(value)
         items = found if isinstance(found, list) else []
@@ -59,7 +59,8 @@ def chat(value: Any, field: str) -> Any:
 
 def _messages(item: Any, field: str) -> list[tuple[Any, bool]]:
     """The messages of one item of a conversation. Each message comes with a flag: whether it has
-    only calls. If the preceding message is an assistant's, the caller adds these calls to it."""
+    only calls. The caller adds the calls of a message with only calls to a preceding message of the
+    assistant."""
     if not isinstance(item, dict) or (
         item.keys() == {"role", "content"}
         and isinstance(item["content"], str)
@@ -113,8 +114,8 @@ def _called(item: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _written(item: dict[str, Any]) -> list[dict[str, Any]]:
-    """The message's text as messages: calls or tools' answers between the tags of the Hermes format
-    become messages. If the text between tags is not a call, the message is returned unchanged."""
+    """Turns calls and tools' answers between Hermes tags in a message's text into messages. If the
+    text between tags is not a call, the message is returned unchanged."""
     text = item["content"]
     if item["role"] == "assistant" and "tool_calls" not in item:
         calls = [_literal(one) for one in _ONE_CALL.findall(text)]
@@ -144,8 +145,8 @@ def _is_call(value: Any) -> bool:
 
 
 def _anthropic(item: dict[str, Any], field: str) -> list[dict[str, Any]]:
-    """The messages for one message whose content is a list of Anthropic's parts. A message with
-    other parts is returned unchanged."""
+    """The messages for one message whose content is a list of Anthropic's parts. A message without
+    parts of the types tool_use, tool_result and thinking is returned unchanged."""
     parts = item["content"]
     kinds = {part.get("type") for part in parts if isinstance(part, dict)}
     if not kinds & {"tool_use", "tool_result", "thinking"}:

@@ -21,7 +21,7 @@ SHORTEST_ROW, USUAL_ROW = 128, 4096
 """Lengths of rows, in slots. All lengths are powers of two, so that few lengths are compiled. An
 8 B model computes rows of 2,048 slots a third slower than rows of 4,096 slots."""
 MOST_TOKENS = 2**20
-# Tandem's losses clamp the ratio at e^20, so a bound of this value has no effect.
+# Tandem's losses clamp the ratio at e^20, so a bound of 1e9 has no effect.
 _NO_BOUND = 1e9
 _Bounds = tuple[float, float]
 _BOUNDS: dict[str, _Bounds] = {
@@ -70,8 +70,8 @@ def named_loss(name: str, config: Mapping[str, float]) -> SFTLoss | RLLoss:
     - importance_sampling: -sum r A
     - ppo: -sum min(r A, clip(r, low, high) A)
     - cispo: -sum sg(clip(r, low, high)) A lp
-    - gspo: -sum min(s A, clip(s, low, high) A), s the datum's exp(mean log r), with each token's
-      own gradient
+    - gspo: -sum min(s A, clip(s, low, high) A), with s = exp(mean log r) over the datum. Each token
+      has its own gradient (`gspo_token` in `tandem.training.losses`).
     - dro: -sum (A lp - beta / 2 (log r)^2)
     """
     if name not in _CONFIG:
@@ -114,15 +114,16 @@ def pass_request(
     vocab_size: int,
     longest: int = MOST_TOKENS,
 ) -> tuple[PassRequest, Callable[[Path], str]]:
-    """The request, and the function that writes the request's packed arrays; `RequestLog.append`
-    takes both. The same data gives the same bytes. Raises InvalidInput (fields `data.<i>...`) for
-    data that can't be computed.
+    """The request, and the function that writes the request's packed arrays, as `RequestLog.append`
+    takes them. The same arguments give packed arrays with the same bytes. Raises InvalidInput
+    (fields `data.<i>...`) for data that can't be computed.
 
     Args:
         data: at least one datum.
         loss_name, config: the loss and its settings, see `named_loss`.
         vocab_size: the model's vocabulary size.
-        longest: the most tokens of a datum and its last target together.
+        longest: a datum may have at most `longest` - 1 tokens, because the last target takes a
+            slot.
     """
     loss = named_loss(loss_name, config)
     if not data:
@@ -184,8 +185,8 @@ def _check(datum: Datum, loss: SFTLoss | RLLoss, vocab_size: int, longest: int, 
 
 
 def _sequence(datum: Datum) -> LinearSequence:
-    """The datum as a sequence in which every position is an item. The slot after the last token
-    holds the last target."""
+    """The datum as a sequence that trains the target of every position. The sequence ends with the
+    last target, so it has one token more than the datum."""
     logprobs = datum.logprobs
     if logprobs is not None and datum.sequence_ratio_mask is not None:
         logprobs = np.where(datum.sequence_ratio_mask != 0, logprobs, np.nan)
@@ -213,7 +214,7 @@ def _groups(sequences: Sequence[LinearSequence]) -> list[int]:
 
 
 def _row_length(lengths: Sequence[int]) -> int:
-    """Slots of a row, a power of two. All sequences fit into one row if USUAL_ROW slots suffice. A
-    row has more than USUAL_ROW slots only if the longest sequence needs them."""
+    """The number of slots of a row, a power of two. All sequences fit into one row if USUAL_ROW
+    slots suffice. A row has more than USUAL_ROW slots only if the longest sequence needs them."""
     wanted = max(SHORTEST_ROW, *lengths, min(sum(lengths), USUAL_ROW))
     return int(1 << (wanted - 1).bit_length())

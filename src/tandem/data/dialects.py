@@ -1,7 +1,7 @@
-"""Converts other spellings of a message, a call or a tool to OpenAI's form. The module imports no
-numpy and no torch.
+"""Converts other forms of a message, a call or a tool to OpenAI's form. The module imports no numpy
+and no torch.
 
-A value in an unknown form stays unchanged: `tandem.data.examples` refuses such a value.
+A value in an unknown form stays unchanged, so that `tandem.data.examples` refuses the value.
 """
 
 import json
@@ -10,13 +10,13 @@ from typing import Any
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The keys under which clients and templates store a message's reasoning."""
 _PLAIN = {"role", "content"}
-# The most times that a value may be encoded as JSON text within JSON text.
+# Maximum number of nested JSON encodings of a value.
 _ENCODINGS = 3
 
 
 def decoded(value: Any) -> Any:
-    """The value of JSON text, even if the value was encoded several times, at most _ENCODINGS.
-    Other text is returned unchanged."""
+    """The value of JSON text that was encoded once or several times (at most _ENCODINGS). Text that
+    is not JSON is returned unchanged."""
     for _ in range(_ENCODINGS):
         if not isinstance(value, str):
             break
@@ -55,7 +55,7 @@ def _say_reasoning(made: dict[str, Any]) -> None:
 
 
 def _say_calls(made: dict[str, Any]) -> None:
-    """Turns `function_call`, OpenAI's older key, and calls as JSON text into `tool_calls`."""
+    """Turns OpenAI's older key `function_call`, and calls in JSON text, into `tool_calls`."""
     if "function_call" in made and "tool_calls" not in made:
         made["tool_calls"] = [made.pop("function_call")]
     calls = decoded(made.get("tool_calls"))
@@ -79,7 +79,7 @@ def call(value: Any) -> Any:
         return value
     if "function" not in value and "name" in value:
         return {"function": value}
-    # A call that was streamed also has a number (`index`).
+    # A streamed call also has the key `index`.
     kept = {key: one for key, one in value.items() if key != "index" and one is not None}
     if isinstance(kept.get("function"), str):
         kept["function"] = decoded(kept["function"])
@@ -89,7 +89,7 @@ def call(value: Any) -> Any:
 def tool(value: Any) -> Any:
     """A tool in the form in which vLLM renders it: fixed keys in a fixed order, null for an absent
     key. The key `strict` is left out, because the rollout door (vLLM's path /rollout/v1) removes
-    it. `{name, parameters}` alone and Anthropic's form are accepted too."""
+    it. A plain `{name, parameters}` and Anthropic's form are accepted too."""
     value = decoded(value)
     if not isinstance(value, dict):
         return value

@@ -1,6 +1,6 @@
-"""Turns texts into token ids. The package fastokens is many times faster than the model's own
-tokenizer. fastokens is used only if it gives the same tokens for a sample of text. The model's
-tokenizer encodes the texts that fastokens can't encode."""
+"""Turns texts into token ids. The package `fastokens` is many times faster than the model's own
+tokenizer. `fastokens` is used only if it gives the same tokens as the model's tokenizer for a
+sample of text. The model's tokenizer encodes the texts that fastokens can't encode."""
 
 from itertools import pairwise
 from typing import Any
@@ -54,8 +54,8 @@ class Encoder:
         return [np.array(ids, np.int32) for ids in found]
 
     def _checked(self) -> Any:
-        """The tokenizer of fastokens. None if fastokens is not installed, can't read the model's
-        tokenizer, or gives different tokens."""
+        """The tokenizer of fastokens. Returns None if fastokens is not installed, can't read the
+        model's tokenizer, or gives different tokens."""
         if self._backend is None:
             return None
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]

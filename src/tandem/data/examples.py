@@ -151,7 +151,8 @@ class Message(Record):
         return message | {key: value for key, value in more.items() if value is not None}
 
 
-# Pydantic's error paths contain the tags below; `errors.from_validation_error` removes the tags.
+# Pydantic's error paths contain the tags of `TextOrMessages`; `errors.from_validation_error`
+# removes the tags.
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)]
 TextOrMessages = Annotated[
     Annotated[Text, Tag("as text")] | Annotated[Messages, Tag("as messages")],
@@ -181,17 +182,17 @@ def _check_no_template(item: "SFTExample | PreferencePair") -> None:
 
 
 class SFTExample(Record):
-    """An example in one of these forms; `tandem.data.render` turns it into tokens:
+    """An example for SFT, in one of the following forms:
 
     - `messages`, and optionally `tools` and `chat_template_kwargs` (variables for the chat
       template, as in vLLM's requests): the assistant's messages are trained;
-    - `prompt` and `completion`, both texts or both messages (with `tools`): the completion is
-      trained;
+    - `prompt` and `completion`, both texts, or both lists of messages with optional `tools`: the
+      completion is trained;
     - `text`: everything but its first token is trained;
     - `token_ids` with `trainable`, a flag for each token (the first flag is false, since nothing
       predicts the first token);
-    - `token_ids` with `weights`: for each token the factor of its loss, of either sign (the first
-      factor is 0); optionally also `targets`: for each token the token to predict in its place.
+    - `token_ids` with `weights`, a factor for each token's loss (the first factor is 0). Factors
+      may be negative. The optional `targets` has for each token the token to predict in its place.
 
     `weight` multiplies the loss of each trained token."""
 
@@ -269,10 +270,10 @@ class SFTExample(Record):
 
 
 class PreferencePair(Record):
-    """Two completions of a prompt: `chosen` is better than `rejected`. All three fields are texts,
-    or all three are lists of messages. Without `prompt`, the common beginning of `chosen` and
-    `rejected` is the prompt. A completion that is a list of messages begins and ends with an
-    assistant's message; the tools' answers in it are context.
+    """Two completions of a prompt: `chosen` is better than `rejected`. `prompt`, `chosen` and
+    `rejected` are all texts, or all lists of messages. Without `prompt`, the common beginning of
+    `chosen` and `rejected` is the prompt. A completion that is a list of messages begins and ends
+    with an assistant's message; the tools' answers in it are context.
     """
 
     prompt: TextOrMessages | None = None
@@ -308,7 +309,8 @@ class PreferencePair(Record):
         return self
 
     def conversations(self) -> list[tuple[list[Message], list[Message]]]:
-        """`chosen` and `rejected`, each as a tuple (messages of the prompt, of the completion)."""
+        """`chosen` and `rejected`, each as a tuple (the prompt's messages, the completion's
+        messages)."""
         chosen, rejected = list(self.chosen), list(self.rejected)
         prompt = list(self.prompt or [])
         while self.prompt is None and chosen and rejected and chosen[0] == rejected[0]:
@@ -321,22 +323,23 @@ class Rendering(Record):
     """A preview of an example or a pair: how it is trained, or why it is refused.
 
     Attributes:
-        parts: for each sequence (a pair has two sequences) the sequence's texts, each text with its
-            weight in the loss; context has the weight 0.
-        lengths: the number of tokens of each sequence.
-        slots: the slots that a row needs for the longest sequence. For a pair, the slots of both
-            sequences, with their common beginning counted once.
-        trained: the number of trained tokens.
-        left_out: "reasoning" if the chat template does not render the reasoning of a trained
-            message, and "tools" if the chat template does not render the given tools.
-        trained_turns: the number of trained turns of a conversation.
-        endless_turns: trained turns that do not end with a token at which vLLM stops.
-        empty_thoughts: trained turns whose thought contains no word.
-        control_tokens: for each special token, how often messages contain the token's text. Such a
-            text becomes the token itself.
-        endless: what to do about the turns of `endless_turns`.
-        date: today's date, if the template prints it.
-        error: why the example is refused; `field` names the wrong value.
+        `parts`: for each sequence, tuples (text, the text's weight in the loss). Context has the
+            weight 0. A pair has two sequences.
+        `lengths`: the number of tokens of each sequence.
+        `slots`: the slots that a row needs for the longest sequence. A pair needs the slots of both
+            sequences, and their common beginning counts once.
+        `trained`: the number of trained tokens.
+        `left_out`: the parts that the chat template does not render: "reasoning" of a trained
+            message, or "tools".
+        `trained_turns`: the number of trained turns of a conversation.
+        `endless_turns`: the number of trained turns that do not end with a token at which vLLM
+            stops.
+        `empty_thoughts`: the number of trained turns with an empty `<think>` block.
+        `control_tokens`: for each special token, how often messages contain the token's text. The
+            tokenizer turns a special token's text into the special token.
+        `endless`: a message that says what to do about `endless_turns`.
+        `date`: today's date, if the template prints it.
+        `error`: why the example is refused; `field` names the wrong value.
     """
 
     parts: list[list[tuple[str, float]]] = Field(default_factory=list)

@@ -15,7 +15,8 @@ _PICTURES = (
 _PROMPTS = "write it as instruction (with all that the prompt says) and output"
 type _Formats = list[tuple[set[str], str, str]]
 # For each format: columns that a record of the format has, the format's name, and how to convert
-# the format. Without the table, such records would be read as one of Tandem's formats.
+# the format. Without `_MISREAD`, records of foreign formats would be read as one of Tandem's
+# formats.
 _MISREAD: _Formats = [
     ({"kto_tag"}, *_GOOD_OR_BAD),
     ({"prompt", "completions", "labels"}, "TRL's stepwise supervision", _JOIN),
@@ -51,10 +52,10 @@ _UNREAD: _Formats = [
 
 
 def other_format(given: Mapping[str, Any], *, fits: bool) -> tuple[str, str] | None:
-    """The column that identifies the foreign format, and the refusal's message; None for other
-    records. `given`: the record's columns that have a value; `fits`: whether the record has the
-    columns of a format that Tandem reads."""
-    if isinstance(given.get("label"), int):  # a text in `label` would name a topic
+    """The column that identifies the foreign format, and the refusal's message; None if the record
+    has no foreign format. `given`: the record's columns that have a value; `fits`: whether the
+    record has the columns of a format that Tandem reads."""
+    if isinstance(given.get("label"), int):  # an integer label is KTO's; a text label is a topic
         return "label", _said(*_GOOD_OR_BAD)
     for columns, name, remedy in _MISREAD if fits else [*_MISREAD, *_UNREAD]:
         if columns <= given.keys():

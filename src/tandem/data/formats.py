@@ -1,5 +1,5 @@
-"""Turns records of files into the shapes of `tandem.data.examples`. The module imports no numpy and
-no torch."""
+"""Turns records of files into the forms that `tandem.data.examples` defines. The module imports no
+numpy and no torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -54,9 +54,9 @@ def _tokens(record: Record) -> Record:
 
 
 def _preference(record: Record) -> Record:
-    """The record of a pair in the shape of PreferencePair. If `prompt` is a text, but `chosen` and
-    `rejected` are lists of messages, the prompt becomes the user's message before both lists. If
-    the lists repeat the prompt, it is not added."""
+    """The record of a pair, with the fields of PreferencePair. If `prompt` is a text, but `chosen`
+    and `rejected` are lists of messages, the prompt becomes the user's message before both lists.
+    If the lists repeat the prompt, the prompt is not added."""
     if "rejected_response" in record or "rejected_messages" in record:
         record = _swift(record)
     names = next(names for names in _CHOSEN_REJECTED if record.keys() >= set(names))
@@ -82,7 +82,7 @@ def _preference(record: Record) -> Record:
             answer(half) if isinstance(half, str) else half for half in (chosen, rejected)
         )
         if isinstance(chosen, list) and len(chosen) > 1 and prompt[-1:] and prompt[-1] in chosen:
-            # Both answers repeat the prompt, or its last messages.
+            # `chosen` and `rejected` repeat the prompt, or the prompt's last messages.
             repeated = len(chosen) - chosen[::-1].index(prompt[-1])
             missing = prompt[:-repeated] if prompt[-repeated:] == chosen[:repeated] else []
             prompt, chosen, rejected = None, led(missing, chosen), led(missing, rejected)
@@ -121,7 +121,8 @@ _CHOSEN_REJECTED = (
     ("messages", "rejected_response"),
     ("messages", "rejected_messages"),
 )
-# In these columns an empty value is an error. In other columns an empty value counts as absent.
+# An empty list in one of the columns `_LISTS` is an error. An empty list in any other column counts
+# as absent.
 _LISTS = {"messages", "conversations", "chosen", "rejected", "prompt", "completion"}
 _TEMPLATE = {"tools", "chat_template_kwargs", "enable_thinking"}
 # Format -> (kind, conversion, sets of required columns, optional columns). A record must have all
@@ -183,9 +184,9 @@ FORMATS: dict[str, tuple[Kind, Callable[[Record], Record], tuple[set[str], ...],
 class Examples:
     """The records of a file, or of a directory of the package datasets, as examples or pairs.
 
-    `examples[i]` is a tuple: the record's place in the file, and the record in the shape of
-    `SFTExample` or `PreferencePair`. Columns that the format does not use are left out (`ignored`).
-    Raises InvalidInput that names the file, the place and the field of the mistake.
+    `examples[i]` is a tuple: the record's place in the file, and the record with the fields of
+    `SFTExample` or `PreferencePair`. Columns that the format does not use are left out, and named
+    in `ignored`. Raises InvalidInput that names the file, the place and the field of the mistake.
 
     Args:
         path: a file, or a directory of the package datasets.
@@ -224,8 +225,7 @@ class Examples:
 
     @property
     def nulls(self) -> list[str]:
-        """Places of rows, among the rows read so far, in which a null was left out although it may
-        have a meaning."""
+        """Places of the rows read so far in which a null with a possible meaning was left out."""
         return list(getattr(self._records, "nulls", ()))
 
     def __getitem__(self, index: int) -> tuple[str, dict[str, Any]]:
@@ -311,8 +311,8 @@ class Examples:
 
 def _given(record: Record) -> dict[str, Any]:
     """The columns that have a value. Column names are lower-cased, because the format oasst of
-    Axolotl uses capitals. A name stays as it is if another column has the lower-case name. Empty
-    lists of pictures and the like are left out."""
+    Axolotl uses capitals. A name stays as it is if another column has the lower-case name. An empty
+    list is left out, unless the column is in `_LISTS`."""
     return {
         name if name.lower() in record else name.lower(): value
         for name, value in record.items()

@@ -21,12 +21,12 @@ from pydantic import (
 from tandem.errors import InvalidInput, from_validation_error
 from tandem.spool.schema import Record
 
-# vLLM's log-probs come from a float32 log-softmax. For a token of probability 1, the
-# rounding of this log-softmax may give a value slightly above 0.
+# vLLM's log-probs come from a float32 log-softmax. Rounding may give a token of probability 1 a
+# log-prob slightly above 0.
 LOGPROB_SLACK = 1e-4
-# No sampler draws a token of a probability below e^-100. The ratio of the policy's probability to
-# such a probability would be clamped, so nothing would be learned. vLLM's OpenAI server writes
-# -9999 if it has no log-prob for the sampled token.
+# No sampler draws a token of a probability below e^-100. A lower log-prob would give a ratio that
+# the loss clamps, so nothing would be learned. The OpenAI server of vLLM writes -9999 if it has no
+# log-prob for the sampled token.
 LOWEST_LOGPROB = -100.0
 # A weight below this number vanishes in float32, or its gradient is negligible compared with
 # Adam's eps.
@@ -50,7 +50,7 @@ AnyMessage = Annotated[dict[Name, Any], Field(max_length=MOST_KEYS)]
 
 
 def _check_ids(ids: list[int]) -> list[int]:
-    # Over millions of ids, min and max are several times faster than a constraint on each.
+    # min and max check millions of ids several times faster than a pydantic constraint on each id.
     for bad in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= bad <= MAX_TOKEN_ID:
             raise ValueError(f"token id {bad} at index {ids.index(bad)} is outside [0, 2^31)")
@@ -58,7 +58,7 @@ def _check_ids(ids: list[int]) -> list[int]:
 
 
 def _as_float32(value: float) -> float:
-    """The value, or 0 if it is too small for float32 to keep all digits, such as exp(-90)."""
+    """The value, or 0 if its size is below float32's smallest normal number, as with exp(-90)."""
     if abs(value) > MAX_FLOAT32:
         raise ValueError(f"{value} does not fit float32; it may be {MAX_FLOAT32:.7g} at most")
     return value if abs(value) >= MIN_FLOAT32 else 0.0
@@ -66,8 +66,9 @@ def _as_float32(value: float) -> float:
 
 StrictFloat = Annotated[float, Field(strict=True)]
 StoredFloat = Annotated[StrictFloat, AfterValidator(_as_float32)]
-# With `fail_fast`, pydantic stops at the first wrong item of a long list. Without `fail_fast`, it
-# makes an error for each wrong item, and an error takes hundreds of times the item's size.
+# With `fail_fast`, pydantic stops at the first wrong item of a long list. Without `fail_fast`,
+# pydantic makes an error for each wrong item, and an error takes hundreds of times the item's
+# memory.
 TokenIds = Annotated[
     list[Annotated[int, Field(strict=True)]],
     Field(fail_fast=True, max_length=MOST_ITEMS),
@@ -79,18 +80,19 @@ class Turn(Record):
     """One sampled assistant message.
 
     Attributes:
-        prompt_token_ids: the token ids of the whole context.
-        token_ids: the token ids of the sampled tokens, with the end-of-turn token.
-        logprobs: the log-prob of each sampled token, in nats, at the sampling temperature. If the
+        `prompt_token_ids`: the token ids of the whole context.
+        `token_ids`: the token ids of the sampled tokens, with the end-of-turn token.
+        `logprobs`: the log-prob of each sampled token, in nats, at the sampling temperature. If the
             temperature is not 1, vLLM must run with `--logprobs-mode processed_logprobs`.
-        policy_step: the step of the checkpoint from which the turn was sampled.
-        routed_experts: for a mixture of experts, the experts that vLLM's router chose for each
-            token except the last token. Training uses these experts. The form is vLLM's with
-            `--enable-return-routed-experts`: base64 of a file in NumPy's format, integers
-            [tokens - 1, layers, experts per token].
-        reward: the reward of this turn, in addition to the trajectory's reward.
-        advantage: replaces the computed advantage.
-        advantages: for each sampled token a number that is added to the turn's advantage.
+        `policy_step`: the step of the checkpoint from which the turn was sampled.
+        `routed_experts`: for a mixture of experts, the experts that vLLM's router chose for each
+            token except the last token. Training uses the same experts as sampling. The form is
+            base64 of a file in NumPy's format, integers [tokens - 1, layers, experts per token].
+            With
+                `--enable-return-routed-experts`, vLLM returns the experts in this form.
+        `reward`: the reward of this turn, in addition to the trajectory's reward.
+        `advantage`: replaces the computed advantage.
+        `advantages`: for each sampled token a number that is added to the turn's advantage.
     """
 
     prompt_token_ids: TokenIds = Field(min_length=1)
@@ -140,10 +142,9 @@ class Trajectory(Record):
     """One sampled conversation. `messages` and `metrics` are not used for training. `advantage`
     replaces the computed advantage.
 
-    A turn continues the linear sequence of the previous turn if the turn's prompt starts with the
-    prompt and the sampled tokens of the previous turn. Any other turn starts another sequence of
-    the trajectory. All turns have the same advantage, unless turns have their own rewards or
-    advantages."""
+    A turn continues the previous turn's sequence if its prompt starts with the previous turn's
+    prompt and sampled tokens. Any other turn starts a new sequence of the trajectory. All turns
+    have the same advantage, unless turns have their own rewards or advantages."""
 
     turns: list[Turn] = Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)
     reward: StoredFloat
@@ -160,7 +161,7 @@ class Trajectory(Record):
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the longest turn, with the turn's prompt."""
+        """The number of tokens of the longest turn, including the turn's prompt."""
         return max(len(turn.prompt_token_ids) + len(turn.token_ids) for turn in self.turns)
 
 
@@ -216,10 +217,10 @@ def _as_dict(response: Any) -> Mapping[str, Any]:
 def turn_from_openai(response: Any, choice: int = 0) -> Turn:
     """The turn in the choice with index `choice` of a response of vLLM's OpenAI server.
 
-    `response`: an object of the openai package, or the object as a dict. It is a chat completion
-    (`prompt_token_ids` beside `choices`, log-probs in `choices[i].logprobs.content[j].logprob`) or
-    a completion (`prompt_token_ids` in the choice, log-probs in
-    `choices[i].logprobs.token_logprobs`). A single choice is accepted if it was sampled through the
+    `response`: an object of the openai package, or the object as a dict. A chat completion has
+    `prompt_token_ids` beside `choices`, and log-probs in `choices[i].logprobs.content[j].logprob`.
+    A text completion has `prompt_token_ids` in the choice, and log-probs in
+    `choices[i].logprobs.token_logprobs`. A single choice is accepted if it was sampled through the
     rollout door (vLLM's path /rollout/v1). Raises InvalidInput (field: the path in the response) if
     data is missing.
     """
@@ -272,7 +273,7 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
 
 def _named_ids(tokens: Sequence[Any]) -> list[int] | None:
     """The token ids in token names of the form `token_id:<n>`; None if the names have another form.
-    vLLM writes this form with the option `return_tokens_as_token_ids`."""
+    With the option `return_tokens_as_token_ids`, vLLM writes `token_id:<n>`."""
     found = [re.fullmatch(r"token_id:(\d+)", str(token)) for token in tokens]
     return [int(match[1]) for match in found if match] if found and all(found) else None
 
@@ -284,16 +285,16 @@ def policy_step_of(model: Any) -> int | None:
 
 
 def _reasoning_text(message: Mapping[str, Any]) -> str | None:
-    """The reasoning of an assistant message. vLLM's key is `reasoning`; other servers and clients
-    use `reasoning_content` or `thinking`."""
+    """The reasoning of an assistant message. The key of vLLM is `reasoning`; other servers and
+    clients use `reasoning_content` or `thinking`."""
     names = ("reasoning", "reasoning_content", "thinking")
     texts = (message.get(name) for name in names)
     return next((text for text in texts if isinstance(text, str) and text), None)
 
 
 class TrajectoryBuilder:
-    """Builds a trajectory while its conversation is sampled. For each turn: send `messages` to
-    vLLM, pass the response to `add_response`, and pass the next message of the user or of a tool to
+    """Builds a trajectory while its conversation is sampled. For each turn, send `messages` to
+    vLLM, and pass the response to `add_response`. Pass each message of the user or of a tool to
     `add`. At the end, call `finish`."""
 
     def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -314,8 +315,8 @@ class TrajectoryBuilder:
         message = {"role": sampled.get("role", "assistant"), "content": sampled.get("content")}
         if sampled.get("tool_calls") is not None:
             message["tool_calls"] = sampled["tool_calls"]
-        # Chat templates write the reasoning into the next prompt, so without it the next turn would
-        # not continue this turn.
+        # Chat templates write the reasoning into the next prompt. Without the reasoning, the next
+        # turn would start a new sequence.
         if reasoning := _reasoning_text(sampled):
             message["reasoning"] = reasoning
         self.messages.append(message)

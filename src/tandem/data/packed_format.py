@@ -1,8 +1,8 @@
 """The packed format: the file in a job's data directory, its writer and its reader.
 
 `arrays.npy` is one record in NumPy's own format, so `np.load(file, mmap_mode="r")["tokens"]` reads
-an array. Its fields are `format`, `vocab_size` (both int64 []) and the arrays. With R rows of L
-slots, N items, T trajectories and G groups:
+an array. The record's fields are `format`, `vocab_size` (both int64 []) and the arrays. The shapes
+contain the numbers of rows R, slots per row L, items N, trajectories T and groups G:
 
     item_offsets          int64 [R + 1]        items of row r: item_offsets[r] : item_offsets[r + 1]
     tokens                int32 [R, L]         token ids; padding is 0
@@ -36,7 +36,7 @@ slots, N items, T trajectories and G groups:
     group_num_items       int32 [G]            number of the group's items, over all rows
 
 A slot that several trajectories share has one item for each trajectory that trains the slot's
-token. The same arrays give the same bytes.
+token. Equal arrays give a file with equal bytes.
 """
 
 from contextlib import AbstractContextManager
@@ -59,7 +59,7 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
-Arrays = dict[str, NDArray[Any]]  # keyed by the names in the table
+Arrays = dict[str, NDArray[Any]]  # keyed by the array names in the module's docstring
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         )
 
     def close(self) -> None:
-        """Drops every map. Further calls do nothing."""
+        """Closes the memory map of the file. Calling `close` again does nothing."""
         self._maps.clear()
 
     def __exit__(self, *exc_info: object) -> None:

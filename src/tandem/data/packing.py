@@ -1,11 +1,10 @@
 """Places sequences in rows, and turns rows into the packed arrays.
 
 A row is a prefix tree, stored as a sorted list of sequences. In lexicographic order a sequence
-shares its longest prefix with a neighbour. So the sorted list and the lengths of the prefixes that
-neighbours share describe the whole tree, without nodes. Every common prefix within a row is stored
-once, whatever its length, and whether or not it was sampled. Sequences of one trajectory, of
-different groups, and duplicates all share prefixes in this way. Each shared token saves a slot, and
-the mask's cost stays the same.
+shares its longest prefix with a neighbour. The sorted list and the lengths of neighbours' common
+prefixes describe the whole tree. Every common prefix within a row is stored once, whether it was
+sampled or not. Sequences share prefixes even if they belong to different groups. Each shared token
+saves a slot, and the cost of the attention mask stays the same.
 """
 
 import math
@@ -19,7 +18,7 @@ import numpy as np
 
 from tandem.data.packed_format import Arrays, Float32, Int16, Int32, check_size
 
-# When a group is split, its next sequence is tried in this many of the group's last rows. The
+# The number of a split group's last rows in which the group's next sequence may be placed. The
 # number limits the comparisons per sequence.
 OPEN_ROWS = 8
 
@@ -29,17 +28,17 @@ class LinearSequence:
     """A sequence of tokens, some of them trained.
 
     Attributes:
-        tokens: int32 [n]; the last token is trained.
-        trained: int32 [k], k >= 1: indices of the trained tokens in `tokens`, in rising order. The
-            first index is at least 1.
-        targets: int32 [k]: the tokens to predict at these indices.
-        weights: float32 [k]: the factors of the tokens' losses.
-        logprobs: float32 [k]: the sampler's log-probs in nats; NaN for tokens that were not
+        `tokens`: int32 [n]; the last token is trained.
+        `trained`: int32 [k], k >= 1: indices of the trained tokens in `tokens`, in rising order.
+            The first trained index is at least 1.
+        `targets`: int32 [k]: the tokens to predict at the indices `trained`.
+        `weights`: float32 [k]: the factors of the tokens' losses.
+        `logprobs`: float32 [k]: the sampler's log-probs in nats; NaN for tokens that were not
             sampled.
-        policy_steps: int32 [k]: the steps of the checkpoints that sampled the tokens, or -1.
-        expert_ids: int16 [m, layers, experts per token]: `slot_experts` of the first m tokens. Only
-            the experts of these tokens are known.
-        rejected: whether this is a pair's rejected answer.
+        `policy_steps`: int32 [k]: the steps of the checkpoints that sampled the tokens, or -1.
+        `expert_ids`: int16 [m, layers, experts per token]: `slot_experts` of the first m tokens.
+            The experts of later tokens are unknown.
+        `rejected`: whether this is a pair's rejected answer.
     """
 
     tokens: Int32
@@ -63,15 +62,15 @@ class LinearSequence:
         policy_steps: Int32 | None = None,
         expert_ids: Int16 | None = None,
     ) -> Self:
-        """The sequence, without the tokens after the last trained token: no trained token attends
-        to such tokens. The shapes and dtypes of the arrays are those of the class's fields.
+        """The sequence, cut after the last trained token: no trained token attends to later tokens.
+        The shapes and dtypes of the arrays are those of the class's fields.
 
         Args:
-            targets: None: the tokens themselves.
-            weights: None: 1 for every trained token.
-            logprobs: None: NaN.
-            policy_steps: None: -1.
-            expert_ids: None: unknown for every token.
+            targets: None means the tokens themselves.
+            weights: None means 1 for every trained token.
+            logprobs: None means NaN for every trained token.
+            policy_steps: None means -1 for every trained token.
+            expert_ids: None means that the experts of all tokens are unknown.
         """
         return cls(
             tokens[: trained[-1] + 1],
@@ -85,7 +84,7 @@ class LinearSequence:
 
     def cut(self, length: int) -> "LinearSequence | None":
         """The first `length` tokens of the sequence, cut after the last trained token among them.
-        None if no trained token is left."""
+        Returns None if no trained token is left."""
         count = int(np.searchsorted(self.trained, length))
         if not count:
             return None
@@ -102,9 +101,9 @@ class LinearSequence:
 
 @dataclass(frozen=True)
 class PackedTrajectory:
-    """The packed part of one trajectory. `sequences`: none is longer than a row. `group`: the
-    number of the trajectory's group; groups are numbered 0, 1, ... in order. `batch`: the value for
-    the packed array `row_batch`, equal within a group."""
+    """The packed part of one trajectory. `sequences`: each is at most as long as a row. `group`:
+    the number of the trajectory's group; groups are numbered 0, 1, ... in order. `batch`: the value
+    for the packed array `row_batch`, equal within a group."""
 
     sequences: list[LinearSequence]
     group: int
@@ -154,8 +153,8 @@ class PrefixTree:
             self.add(index)
 
     def cost(self, index: int) -> int:
-        """The number of slots that adding sequence `index` would take: the sequence's length minus
-        the longest prefix that it shares with a neighbour."""
+        """The number of slots that sequence `index` would add. The longest prefix that the sequence
+        shares with a neighbour adds no slots."""
         at = bisect_left(self.sequences, index)
         neighbours = [self._tokens[other] for other in self.sequences[max(at - 1, 0) : at + 1]]
         shared = max(
@@ -172,12 +171,12 @@ class PrefixTree:
         slots of its tokens, int32 [length].
 
         Depth-first order is lexicographic order: each sequence appends the tokens that it does not
-        share with the previous sequence. Each append ends the subtrees of the previous sequence's
-        tokens that the new sequence does not share.
+        share with the previous sequence. A token's subtree ends where the first later sequence
+        without this token begins.
 
         Args:
             row_tokens, positions, subtree_end: the row's arrays, int32 [L] each, as in the packed
-                format. Only their first `num_slots` entries are written.
+                format. Only the first `num_slots` entries of the arrays are written.
         """
         subtree_end[: self.num_slots] = self.num_slots
         previous = path = np.empty(0, np.int32)
@@ -201,10 +200,10 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     """Packs trajectories (at least one, in the order of their groups). The same input gives the
     same arrays. Raises InvalidInput if the arrays are too large.
 
-    All groups of a row belong to one batch. A group whose tree fits into a row is kept whole. Such
-    groups are placed in order of size, the largest first. Each group goes into the row that has the
-    fewest free slots among the rows with enough free slots (best-fit decreasing). A group whose
-    tree is larger than a row is split, which stores prefixes several times.
+    All groups of a row belong to one batch. A group whose tree fits into a row is kept whole. The
+    groups that fit are placed in order of size, the largest first. A group that fits goes into the
+    row that has the fewest free slots among the rows with enough free slots (best-fit decreasing).
+    A group whose tree is larger than a row is split, which stores prefixes several times.
     """
     owned = [
         (sequence, t)
@@ -229,8 +228,8 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         ),
         (0, 0),
     )
-    # Even few tokens can make many rows, because each batch has its own rows. So the size is
-    # checked before memory is allocated.
+    # Even few tokens can make many rows, because each batch has its own rows. The size of the
+    # arrays is checked before memory is allocated.
     check_size(math.prod(shape) * (3 * 4 + 2 * math.prod(token_shape)))
     row_tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     subtree_end = np.tile(np.arange(1, sequence_length + 1, dtype=np.int32), (len(rows), 1))
@@ -243,7 +242,7 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
             sources.append(path[sequences[index].trained - 1])
             if (expert_ids := sequences[index].expert_ids) is not None:
                 slots = path[: len(expert_ids)]
-                # A shared slot keeps the experts of the first sequence that has it.
+                # A shared slot keeps the experts of the first sequence that has the slot.
                 new = slot_experts[r, slots, 0, 0] < 0
                 slot_experts[r, slots[new]] = expert_ids[: len(slots)][new]
 
@@ -341,8 +340,8 @@ class _OpenRows:
 def _place(
     groups: Iterable[list[int]], tokens: list[Int32], sequence_length: int
 ) -> list[PrefixTree]:
-    """The rows, as trees. The size of a group is the number of slots of its tree, even if the
-    group shares a prefix with other groups of the row. So no row overflows."""
+    """The rows, as trees. The size of a group includes the slots that it shares with other groups
+    of the row, so no row overflows."""
     trees = [PrefixTree(tokens, group) for group in groups]
     rows = _OpenRows(sequence_length)
     for tree in sorted(trees, key=lambda tree: -tree.num_slots):
@@ -359,10 +358,10 @@ def _split(tree: PrefixTree, tokens: list[Int32], rows: _OpenRows) -> None:
     """Places a tree that is larger than a row, sequence by sequence in lexicographic order.
 
     A sequence goes to one of the last `OPEN_ROWS` rows of this tree: to the row in which the
-    sequence takes the fewest slots, and of several such rows to the row with the fewest free slots.
-    If none of the last `OPEN_ROWS` rows has enough free slots, the sequence goes to the row with
-    the most free slots of all rows, so that its siblings can follow. If that row has too few free
-    slots, the sequence goes to a new row.
+    sequence adds the fewest slots. If the sequence adds equally many slots in several rows, the row
+    with the fewest free slots is chosen. If none of the last `OPEN_ROWS` rows has enough free
+    slots, the sequence goes to the row with the most free slots of all rows. If no row has enough
+    free slots, the sequence goes to a new row.
     """
     window: list[int] = []
     for index in tree.sequences:

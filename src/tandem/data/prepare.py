@@ -49,8 +49,9 @@ def prepare_rl(
 
     Args:
         batch_size: groups per optimizer step, for `row_batch`; None: all groups in one step.
-        max_off_policy_steps: every turn must name the step that sampled it, at most so many steps
-            before `base_step`, the step that the job starts from; None: turns need not name it.
+        max_off_policy_steps: the most steps from a turn's `policy_step` to `base_step`, the step
+            that the job starts from. If `max_off_policy_steps` is None, a turn may lack
+            `policy_step`.
         mixture: the base model's mixture of experts; None: the model is dense.
     """
     if not groups:
@@ -105,12 +106,12 @@ def prepare_sft(
     signed: bool = False,
     day: date | None = None,
 ) -> PackedData:
-    """Like `prepare_rl`, for `examples`: each example is a weighted trajectory in its own group.
-    `tandem.data.render` turns examples into tokens. Fields of errors are `examples.<i>...` and
-    `held_out.<i>...`.
+    """Like `prepare_rl`, but for `examples`. Each example is a weighted trajectory in its own
+    group. `tandem.data.render` turns examples into tokens. Fields of errors are `examples.<i>...`
+    and `held_out.<i>...`.
 
     Args:
-        tokenizer_path: a directory or a hub name; read only if an example is not `token_ids`.
+        tokenizer_path: a directory or a hub name; read only if an example has no `token_ids`.
         held_out: examples that are only evaluated.
         signed: whether weights may be negative.
         day: the date that chat templates print as today's; None: the clock's date.
@@ -154,8 +155,8 @@ def prepare_dpo(
     batch_size: int | None = None,
     day: date | None = None,
 ) -> PackedData:
-    """Like `prepare_sft`, for pairs. A pair is a group of two trajectories, chosen and rejected, in
-    one row; their common beginning is stored once. Fields of errors are `pairs.<i>...`."""
+    """Like `prepare_sft`, but for `pairs`. A pair is a group of two trajectories in one row, which
+    share their common beginning. Fields of errors are `pairs.<i>...`."""
     everything, fields = _listed(pairs, held_out, "pairs")
     tokenizer = load_tokenizer(tokenizer_path)
     rendered = render(tokenizer, everything, fields, day)
@@ -192,26 +193,25 @@ def group_advantages(
     """Advantages [n] of one group's rewards [n], float64. `batch_spread`: `spread` of all groups'
     rewards.
 
-    With m the mean of the group's n rewards and s their `spread`:
+    In the formulas, m is the mean of the group's n rewards, and s is `spread` of these rewards:
 
     - `baseline="mean"`, `scale="group"`: (r_i - m) / s, GRPO (Shao et al., 2024, arXiv:2402.03300);
     - `baseline="mean"`, `scale="batch"`: (r_i - m) / batch_spread, Lite PPO (Liu et al., 2025,
-      arXiv:2508.08221); it is steadier than GRPO if a group's rewards differ little;
-    - `baseline="mean"`, `scale="none"`: r_i - m, Dr. GRPO (Liu et al., 2025, arXiv:2503.20783); it
-      does not divide, because the division gives more weight to questions whose rewards differ
-      little;
-    - `baseline="leave_one_out"`: r_i minus the mean of the other n - 1 rewards; this difference is
-      n / (n - 1) (r_i - m), RLOO (Ahmadian et al., 2024, arXiv:2402.14740); `scale` divides it by
-      the same divisors as above;
+      arXiv:2508.08221). Lite PPO is steadier than GRPO if a group's rewards differ little;
+    - `baseline="mean"`, `scale="none"`: r_i - m, Dr. GRPO (Liu et al., 2025, arXiv:2503.20783). A
+      division would give more weight to questions whose rewards differ little;
+    - `baseline="leave_one_out"`: r_i minus the mean of the other n - 1 rewards, RLOO (Ahmadian et
+      al., 2024, arXiv:2402.14740). RLOO's advantage before scaling is n / (n - 1) (r_i - m).
+      `scale` has the same divisors as with `baseline="mean"`;
     - `baseline="none"`: r_i.
 
-    With a baseline, the advantages of a group with equal rewards (or with one reward) are exactly
-    0. Rewards within `EQUAL_REWARDS` of one another are equal.
+    With a baseline, a group with equal rewards (or with one reward) has the advantage 0 for each
+    reward. Rewards within `EQUAL_REWARDS` of one another are equal.
     """
     if settings.baseline == "none":
         return rewards.copy()
     if np.ptp(rewards) <= EQUAL_REWARDS:
-        # Divided by `spread`, rewards that differ only by rounding would give advantages up to 1.
+        # Rewards that differ only by rounding would give advantages up to 1 if divided by `spread`.
         return np.zeros_like(rewards)
     divisor = {"none": 1.0, "group": spread(rewards), "batch": batch_spread}[settings.scale]
     others = len(rewards) / (len(rewards) - 1) if settings.baseline == "leave_one_out" else 1.0
@@ -226,10 +226,10 @@ def turn_advantages(
 
     Without turn rewards, a token's advantage is the advantage of its trajectory: the given
     advantage, or the result of `group_advantages`. With turn rewards, a turn's return is the
-    trajectory's reward plus the turn rewards from this turn on. The return is compared with the
-    returns of the group's other trajectories at the turn with the same index. A turn with an index
-    that no other trajectory has gets the advantage of its trajectory's first return. A turn's own
-    `advantage` replaces the computed advantage; its `advantages` are added.
+    trajectory's reward plus the turn rewards from this turn on. A turn's return is compared with
+    the returns of the turns with the same index in the group's other trajectories. A turn with an
+    index that no other trajectory has gets the advantage of its trajectory's first return. A turn's
+    own `advantage` replaces the computed advantage; its `advantages` are added.
     """
     returns = [trajectory.returns for trajectory in group.trajectories]
     whole = group_advantages(
@@ -259,7 +259,7 @@ def turn_advantages(
 
 
 def _listed[T](trained: Sequence[T], held_out: Sequence[T], name: str) -> tuple[list[T], list[str]]:
-    """All examples or pairs, and for each its field in errors."""
+    """All examples or pairs, and their fields in errors."""
     if not trained:
         raise InvalidInput(f"there are no {name}", field=name)
     fields = [f"{name}.{i}" for i in range(len(trained))] + [

@@ -48,7 +48,7 @@ def open_records(path: Path) -> Records:
 
 
 def _of_lines(path: Path) -> Records:
-    """The records of a file of JSON lines, of one JSON object over several lines, or of an object
+    """The records of a file that has JSON lines, one JSON object over several lines, or an object
     that contains an array of records."""
     lines = _Lines(path)
     try:
@@ -57,7 +57,7 @@ def _of_lines(path: Path) -> Records:
         try:
             return _elements(path)
         except InvalidInput:
-            return lines  # the caller refuses such a file at its first line
+            return lines  # the caller refuses the file at its first line
     wrapped = (
         len(lines) == 1
         and isinstance(first, dict)
@@ -200,8 +200,8 @@ def _without_none(value: Any) -> Any:
 
 
 def _has_null(value: Any, inside: bool = False) -> bool:
-    """Whether a call's arguments or a tool's parameters contain a null. Such a null may have a
-    meaning."""
+    """Whether a call's arguments or a tool's parameters contain a null. A null in arguments or
+    parameters may have a meaning."""
     if isinstance(value, dict):
         return any(_has_null(item, inside or key in _MEANT) for key, item in value.items())
     if isinstance(value, list):
@@ -210,8 +210,8 @@ def _has_null(value: Any, inside: bool = False) -> bool:
 
 
 def _of_directory(path: Path) -> Records:
-    """The records of a directory: a saved Dataset, a saved DatasetDict, or Parquet files. Of a
-    DatasetDict, the split `train` is read, or the only split."""
+    """The records of a directory: a saved Dataset, a saved DatasetDict, or Parquet files. A
+    DatasetDict is read from its split `train`, or from its only split."""
     if (path / "dataset_dict.json").exists():
         splits = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
         if "train" not in splits and len(splits) != 1:

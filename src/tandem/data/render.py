@@ -19,7 +19,7 @@ from tandem.data.template_variables import options, prints_date
 from tandem.errors import InvalidInput
 
 _CHUNK = 256  # examples that are tokenised together
-# A prompt that opens a thought has the opening tag within its last 24 characters.
+# If a prompt ends with an open `<think>`, the tag is within the prompt's last 24 characters.
 _OPENED = 24
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
 _FORMS = ("token_ids", "messages", "completion", "text")
@@ -31,7 +31,7 @@ def render(
 ) -> list[list[LinearSequence]]:
     """The sequences of each item, in the order of `items`. A pair has two sequences, chosen and
     rejected: each is the common prompt and a trained answer. `tokenizer` may be None if all items
-    are `token_ids`.
+    have `token_ids`.
 
     Raises InvalidInput for an item that the template refuses, and for an item whose trained tokens
     are ambiguous. The error's field begins with the item's entry in `fields`.
@@ -75,7 +75,7 @@ def check_vocabulary(
 
     Args:
         item: the example or pair.
-        sequences: the sequences that `render` made of it.
+        sequences: the sequences that `render` made of the item.
         vocab_size: the model's vocabulary size.
         field: the item's name in errors.
     """
@@ -91,8 +91,8 @@ def check_vocabulary(
 def check_ends(
     tokenizer: Any, items: Sequence[Item], rendered: Sequence[Sequence[LinearSequence]], field: str
 ) -> None:
-    """Refuses conversations in which no trained turn ends with a token at which vLLM stops, if the
-    chat template is the cause. Raises InvalidInput.
+    """Refuses conversations if the chat template ends none of their trained turns with a token at
+    which vLLM stops. Raises InvalidInput.
 
     Args:
         tokenizer: may be None if no item is a conversation.
@@ -224,8 +224,8 @@ def _control_tokens(tokenizer: Any, item: Item) -> dict[str, int]:
 
 
 def _left_out(tokenizer: Any, item: Item) -> list[str]:
-    """The value of `Rendering.left_out` for an item. It is no error if the chat template leaves a
-    field out, because vLLM's prompts lack the field too."""
+    """The value of `Rendering.left_out` for an item. A field that the chat template leaves out is
+    no error, because vLLM's prompts lack the field too."""
     if isinstance(item, PreferencePair):
         trained = (
             []
@@ -258,7 +258,8 @@ def _left_out(tokenizer: Any, item: Item) -> list[str]:
 
 
 def _texts(tokenizer: Any, item: Item, field: str, day: date | None = None) -> list[SequenceText]:
-    """The texts to tokenise. `token_ids` have no text. A pair has the texts of both answers."""
+    """The texts to tokenise. An item with `token_ids` has no text. A pair has the texts of both
+    answers."""
     if isinstance(item, PreferencePair):
         return _pair_texts(tokenizer, item, field, day)
     if item.token_ids is not None:
@@ -284,7 +285,8 @@ def _texts(tokenizer: Any, item: Item, field: str, day: date | None = None) -> l
 
 
 def _options(tokenizer: Any, item: Item, field: str, day: date | None) -> dict[str, Any]:
-    """The chat template's variables. Empty if the tokenizer has no chat template."""
+    """The chat template's variables. Returns an empty dict if the tokenizer has no chat
+    template."""
     if not tokenizer.chat_template:
         return {}
     template = tokenizer.get_chat_template(tools=item.tools)

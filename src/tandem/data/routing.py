@@ -1,5 +1,5 @@
-"""Reads the experts that vLLM's router chose. A turn carries these experts for routing replay, in
-which training uses the experts of sampling (Ma et al., 2025, arXiv:2510.11370)."""
+"""Reads the experts that vLLM's router chose. A turn carries the router's experts for routing
+replay: training uses the same experts as sampling (Ma et al., 2025, arXiv:2510.11370)."""
 
 import base64
 import io
@@ -25,8 +25,8 @@ class Mixture(NamedTuple):
 
 def routed_expert_ids(turn: Turn, mixture: Mixture | None, field: str) -> Int16 | None:
     """The experts of all tokens of prompt and answer except the last token, int16 [tokens - 1,
-    layers, experts per token]. None if the turn has no `routed_experts`. Raises InvalidInput if the
-    array does not fit the turn or the model.
+    layers, experts per token]. Returns None if the turn has no `routed_experts`. Raises
+    InvalidInput if the array does not fit the turn or the model.
 
     Args:
         turn: a turn; its `routed_experts` is base64 of a file in NumPy's format, or None.
@@ -40,7 +40,7 @@ def routed_expert_ids(turn: Turn, mixture: Mixture | None, field: str) -> Int16 
     try:
         data = io.BytesIO(base64.b64decode(turn.routed_experts, validate=True))
         experts: Int16 = npy.read_array(data, allow_pickle=False)  # type: ignore[no-untyped-call]
-    except Exception as error:  # NumPy raises many types of errors here
+    except Exception as error:  # NumPy raises errors of many types
         raise InvalidInput(
             f"not base64 of an array in NumPy's file format: {error}", field=field
         ) from error

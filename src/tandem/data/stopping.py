@@ -10,8 +10,8 @@ import numpy as np
 from tandem.data.packing import LinearSequence
 from tandem.errors import InvalidInput
 
-# A turn's stop token is searched among the turn's last tokens: after the stop token, white space
-# and special tokens may follow. The constant is the number of tokens that are searched.
+# White space and special tokens may follow a turn's stop token. `_TAIL` is the number of a turn's
+# last tokens among which the stop token is searched.
 _TAIL = 8
 
 
@@ -74,7 +74,7 @@ def stop_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def _json(path: str, name: str) -> dict[str, Any] | None:
-    """A JSON file in a model's directory or at a hub name; None if it does not exist."""
+    """A JSON file in a model's directory or at a hub name; None if the file does not exist."""
     from transformers.utils import cached_file
 
     try:

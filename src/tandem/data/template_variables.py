@@ -34,14 +34,15 @@ def prints_date(template: str) -> bool:
 def options(
     template: str, given: Mapping[str, Any] | None, day: date | None, field: str
 ) -> dict[str, Any]:
-    """The template's variables: the given ones, and a function of today's date (`strftime_now`).
+    """The template's variables: the given variables, and the function `strftime_now` for today's
+    date.
 
     Raises InvalidInput for a variable that the template does not read, because vLLM would ignore it
     silently.
 
     Args:
         template: the chat template's text.
-        given: `chat_template_kwargs` of an example; None: none.
+        given: `chat_template_kwargs` of an example, or None if it has none.
         day: today's date for the template; None: the template gets the clock's date.
         field: the example's name in errors.
     """

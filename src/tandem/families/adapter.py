@@ -1,8 +1,8 @@
 """The adapter's files, in PEFT's own format, names and shapes.
 
-The files are `adapter_config.json` and `adapter_model.safetensors`. The latter has two fp32 tensors
-for each adapted linear layer: `lora_A.weight` [rank, in] and `lora_B.weight` [out, rank]. The layer
-computes `W x + alpha / rank * B (A x)`.
+The files are `adapter_config.json` and `adapter_model.safetensors`. `adapter_model.safetensors` has
+two fp32 tensors for each adapted linear layer: `lora_A.weight` [rank, in] and `lora_B.weight` [out,
+rank]. An adapted layer computes `W x + alpha / rank * B (A x)`.
 """
 
 import json
@@ -34,8 +34,8 @@ _EXPERT = re.compile(r"(\.experts\.)\d+(\.)")
 
 
 def default_targets(arch: Arch) -> tuple[str, ...]:
-    """The targets of a run that specifies no targets: every linear layer. In a mixture of experts
-    they are only the linear layers of attention, because vLLM accepts adapters on experts only with
+    """The targets of a run that specifies no targets: every linear layer. In a mixture of experts,
+    only the linear layers of attention are default targets. In vLLM, adapters on experts need
     `TANDEM_EXPERT_LORA`. `kv_b_proj` is left out (see `UNSERVED`)."""
     return tuple(
         target
@@ -47,7 +47,7 @@ def default_targets(arch: Arch) -> tuple[str, ...]:
 
 
 def _values_of_keys(arch: Arch) -> bool:
-    """Whether some layers use their keys as values, so that there is no v_proj."""
+    """Whether some layers use their keys as values, and so have no v_proj."""
     return arch.global_heads is not None and arch.global_heads.keys_are_values
 
 
@@ -87,8 +87,8 @@ def sums_experts_apart(arch: Arch, lora: LoraShape | None, sizes: Sizes) -> bool
 
 
 def check_targets(arch: Arch, lora: LoraShape) -> None:
-    """Raises InvalidInput for targets that the model does not have, and for targets in experts if
-    PEFT and vLLM give these targets different names."""
+    """Raises InvalidInput for targets that the model does not have, and for targets that PEFT or
+    vLLM would adapt in another way than Tandem."""
     if wrong := [target for target in lora.targets if target not in all_targets(arch)]:
         problem = f"{arch.model_type} has no {', '.join(wrong)}"
         raise InvalidInput(
@@ -122,8 +122,8 @@ def in_targets(name: str, targets: Collection[str] | None) -> bool:
 
 def peft_keys(module: str) -> tuple[str, str]:
     """PEFT's names of the matrices A and B of the linear layer at Hugging Face path `module`."""
-    # Checkpoints of Mistral 3 have the tensor names of versions before transformers 5. PEFT uses
-    # the names of the modules.
+    # Checkpoints of Mistral 3 have the tensor names of transformers before version 5. PEFT uses the
+    # names of transformers' modules.
     if module.startswith(_OLD_PREFIX):
         module = "model.language_model." + module.removeprefix(_OLD_PREFIX)
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
@@ -132,10 +132,10 @@ def peft_keys(module: str) -> tuple[str, str]:
 def misread_by_peft(keys: Collection[str]) -> bool:
     """Whether `PeftModel.from_pretrained` (0.21) would load an adapter with these tensors wrongly.
 
-    PEFT has one layer for the gate and up projections of all experts. A target name that experts
-    have is looked up in experts only. So PEFT silently drops adapters of this name in dense layers
-    and shared experts. If experts have adapters on gate and up but not on down, the adapters keep
-    their initial values.
+    PEFT has one layer for the gate and up projections of all experts. PEFT looks up a target name
+    that experts have in experts only. PEFT silently drops the adapters of dense layers and shared
+    experts if experts have adapters of the same name. If experts have adapters on gate and up but
+    not on down, the adapters keep their initial values.
     """
     modules = {key.rpartition(".lora_")[0] for key in keys}
     targets = {module.rpartition(".")[2] for module in modules if ".experts." in module}
@@ -164,7 +164,7 @@ def layer_of(name: str) -> int:
 def stacked_name(key: str) -> str:
     """The name of the policy's parameter that holds the tensor with PEFT key `key`. In the key of
     an expert, the expert's number becomes `*`, because one parameter stacks the tensors of all
-    experts in order. Other keys stay the same.
+    experts in order. Keys without an expert's number stay the same.
     """
     return _EXPERT.sub(r"\1*\2", key)
 

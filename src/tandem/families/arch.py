@@ -32,8 +32,8 @@ class YarnScaling:
     # Pairs of dimensions that make more than `beta_fast` full turns within the original number of
     # positions stay unchanged.
     beta_fast: float
-    # Pairs that make fewer than `beta_slow` full turns are stretched by `factor`. Pairs between
-    # both limits are stretched by a blend.
+    # Pairs that make fewer than `beta_slow` full turns rotate `factor` times slower. Pairs between
+    # both limits get a blend of both frequencies.
     beta_slow: float
     original_max_positions: int
     attention_factor: float  # factor of the cosines and sines
@@ -46,15 +46,15 @@ class Window:
 
     tokens: int  # number of tokens that a token attends to, itself included
     layers: tuple[bool, ...]  # for each layer, whether it has the window
-    # RoPE's theta in the layers that have the window; their RoPE is not scaled. None: these layers
-    # have the same RoPE as the other layers.
+    # RoPE's theta in the layers that have the window; their RoPE is not scaled. None: all layers
+    # have the same RoPE.
     rope_theta: float | None = None
 
 
 @dataclass(frozen=True)
 class ProportionalRope:
-    """RoPE that rotates only the first pairs of a head's dimensions, `share` of all pairs. These
-    pairs rotate `factor` times slower (`rope_type: proportional`)."""
+    """RoPE that rotates only the first pairs of a head's dimensions (`rope_type: proportional`).
+    `share` is the fraction of pairs that rotate. Rotating pairs rotate `factor` times slower."""
 
     share: float
     factor: float
@@ -67,7 +67,7 @@ class GlobalHeads:
 
     head_dim: int
     num_kv_heads: int
-    # The keys before their norm also serve as values, so there is no v_proj.
+    # Values are equal to the keys before the keys' norm, so there is no v_proj.
     keys_are_values: bool
 
 
@@ -87,13 +87,14 @@ class MoE:
     experts_per_token: int
     ffn_hidden_size: int  # MLP size of one expert
     norm_topk_prob: bool  # whether the chosen experts' probabilities are divided by their sum
-    # The function that turns the router's logits of all experts into probabilities. With sigmoid
-    # (DeepSeek-V3, 2024, arXiv:2412.19437) experts are chosen by probability plus a bias per
-    # expert, among the best `groups_per_token` of `groups` equal groups of experts.
+    # The function that turns the router's logits of all experts into probabilities. The router with
+    # sigmoid (DeepSeek-V3, 2024, arXiv:2412.19437) first chooses the best `groups_per_token` of
+    # `groups` equal groups of experts. The router then chooses experts in the best groups by
+    # probability plus a bias per expert.
     router: Literal["softmax", "sigmoid"] = "softmax"
     groups: int = 1
     groups_per_token: int = 1
-    scale: float = 1.0  # factor of the probabilities, with sigmoid
+    scale: float = 1.0  # factor of the probabilities of the router with sigmoid
     dense_layers: int = 0  # number of layers at the beginning that have an MLP and no experts
     shared_size: int = 0  # size of an MLP that all tokens use in addition to their experts
     shared_name: str = "shared_experts"  # name of the shared MLP in Hugging Face's checkpoints
@@ -104,8 +105,8 @@ class MoE:
     # GPT-OSS: the router and each expert's layers have biases, and the experts' activation is
     # `clamped_swiglu`.
     biases: bool = False
-    # Gemma 4: a layer has an MLP and, beside it, experts; both have their own norms. The router has
-    # another input than the experts, and each expert's output has its own factor.
+    # Gemma 4: a layer has both an MLP and experts, each with its own norms. The router has another
+    # input than the experts, and each expert's output has its own factor.
     beside_mlp: bool = False
 
 
@@ -124,7 +125,7 @@ class GatedDeltaNet:
 
     @property
     def key_size(self) -> int:
-        """Total features of the queries of all heads. Keys have the same number of features."""
+        """Total features of the queries of all heads. Keys have as many features as queries."""
         return self.key_heads * self.key_head_dim
 
     @property
@@ -152,8 +153,8 @@ class LatentAttention:
 
     @property
     def down(self) -> dict[str, int]:
-        """Projection to a latent vector -> output features. The features of kv_a_proj_with_mqa
-        include the key features that all heads share."""
+        """Name of a projection to a latent vector -> number of output features. The features of
+        kv_a_proj_with_mqa include the key features that all heads share."""
         queries = {} if self.q_rank is None else {"q_a_proj": self.q_rank}
         return queries | {"kv_a_proj_with_mqa": self.kv_rank + self.rope_size}
 
@@ -173,7 +174,7 @@ class Arch:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    ffn_hidden_size: int  # unused in a mixture of experts
+    ffn_hidden_size: int  # size of an MLP that is not an expert
     vocab_size: int
     max_positions: int
     tie_embeddings: bool
@@ -211,7 +212,7 @@ class Arch:
     global_heads: GlobalHeads | None = None
     keys_are_values: bool = False  # whether all layers use keys as values; see `GlobalHeads`
     value_norm: bool = False  # values are normalised, without a weight
-    layer_scalars: bool = False  # each layer's output is multiplied by a frozen number
+    layer_scalars: bool = False  # each layer's output is multiplied by a frozen scalar
     softcap: float | None = None  # logits are softcap * tanh(logits / softcap)
 
     @property
@@ -238,7 +239,7 @@ class Arch:
 
     @property
     def kinds(self) -> list["Arch"]:
-        """The different shapes of the layers (`of_layer`). One shape if all layers are equal."""
+        """The shape of each layer (`of_layer`), or a single shape if all layers are equal."""
         return [
             self.of_layer(layer) for layer in range(self.num_layers if self.global_heads else 1)
         ]

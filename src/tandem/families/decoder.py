@@ -1,5 +1,5 @@
-"""The standard decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU. All families build on this
-decoder."""
+"""The standard decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU. All families build on the
+standard decoder."""
 
 import math
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from tandem.families.weight_rules import WeightRule
 
 @dataclass(frozen=True)
 class Decoder:
-    """A family of models. The fields are the family's differences from the standard decoder. A
-    family that differs in other ways overrides methods."""
+    """A family of models. The fields of `Decoder` are the family's differences from the standard
+    decoder. A family that differs in other ways overrides methods."""
 
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -200,7 +200,7 @@ class Decoder:
 
     def mlp_rules(self, arch: Arch, _layer: int, parameter: str, source: str) -> list[WeightRule]:
         """The rules of one layer's MLP or, if the layer has experts, of its router and its stacked
-        experts. `linear_fc1` stacks gate above up.
+        experts. `linear_fc1` stacks the rows of gate above the rows of up.
 
         Args:
             arch: the shape of this layer.
@@ -237,8 +237,8 @@ class Decoder:
         ]
 
     def _refuse_variants(self, config: ModelConfig) -> None:
-        """Refuse options that Tandem does not build. If they were ignored, the logits would
-        silently change."""
+        """Refuse options that Tandem does not build. Ignored options would silently change the
+        logits."""
         activation, rope = config.get(*self.activation), self.rope_parameters(config)
         shared = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
         variants = {
@@ -258,7 +258,7 @@ class Decoder:
                 config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
             ),
             "shared experts": not self.shared_experts and any(map(config.get, shared)),
-            # A router over one expert gives a probability of 1.
+            # The normalised probability of a single expert is always 1.
             "one normalised expert per token": (
                 config.get("norm_topk_prob") and config.get("num_experts_per_tok") == 1
             ),
@@ -266,10 +266,10 @@ class Decoder:
         config.refuse(variants)
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
-        """RoPE's parameters. transformers 5 writes `rope_parameters`; older versions write
-        `rope_theta` and `rope_scaling`. If a config has a value in several places, the value in
-        `rope_scaling` is used, else the value in `rope_parameters`, else the value at the top
-        level, as in transformers."""
+        """RoPE's parameters. Version 5 of transformers writes `rope_parameters`; older versions
+        write `rope_theta` and `rope_scaling`. `rope_scaling` replaces `rope_parameters`, as in
+        transformers. Values in `rope_scaling` or `rope_parameters` override values at the config's
+        top level."""
         default = self.defaults.get("rope_parameters", {})
         given: dict[str, Any] = (
             config.get("rope_scaling") or config.get("rope_parameters") or default
@@ -278,7 +278,8 @@ class Decoder:
 
 
 def attention_features(arch: Arch) -> dict[str, int]:
-    """Output features of q_proj and k_proj, and of v_proj if the layer has it."""
+    """Projection -> number of output features, for q_proj, k_proj and, if the layer has it,
+    v_proj."""
     query = arch.query_size * (2 if arch.output_gate else 1)
     features = {"q_proj": query, "k_proj": arch.kv_size}
     return features if arch.keys_are_values else features | {"v_proj": arch.kv_size}
@@ -304,7 +305,7 @@ def _rope_scaling(
         own, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
         own, of_all = (float(own), float(of_all)) if own and of_all else (1.0, 0.0)
         log = 0.1 * math.log(max(factor, 1))
-        # Equation 22 of the YaRN paper, extended by `of_all`.
+        # Equation 22 of the YaRN paper, extended by `mscale_all_dim` (`of_all`).
         factors = (own * log + 1) / (of_all * log + 1)
         return YarnScaling(
             factor=factor,

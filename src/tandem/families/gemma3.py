@@ -1,6 +1,6 @@
-"""Gemma 3's text models. Most layers have a window and another RoPE than the other layers. Each
-block has a norm before and after it, and norms multiply by 1 + weight. The activation is GELU, and
-embeddings are scaled."""
+"""Gemma 3's text models. Most layers have a sliding window, and another RoPE than the layers
+without a window. Each block has a norm before and after it, and norms multiply by 1 + weight. The
+activation is GELU, and embeddings are scaled."""
 
 from dataclasses import replace
 from typing import Any
@@ -53,8 +53,8 @@ class Gemma3(Decoder):
         )
 
     def _rope(self, config: ModelConfig, kind: str, key: str, theta: float) -> dict[str, Any]:
-        """RoPE's parameters in layers of kind `kind`. transformers 5 writes `rope_parameters` for
-        each kind of layer; older versions write theta under `key`."""
+        """RoPE's parameters in layers of kind `kind`. Version 5 of transformers writes
+        `rope_parameters` for each kind of layer; older versions write theta under `key`."""
         given = config.get("rope_parameters") or {}
         if given.keys() - {"full_attention", "sliding_attention"}:
             raise config.invalid(
@@ -80,7 +80,7 @@ def with_post_norms(rules: list[WeightRule], parameter: str, source: str) -> lis
     `post_attention_layernorm` comes after the attention, not before the MLP.
 
     Args:
-        rules: the layer's rules without these norms. One of `rules` is the rule of
+        rules: the layer's rules without Gemma's norms. One of `rules` is the rule of
             `pre_mlp_layernorm`.
         parameter, source: the prefixes of names, as in `Decoder.layer_rules`.
     """

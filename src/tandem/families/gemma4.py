@@ -1,7 +1,7 @@
-"""Gemma 4's text models. Most layers have a window. The other layers have larger heads, values that
-are computed from keys, and RoPE on a part of each head. Norms are applied before and after each
-block, and to values. A scalar multiplies each layer's output, and logits are capped. Mixtures have
-experts beside each layer's MLP."""
+"""Gemma 4's text models. Most layers have a sliding window. The layers without a window have larger
+heads, values that are computed from keys, and RoPE on a part of each head. Norms are applied before
+and after each block, and to values. A scalar multiplies each layer's output, and logits are capped.
+A layer of a mixture has both an MLP and experts."""
 
 from dataclasses import replace
 from typing import Any
@@ -62,7 +62,7 @@ class Gemma4(Decoder):
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
         """RoPE's parameters of the layers without a window. `rope_type` is replaced by "default",
-        because `Decoder` would misread the type of these layers."""
+        because `Decoder` does not know the type "proportional"."""
         return _rope(config, _KINDS[1]) | {"rope_type": "default"}
 
     def moe(self, config: ModelConfig) -> MoE | None:
@@ -115,8 +115,8 @@ class Gemma4(Decoder):
         ]
 
     def _global_heads(self, config: ModelConfig, arch: Arch) -> GlobalHeads:
-        """The heads of layers without a window. transformers 5 writes these sizes to
-        `per_layer_config`; published configs have them under other keys."""
+        """The heads of layers without a window. Version 5 of transformers writes the heads' sizes
+        to `per_layer_config`; published configs have the sizes under other keys."""
         keys_are_values = bool(config.get("attention_k_eq_v", False))
         own = {"head_dim": config.get("global_head_dim", 512)}
         if keys_are_values and config.get("num_global_key_value_heads") is not None:

@@ -101,7 +101,7 @@ class GptOss(Decoder):
                 " directory"
             )
             raise config.unsupported(f"{problem}: {_DEQUANTISE.strip()}")
-        # vLLM always computes with 1.702 and 7.0, even if the config has other values.
+        # vLLM always computes with alpha 1.702 and limit 7.0, even if the config has other values.
         for key, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
             if config.get(key, value) != value:
                 raise config.unsupported(f"{key}={config.get(key)!r}, not {value}")

@@ -1,5 +1,5 @@
 """Writes the identity adapter of step 0. The identity adapter does not change the base model's
-function. The controller writes it without torch or a GPU."""
+function. The controller writes the identity adapter without torch or a GPU."""
 
 import zlib
 from pathlib import Path
@@ -17,9 +17,9 @@ def write_identity_adapter(
 ) -> None:
     """Write both files of the identity adapter.
 
-    The values are PEFT's initial values: B is zero, and A is Kaiming-uniform with a = sqrt(5), in
-    other words U(-1/sqrt(in), 1/sqrt(in)). Every A has its own random stream, seeded by `seed` and
-    the layer's name. So the same seed gives the same bytes on every machine.
+    The values are PEFT's initial values: B is zero, and A is U(-1/sqrt(in), 1/sqrt(in)), which is
+    Kaiming-uniform with a = sqrt(5). Every A has its own random stream, seeded by `seed` and the
+    layer's name. The same seed gives the same bytes on every machine.
 
     Args:
         directory: the adapter's directory, which exists.

@@ -1,5 +1,5 @@
 """Ministral 3: YaRN, and queries that grow with the position. The checkpoints of Ministral 3 and of
-Mistral Small 3 have a vision tower, and tensor names of versions before transformers 5."""
+Mistral Small 3 have a vision tower, and the tensor names of transformers before version 5."""
 
 from dataclasses import replace
 

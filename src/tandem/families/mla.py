@@ -118,8 +118,8 @@ class LatentMoe(Glm4Moe):
         return _magnitude(float(rope["factor"]), rope["mscale_all_dim"])
 
     def _refuse_variants(self, config: ModelConfig) -> None:
-        """Refuse variants that Tandem does not build. vLLM 0.32 silently computes some of these
-        variants differently from transformers."""
+        """Refuse variants that Tandem does not build. Version 0.32 of vLLM silently computes some
+        of the variants differently from transformers."""
         super()._refuse_variants(config)
         rope = Decoder.rope_parameters(self, config)
         kind = rope.get("rope_type", rope.get("type", "default"))

@@ -32,7 +32,7 @@ def model_directory(
     """
     if Path(model).is_dir():
         return Path(model)
-    # Imported only when it is needed: a local directory needs no hub client.
+    # A local directory needs no hub client.
     from huggingface_hub import snapshot_download
 
     try:
@@ -68,7 +68,7 @@ def _from_client(error: Exception, model: str, *, cached: bool) -> TandemError:
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
     # After some errors, the client searches its cache and raises a second error. The first error is
-    # then the cause of the second.
+    # then the `__cause__` of the second error.
     first = error.__cause__ if isinstance(error.__cause__, Exception) else error
     status = getattr(getattr(first, "response", None), "status_code", 0)
     if (
@@ -148,8 +148,8 @@ class ModelConfig:
         return cls(values, str(path))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key`. A missing key has the family's default value or, if the family has no
-        default for the key, the value `default`."""
+        """The value of `key`. Returns the family's default for a missing key, or `default` if the
+        family has no default for the key."""
         return self.values.get(key, self.defaults.get(key, default))
 
     def given(self, key: str, default: Any = None) -> Any:
@@ -160,8 +160,8 @@ class ModelConfig:
     def positive(
         self, key: str, kind: type[int] | type[float], default: float | None = None
     ) -> Any:
-        """The value of `given`, which must be a positive number. Raises InvalidInput if the number
-        is not positive.
+        """The value that `given` returns for `key`, which must be a positive number. Raises
+        InvalidInput if the number is not positive.
 
         Args:
             kind: the type of the result; int refuses numbers that are not whole.
@@ -190,7 +190,7 @@ class ModelConfig:
 
     def refuse(self, variants: Mapping[str, object]) -> None:
         """Raise the error of `unsupported` for the first variant that the config asks for.
-        `variants`: description of a variant -> whether the config asks for it."""
+        `variants`: description of a variant -> whether the config asks for the variant."""
         for variant, asked in variants.items():
             if asked:
                 raise self.unsupported(variant)

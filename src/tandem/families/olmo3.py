@@ -1,6 +1,6 @@
-"""OLMo 3. Attention and MLP have a norm after them and no norm before them. One norm is over all
-queries, another norm over all keys. Three of four layers have a window, and the other layers have
-YaRN."""
+"""OLMo 3. Attention and MLP have a norm after them and no norm before them. One norm is over the
+queries of all heads, and another norm is over the keys of all heads. Three of four layers have a
+sliding window, and the other layers have YaRN."""
 
 from dataclasses import replace
 from typing import Any
@@ -34,7 +34,7 @@ class Olmo3(Decoder):
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
         """RoPE's parameters of the layers without a window. Published configs have `rope_scaling`,
-        which applies only to these layers."""
+        which applies only to the layers without a window."""
         scaling = config.get("rope_scaling") or {}
         return {"rope_theta": _THETA} | self._rope(config, _KINDS[1]) | scaling
 
@@ -68,8 +68,8 @@ class Olmo3(Decoder):
         ]
 
     def _rope(self, config: ModelConfig, kind: str) -> dict[str, Any]:
-        """RoPE's parameters in layers of kind `kind`. transformers 5 writes `rope_parameters` for
-        each kind of layer."""
+        """RoPE's parameters in layers of kind `kind`. Version 5 of transformers writes
+        `rope_parameters` for each kind of layer."""
         given = config.get("rope_parameters") or {}
         if given.keys() - set(_KINDS):
             raise config.invalid(
@@ -83,7 +83,8 @@ class Olmo3(Decoder):
         config.refuse(
             {
                 "layers with a sliding window of no size": config.get("sliding_window") is None,
-                # transformers would scale RoPE in only one of the two kinds of layers.
+                # In transformers, a rope_theta at the top level applies only to layers without a
+                # window.
                 "a rope_theta outside of rope_parameters": (
                     config.get("rope_theta", _THETA) != _THETA
                 ),

@@ -71,7 +71,7 @@ class Qwen35(Decoder):
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
         """RoPE's parameters. MRoPE has a position for each of its sections. A text token has the
-        same position in all sections, so MRoPE is RoPE."""
+        same position in all sections, so MRoPE equals RoPE."""
         factor = config.given("partial_rotary_factor", 0.25)
         return {"partial_rotary_factor": factor} | super().rope_parameters(config)
 
@@ -90,8 +90,8 @@ class Qwen35(Decoder):
         self, arch: Arch, gdn: GatedDeltaNet, parameter: str, source: str
     ) -> list[WeightRule]:
         """The rules of a delta net. `in_proj` stacks the rows of all four projections. `A_log` and
-        `dt_bias` have one value per value head. So `A_log` and `dt_bias` are small, and each rank
-        has all of their values."""
+        `dt_bias` have one value per value head. Each rank has all values of `A_log` and `dt_bias`,
+        because these tensors are small."""
         hidden, features = arch.hidden_size, sum(gdn.sections)
         qkv, conv = source + "in_proj_qkv.weight", source + "conv1d.weight"
         rows = {

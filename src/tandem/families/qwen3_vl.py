@@ -1,5 +1,5 @@
 """The text models of Qwen3-VL: Qwen3's text models with a vision tower beside them. A text token
-has the same position in all sections of MRoPE, so MRoPE is RoPE."""
+has the same position in all sections of MRoPE, so MRoPE equals RoPE."""
 
 from dataclasses import replace
 
@@ -20,8 +20,9 @@ class Qwen3VLMoe(Decoder):
         return replace(moe, norm_topk_prob=True, fused_adapters=True)
 
     def mlp_rules(self, arch: Arch, layer: int, parameter: str, source: str) -> list[WeightRule]:
-        """The rules of the MLP. One tensor, [experts, in, out], has gate and then up of all
-        experts. Another tensor, [experts, in, out], has down of all experts."""
+        """The rules of the MLP. One source tensor, [experts, in, out], has the gate and up
+        projections of all experts, gate first. Another source tensor, [experts, in, out], has the
+        down projections of all experts."""
         router, *_experts = super().mlp_rules(arch, layer, parameter, source)
         assert arch.moe is not None
         count, ffn, hidden = arch.moe.num_experts, arch.moe.ffn_hidden_size, arch.hidden_size

@@ -74,8 +74,8 @@ def read_arch(model: str) -> Arch:
 
 
 def arch_from_config(values: dict[str, Any], source: str = "config.json") -> Arch:
-    """Like `read_arch`, for a config that is already parsed. Errors name the config `source`.
-    Raises InvalidInput and UnknownArchitecture as `read_arch` does."""
+    """Like `read_arch`, but for a parsed config. `source` is the config's name in errors. Raises
+    InvalidInput and UnknownArchitecture as `read_arch` does."""
     config = ModelConfig(values, source)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -99,8 +99,8 @@ def weight_rules(arch: Arch) -> tuple[WeightRule, ...]:
 
 
 def merged_problem(arch: Arch) -> str:
-    """The reason why Tandem does not build merged weights for the model; empty if it builds them.
-    Runs that train all weights need merged weights."""
+    """The reason why Tandem does not build merged weights for the model; empty if Tandem builds
+    them. Runs that train all weights need merged weights."""
     rules, heads = weight_rules(arch), arch.global_heads
     unbuilt = {
         "fp32 weights beside others": any(rule.fp32 for rule in rules),

@@ -16,7 +16,7 @@ class TextOfVision(Decoder):
     """The text models by `model_type` of text_config. The first model is the default if text_config
     has no `model_type`."""
     prefix: str = "model.language_model."  # prefix of the text model's tensors
-    tied: bool | None = False  # the value of `tie_word_embeddings`; None: the value in text_config
+    tied: bool | None = False  # default of `tie_word_embeddings`; None: the value in text_config
 
     def arch(self, config: ModelConfig) -> Arch:
         first = next(iter(self.texts))
@@ -43,8 +43,9 @@ def text_of(
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise config.invalid("text_config is missing, or is not an object")
-    # transformers ties the tables of embedding and output layer by the first of the following keys,
-    # and vLLM by the second.
+    # To decide whether embedding and output layer share a table, transformers reads
+    # `tie_word_embeddings` in text_config. Unlike transformers, vLLM reads `tie_word_embeddings` at
+    # the config's top level.
     of_text = bool(text.get("tie_word_embeddings", (defaults or {}).get("tie_word_embeddings")))
     of_all = bool(config.get("tie_word_embeddings", of_text if tied is None else tied))
     if of_all != of_text:

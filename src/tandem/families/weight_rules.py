@@ -29,11 +29,11 @@ class WeightRule:
     # listed expert by expert.
     num_experts: int | None = None
     # If not None, a single source stacks all experts: [experts, columns, rows] or [experts, rows].
-    # The source's rows are interleaved from `interleaved` blocks of the parameter: with 2, even
-    # rows are gate and odd rows are up. None: the sources are matrices.
+    # The rows of the parameter's `interleaved` blocks alternate in the source: with 2, even rows
+    # are gate and odd rows are up. None: the sources are matrices.
     interleaved: int | None = None
     # Whether the parameter is fp32, even if the other parameters are not. Only a parameter that is
-    # not cut may be fp32 by this rule.
+    # not cut over ranks may have `fp32`.
     fp32: bool = False
     # For each source, the sizes of consecutive sections of its rows. The ranks cut each section
     # separately.
@@ -76,8 +76,8 @@ class WeightRule:
 
 
 def on_stage(parameter: str, arch: Arch, sizes: Sizes, stage: int) -> bool:
-    """Whether a pipeline stage has the parameter of a `WeightRule`. A tied table is on the first
-    and on the last stage.
+    """Whether a pipeline stage has the parameter of a `WeightRule`. A tied embedding table is on
+    the first and on the last stage.
 
     Args:
         parameter: the name in the rule, where layers are counted over all stages.

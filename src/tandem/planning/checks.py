@@ -1,5 +1,6 @@
-"""Checks the sizes of the parallel dimensions (`Sizes`) against a model: whether the trainer can
-cut the model into these sizes, and which sizes are nearest. The module imports no torch."""
+"""Checks the sizes of the parallel dimensions (`Sizes`) against a model. The module says whether
+the trainer can cut a model into given sizes, and which sizes are nearest. The module imports no
+torch."""
 
 import math
 from dataclasses import asdict
@@ -24,7 +25,7 @@ def check_sizes(arch: Arch, sizes: Sizes) -> None:
 
 def refusal(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
     """A tuple: the setting to change, and the reason why the trainer can't cut the model into these
-    sizes. None if the trainer can cut the model into these sizes."""
+    sizes. Returns None if the trainer can cut the model into these sizes."""
     ranks, moe = f"{sizes.tensor} tensor-parallel ranks", arch.moe
     for parts, size in (
         ("key/value heads", arch.num_kv_heads),

@@ -66,8 +66,8 @@ class SavedBytes(NamedTuple):
 def choose_levels(saved: SavedBytes, layers: int, budget: float) -> tuple[int, int]:
     """Two counts: the number of layers that keep everything, and the number of other layers that
     keep their attention block. The remaining layers keep only their inputs. The kept tensors fit
-    into the budget. As many layers as possible keep everything, because that saves more time per
-    byte than keeping the attention block alone.
+    into the budget. As many layers as possible keep everything. Keeping everything saves more time
+    per byte than keeping the attention block alone.
 
     Args:
         saved: bytes of one layer at each level.
@@ -96,10 +96,9 @@ class Memory:
     layers: int
     in_flight: int
     logits: int  # `logprobs.working_bytes`
-    # Memory of the largest pass of a layer that keeps everything, without the tensors that the
-    # layer keeps.
+    # Extra memory of the backward pass of a layer that keeps everything, without the kept tensors.
     layer: int
-    layer_recomputing: int  # memory of the largest pass of a layer that keeps only its input
+    layer_recomputing: int  # extra memory of the backward pass of a layer that keeps only its input
     context: int  # memory of CUDA and NCCL, outside of torch's allocator
     # The value of `Sizes.layers_shared`. If `layers_shared` is true, `recompute=auto` leaves memory
     # for the pass of one more layer.
@@ -131,7 +130,7 @@ class Memory:
 
     def levels(self, gpu: float) -> tuple[int, int] | None:
         """The levels (as in `activations`) that `recompute=auto` chooses on a GPU with `gpu` bytes.
-        None if not even the layers' inputs fit."""
+        Returns None if not even the layers' inputs fit."""
         budget = (
             (1 - HEADROOM) * (gpu - self.context)
             - self.states
@@ -187,11 +186,11 @@ def _stage_memory(workload: Workload, sizes: Sizes, stage: int) -> Memory:
         gradients, optimizer = adapter, 2 * adapter
         adapter += _cast(rules, workload.lora, sizes) * _BF16
     saved, working, recomputing = _layers(workload, sizes, layers)
-    # The rows whose activations this stage keeps: one for itself, and one for each later stage.
+    # A stage keeps the activations of one row, and of one more row for each later stage.
     in_flight = min(sizes.pipeline - stage, max(1, workload.rows // sizes.data))
     slots = -(-workload.sequence_length // sizes.context)
     chunk = min(slots * arch.vocab_size // sizes.tensor, CHUNK_ELEMENTS)
-    logits = (chunk + 4 * slots * arch.hidden_size) * _BF16  # as if every slot had a loss
+    logits = (chunk + 4 * slots * arch.hidden_size) * _BF16  # assumes that every slot has a loss
     channels = _channels(workload, sizes)
     communicators = FIRST_CHANNEL + (channels - 1) * FURTHER_CHANNEL if channels else 0
     # A tied embedding's table is on the first and the last pipeline stage.
@@ -214,10 +213,9 @@ def _stage_memory(workload: Workload, sizes: Sizes, stage: int) -> Memory:
 
 
 def _channels(workload: Workload, sizes: Sizes) -> int:
-    """The number of times that NCCL allocates memory on a rank: once for each process group of
-    several ranks in which the rank computes (`parallel.Topology`). A group that not only sums
-    tensors, but also gathers or scatters their parts, counts twice. A pipeline counts three times;
-    this number was measured."""
+    """The number of NCCL's memory allocations on a rank: one for each of the rank's process groups
+    with several ranks (`parallel.Topology`). A group that also gathers or scatters tensors counts
+    twice. A pipeline counts three times, as a measurement showed."""
     data = sizes.data * sizes.context
     channels = [sizes.tensor, sizes.context, sizes.context, data, *3 * [sizes.pipeline]]
     if sizes.sequence:
@@ -249,8 +247,8 @@ def _adapter(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
 
 
 def _cast(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
-    """The number of elements of this rank's adapters in the dtype in which layers multiply them
-    (`Adapters.cast`), without the adapters of experts."""
+    """The number of elements of the tensors that `Adapters.cast` returns on this rank, without the
+    adapters of experts."""
     total = 0
     for rule in rules:
         if rule.num_experts is None and (
@@ -261,9 +259,8 @@ def _cast(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
 
 
 def _layers(workload: Workload, sizes: Sizes, layers: Iterable[int]) -> tuple[SavedBytes, int, int]:
-    """The result of `_layer` for a model that may have both layers with attention and layers with a
-    delta net: the average of the memory that layers keep, and the maximum of the memory of a
-    pass."""
+    """Like `_layer`, but for a model that may also have layers with a delta net. The memory of kept
+    tensors is averaged over layers. The memory of a pass is the maximum over layers."""
     saved, working, recomputing = _layer(workload, sizes)
     gdn, kinds = workload.arch.gdn, list(layers)
     share = sum(gdn.layers[index] for index in kinds) / len(kinds) if gdn else 0.0
@@ -278,11 +275,11 @@ def _delta_net(
     workload: Workload, gdn: GatedDeltaNet, sizes: Sizes, others: SavedBytes
 ) -> tuple[SavedBytes, int, int]:
     """Memory in bytes of a layer with a delta net (`DeltaNetSublayer`, with
-    flash-linear-attention). The first result is the tensors that the layer keeps. The second result
-    is the part of these tensors that belongs to the autograd graph between the layer's input and
-    output projections. The third result is the extra memory of this graph's backward pass. The
-    values are computed, not measured. `others` is the memory that a layer with attention keeps; its
-    MLP is the same as this layer's."""
+    flash-linear-attention). The results are `saved`, `graph` and `passes`. `saved` is the tensors
+    that the layer keeps. `graph` is the part of `saved` in the autograd graph between the layer's
+    input and output projections. `passes` is the extra memory of the backward pass between the
+    input and output projections. The sizes are computed, not measured. `others` is the memory that
+    a layer with attention keeps. Both kinds of layer have equal MLPs."""
     slots, parts, hidden = workload.sequence_length, sizes.tensor, workload.arch.hidden_size
     own = -(-slots // parts) if sizes.sequence else slots  # number of slots in the residual stream
     features, value, heads = sum(gdn.sections) // parts, gdn.value_size // parts, gdn.value_heads
@@ -294,12 +291,12 @@ def _delta_net(
     down = rank * ("down_proj" in targets) * _mlp_rows(workload, sizes, slots, own)
     least = own * hidden + slots * (value + rank * ("out_proj" in targets)) + down
     attention = least + own * hidden + slots * (features + value + 2 * heads + ranks_in)
-    # The terms are: the input of the convolution's activation; queries, keys and values; the
-    # triangular systems of chunks; the heads' outputs, the norm of these, the gate, and the gate's
-    # input.
+    # The terms of `graph` are: the input of the convolution's activation; queries, keys and values;
+    # the triangular systems of chunks; the heads' outputs, the norm of these, the gate, and the
+    # gate's input.
     graph = slots * ((wide + 1) * features + DELTA_CHUNK * heads + 4 * wide * value)
-    # The terms are: the states of all chunks and the gradients of these; the gradients of the
-    # convolution's tensors, and of queries, keys and values.
+    # The terms of `passes` are: the states of all chunks and the gradients of these; the gradients
+    # of the convolution's tensors, and of queries, keys and values.
     states = gdn.key_head_dim * gdn.value_head_dim * heads // DELTA_CHUNK
     passes = slots * (2 * states + (3 * wide + 2) * features + 2 * wide * value)
     everything = attention + graph + (others.all - others.attention) // _BF16
@@ -308,9 +305,9 @@ def _delta_net(
 
 
 def _mlp_rows(workload: Workload, sizes: Sizes, slots: int, residual_slots: int) -> int:
-    """The number of rows in the MLP's products. For a mixture's experts, the number assumes that
-    all experts get equally many rows. The ranks over which experts are cut gather their slots. Each
-    rank has the fraction 1 / `expert` of the rows of all gathered slots."""
+    """The number of rows in the MLP's matrix products. For a mixture's experts, the number assumes
+    that all experts get equally many rows. The ranks over which experts are cut gather each other's
+    slots. Each rank computes the fraction 1 / `expert` of the rows of all gathered slots."""
     moe = workload.arch.moe
     return slots if moe is None else residual_slots * sizes.expert_tensor * moe.experts_per_token
 
@@ -318,12 +315,12 @@ def _mlp_rows(workload: Workload, sizes: Sizes, slots: int, residual_slots: int)
 def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     """Memory in bytes of a layer for one row. The first result is the tensors that the layer keeps
     (`AttentionSublayer`, `MlpSublayer` and `MoeSublayer` in `model/layer/`). The second result is
-    the extra memory of the backward pass if the layer keeps everything. The third result is this
-    extra memory if the layer keeps only its input."""
+    the extra memory of the backward pass if the layer keeps everything. The third result is the
+    extra memory of the backward pass if the layer keeps only its input."""
     arch, moe, hidden = workload.arch, workload.arch.moe, workload.arch.hidden_size
 
     def adapted(*targets: str) -> int:
-        """The total number of features of A x of the adapters on `targets`."""
+        """The number of features of A x, summed over the adapters on `targets`."""
         return (
             0
             if workload.lora is None
@@ -341,34 +338,35 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
         else moe.ffn_hidden_size // sizes.expert_tensor
     )
 
-    # Level INPUT: the layer's input, the attention's output with its fp32 log-sum-exp per head, and
-    # A x of o and down.
+    # Level INPUT keeps the layer's input, the attention's output with its fp32 log-sum-exp per
+    # head, and A x of o_proj and down_proj.
     kinds = arch.kinds
     query = sum(kind.output_size for kind in kinds) // len(kinds) // sizes.tensor
     sent = sum(kind.query_size + kind.kv_size + kind.value_size for kind in kinds)
     qkv = sent // len(kinds) // sizes.tensor
-    gates = query if arch.output_gate else 0  # the gate is kept beside the output, or in qkv's rows
+    gates = query if arch.output_gate else 0  # the gate is kept with the output or in qkv's rows
     least = (
         residual_slots * hidden
         + slots * (query + gates + adapted("o_proj"))
         + rows * adapted("down_proj")
     )
-    # The sum of the experts' outputs, and the sum of the experts' and the MLP's outputs.
+    # A layer with an MLP beside its experts also keeps two sums: of the experts' outputs, and of
+    # the experts' and the MLP's outputs.
     if moe is not None and moe.beside_mlp:
         least += 2 * residual_slots * hidden
     # FlexAttention's own output is kept besides the output that includes the sinks.
     if arch.sinks:
         least += slots * query
-    # Level ATTENTION: the MLP's input, the fused qkv, A x of q, k and v, and the heads q, k and v.
-    # Context-parallel ranks don't keep the heads, but compute and gather them again.
+    # Level ATTENTION also keeps the MLP's input, the fused qkv, A x of q, k and v, and the heads q,
+    # k and v. Context-parallel ranks compute and gather the heads again instead of keeping them.
     made = 1 if sizes.context > 1 else 2
     attention = least + residual_slots * hidden
     if arch.mla is None:
         attention += slots * (made * qkv + adapted("q_proj", "k_proj", "v_proj"))
-    else:  # the latents, A x of the latents' adapters, and the heads q, k and v
+    else:  # MLA keeps the latents, A x of the latents' adapters, and the heads q, k and v
         latents = sum(arch.mla.down.values()) + adapted(*arch.mla.down)
         attention += residual_slots * latents + slots * qkv
-    # Level ALL: gate and up, and A x of their adapters.
+    # Level ALL also keeps gate, up, and A x of the adapters on gate and up.
     everything = attention + rows * (2 * features + adapted("gate_proj", "up_proj"))
     log_sums = slots * arch.num_heads // sizes.tensor * _FP32
     saved = SavedBytes(*(level * _BF16 + log_sums for level in (least, attention, everything)))
@@ -389,12 +387,13 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
             # The result of `Adapters.cast` for gate and up of all experts.
             adapters = adapted("gate_proj", "up_proj") * (hidden + 2 * features)
             working += moe.num_experts // sizes.expert * adapters
-    # A layer that keeps only its input also has gate and up, and the MLP's input.
+    # The backward pass of a layer that keeps only its input also needs gate, up, and the MLP's
+    # input.
     recomputing = working + 2 * rows * features + 2 * slots * hidden
     if arch.mla is not None:
-        # The backward pass has the gradients of the heads and of the heads' inputs. If the layer
-        # keeps only its input, the pass also has the heads and their inputs. The values are
-        # computed, not measured.
+        # MLA's backward pass needs the gradients of the heads and of the heads' inputs. If the
+        # layer keeps only its input, the pass also needs the heads and the heads' inputs. The sizes
+        # are computed, not measured.
         gradients = slots * 2 * qkv + 2 * slots * hidden
         working, recomputing = max(working, gradients), max(recomputing, 2 * gradients)
     return saved, working * _BF16, recomputing * _BF16

@@ -1,10 +1,10 @@
 """Plans topologies: finds the topologies that fit a model on a number of GPUs, estimates the speed
 of each, and chooses one. The module imports no torch.
 
-The time of a step is the time of the model's operations, at rates measured on one H200
-(bench/results/train.json), plus the time to exchange bytes at an assumed bandwidth. The resulting
-speed is multiplied by the fraction of the estimated speed that two ranks reached in a measurement
-(bench/results/topologies.json).
+The estimated time of a step is the time of the model's operations plus the time to exchange bytes.
+The rates of the operations were measured on one H200 (bench/results/train.json). The bandwidth is
+assumed. The estimated speed is multiplied by `SHARES`: the fraction of the estimate that two ranks
+reached in a measurement (bench/results/topologies.json).
 """
 
 import math
@@ -82,8 +82,8 @@ class Candidate:
 
     @property
     def total(self) -> int:
-        """Bytes that the topology takes on a rank's GPU. If the topology does not fit, the least
-        number of bytes that it needs."""
+        """Bytes that the topology takes on a rank's GPU. If the topology does not fit, the value is
+        the least number of bytes that the topology needs."""
         return self.memory.total(self.levels or (0, 0))
 
 
@@ -98,8 +98,8 @@ class Plan:
 
 
 def plan(workload: Workload, gpus: int, gpu_memory: float) -> Plan:
-    """All topologies that the trainer can build on these GPUs. Raises InvalidInput if no topology
-    fits.
+    """All topologies that the trainer can build on the given GPUs. Raises InvalidInput if no
+    topology fits.
 
     Args:
         gpus: the number of GPUs. Each topology uses all GPUs.
@@ -129,7 +129,7 @@ def servers_to_keep_busy(trained: float, generated: float, share: float) -> int:
     """The smallest number of inference servers that together generate tokens as fast as a trainer
     trains them.
 
-    A prompt that trajectories share takes its slots only once, and no server generates it.
+    A prompt that trajectories share takes its slots only once, and its tokens are not generated.
 
     Args:
         trained: slots that the trainer trains per second.
@@ -141,10 +141,10 @@ def servers_to_keep_busy(trained: float, generated: float, share: float) -> int:
 
 def automatic(settings: Settings, gpu_memory: int) -> Plan:
     """The choice of `TANDEM_TOPOLOGY=auto` for the trainer's ranks: the first topology of the plan.
-    The plan is for rows of `ROW` slots (or the model's number of positions, if it is smaller) and
-    for the largest LoRA that a run may have by default. The argument `gpu_memory` is the memory in
-    bytes of the smallest of the ranks' GPUs. Raises InvalidInput if `gpu_memory` is 0 or no
-    topology fits."""
+    The plan is for rows of `ROW` slots, or of fewer slots if the model has fewer positions. The
+    plan's adapter has the largest rank and all targets that a run may have by default. The argument
+    `gpu_memory` is the memory in bytes of the smallest of the ranks' GPUs. Raises InvalidInput if
+    `gpu_memory` is 0 or no topology fits."""
     if gpu_memory == 0:
         problem = (
             "auto plans the memory of GPUs, and the trainer has none whose memory is known; leave"
@@ -290,9 +290,9 @@ def _attention_weights(arch: Arch) -> tuple[float, float]:
 
 
 def _features_that_see_all(arch: Arch, slots: int) -> float:
-    """The total features of queries and of outputs over all layers. The features of a layer with a
-    window are multiplied by the fraction of query-key pairs that the window leaves. The fraction
-    assumes that each row is one sequence."""
+    """The number of features of queries and of attention outputs, summed over all layers. The
+    features of a layer with a window are multiplied by the fraction of query-key pairs that the
+    window leaves. The fraction assumes that each row is one sequence."""
     if arch.gdn is not None:
         return (arch.query_size + arch.output_size) * arch.gdn.layers.count(False)
     seen = 1.0
@@ -321,8 +321,8 @@ def _exchange_bytes(workload: Workload, sizes: Sizes) -> float:
     # gradients are exchanged.
     layer += 3 * gathered(sizes.context, workload.sequence_length * 2 * arch.kv_size / sizes.tensor)
     if arch.moe is not None:
-        # The ranks of experts gather their tokens and scatter the sums, in the forward and the
-        # backward pass.
+        # Expert-parallel ranks gather tokens and scatter sums, in the forward and in the backward
+        # pass.
         rank_slots = slots / (sizes.tensor if sizes.sequence else 1)
         expert_ranks = sizes.expert_ranks
         layer += 4 * gathered(expert_ranks, rank_slots * expert_ranks * arch.hidden_size)
@@ -332,9 +332,9 @@ def _exchange_bytes(workload: Workload, sizes: Sizes) -> float:
 
 def _order(one: Candidate) -> tuple[float, int, int]:
     """The sort key of candidates. The fastest candidate comes first; the speed of a topology that
-    was not measured counts a tenth less. Of equally fast candidates, the candidate that cuts each
-    expert into fewer parts comes first, because its products are larger. Of candidates that are
-    equal in both, the candidate that needs less memory comes first."""
+    was not measured counts a tenth less. Equally fast candidates are sorted by the number of parts
+    of each expert, the smallest first, because larger parts have larger matrix products. The last
+    criterion is the memory, the smallest first."""
     worth = one.tokens_per_second * (1 if one.measured else UNMEASURED)
     return -round(worth), one.sizes.expert_tensor, one.total
 

@@ -5,11 +5,11 @@ A loss is the weighted mean over the items of one optimizer step, on *all* data-
 
     L = sum_i w_i l_i / D,    l_i = c_i * policy_i + kl_coef * kl_i - entropy_coef * H_i
 
-`w` and `D` come from `item_weights`. The functions below return one row's part of the sum; the
-items of a sequence are never split over rows. Notation: `lp` is the trainer's log-prob of the
-item's token, `old` is the log-prob in the ratio's denominator, `ref` is the reference's log-prob,
-`A` is the advantage, `r = exp(lp - old)`, `x = lp - ref`, and `sg` stops the gradient. An item
-that a mask leaves out of the sum still counts in D.
+`w` and `D` come from `item_weights`. Each loss function returns one row's part of the sum. All
+items of a sequence are in one row. Notation: `lp` is the trainer's log-prob of the item's token.
+`old` is the log-prob in the ratio's denominator. `ref` is the reference's log-prob. `A` is the
+advantage, `r = exp(lp - old)`, `x = lp - ref`, and `sg` stops the gradient. An item that a mask
+leaves out of the sum still counts in D.
 
 Sources:
 CISPO: MiniMax-M1, arXiv:2506.13585, equations 4 and 5. PPO: arXiv:1707.06347, equation 7.
@@ -32,7 +32,7 @@ KL estimators k1, k2, k3: Schulman, 2020, "Approximating KL Divergence"
   (joschu.net/blog/kl-approx.html); arXiv:2506.09477 explains why the derivative of k1 is useless.
 Correction of the KL by the ratio: DeepSeek-V3.2, arXiv:2512.02556, equation 7.
 KL in the advantage: Ziegler et al., 2019, arXiv:1909.08593, equation 2. OpenPipe's ART and Tinker's
-  cookbook also subtract the mean of this KL.
+  cookbook also subtract the mean of the KL.
 DPO: Rafailov et al., 2023, arXiv:2305.18290, equation 7.
 Label smoothing: Mitchell, 2023, "A note on DPO with noisy preferences".
 IPO: Azar et al., 2023, arXiv:2310.12036, equation 17, with means over tokens as in TRL, because
@@ -103,7 +103,7 @@ def item_weights(
     `group` (DAPO: mean over the tokens of a group, then over groups): w = d = 1 / group_items.
     `sum`: w = d = 1; the caller takes D = 1.
     `constant` (sum of a trajectory over a constant, then mean over trajectories, as in Dr. GRPO):
-      w = 1, d = constant / trajectory_items. So a trajectory's parts of D sum to the constant.
+      w = 1, d = constant / trajectory_items. A trajectory's parts of D sum to the constant.
 
     Args:
         trajectory_items: [items], the number of items of each item's trajectory.
@@ -121,8 +121,8 @@ def item_weights(
 
 def bounded_exp(x: Tensor) -> Tensor:
     """`exp(x)`, with x clamped to +-MAX_NATS. The derivative equals the value everywhere, even
-    beyond the bounds. Unlike a plain clamp's derivative, this derivative never vanishes, so a token
-    with a far too large or small ratio is still pulled back. x is in nats and has any shape."""
+    beyond the bounds. The gradient of a token with a far too large or small ratio never vanishes.
+    `x` is in nats and has any shape."""
     return (x + (x.clamp(-MAX_NATS, MAX_NATS) - x).detach()).exp()
 
 
@@ -149,7 +149,7 @@ def known_mean(values: Tensor, items: Items) -> Tensor:
 
 def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
     """`(policy_i, ratio_i, clipped_i)`, each [items]. `clipped` is True for items whose gradient
-    the bounds changed; for dro and sapo, for items with r outside [lo, hi].
+    the bounds changed; for dro and sapo, `clipped` is True for items with r outside [lo, hi].
 
     [lo, hi] = `loss.clip_bounds`. r is the ratio of the token or, with `loss.level` "sequence", of
     its sequence:
@@ -158,19 +158,19 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
     - ppo:   -min(r A, clip(r, lo, hi) A); with dual clip and A < 0: -max(min(r A, clip(r, lo, hi)
              A), dual_clip A)
     - gspo:  like ppo, with the sequence's ratio. Each token of a sequence gets the gradient
-             r A / |y|. With one sequence per trajectory and GSPO's default normalisation, the
-             objective is the paper's.
+             r A / |y|. The objective is the GSPO paper's if each trajectory is one sequence and the
+             normalisation is GSPO's default.
 
-    - gspo_token: like ppo, with r_i = sg(s) exp(lp_i - sg(lp_i)); s is the exp of the mean of lp -
-             old over those items of the sequence whose `old` is not NaN. Each token has its own
+    - gspo_token: like ppo, with r_i = sg(s) exp(lp_i - sg(lp_i)) and s = exp(mean(lp - old)). The
+             mean leaves out items of the sequence whose `old` is NaN. Each token has its own
              advantage and its own gradient, r A.
 
     - dro:   -(A lp - beta / 2 (log r)^2), without bounds (Richemond et al., 2024,
              arXiv:2405.19107, with the advantage in place of reward minus value)
 
-    - sapo:  -4 / t sigmoid(t (r - 1)) A; t is the first of `loss.sapo_temperatures` if A > 0,
-             else the second (Gao et al., 2025, arXiv:2511.20347). The gradient is PPO's at r = 1
-             and fades on both sides.
+    - sapo:  -4 / t sigmoid(t (r - 1)) A (Gao et al., 2025, arXiv:2511.20347). The first of
+             `loss.sapo_temperatures` is t for A > 0, the second is t for A <= 0. The gradient
+             equals PPO's at r = 1, and shrinks relative to PPO's as r moves away from 1.
 
     With `beyond_bounds="mask"`, the term of an item with r outside [lo, hi] is 0, and the terms of
     other items are not clipped.
@@ -212,9 +212,10 @@ def importance_weights(items: Items, loss: RLLoss) -> Tensor | None:
     """`c`, the factor of each item's policy term, [items], without gradient; None: all 1.
 
     c = exp(old - sampler) corrects the weight of tokens that another engine drew. With
-    `tis_level="sequence"`, c is the product of this factor over the token's sequence. c is set to 0
-    outside [tis_mask_low, tis_mask_high], and is at most tis_cap. With `off_policy_threshold`, c is
-    0 where A < 0 and the sequence's mean of sampler - lp is larger than the threshold.
+    `tis_level="sequence"`, c is the product of exp(old - sampler) over the token's sequence. `c` is
+    set to 0 outside [tis_mask_low, tis_mask_high], and is at most tis_cap. With
+    `off_policy_threshold`, c is 0 if A < 0 and the sequence's mean of sampler - lp exceeds the
+    threshold.
     """
     assert items.sampler_logprobs is not None
     assert items.old_logprobs is not None
@@ -247,8 +248,8 @@ def kl_estimate(
 
     With x = log policy - log reference: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x. The gradient of
     k2, x grad lp, is an unbiased estimate of the KL's gradient. GRPO uses the gradient of k3. The
-    gradient of k1 would be grad lp, whose mean is zero for any reference. So with k1, the gradient
-    is the KL's score-function gradient x grad lp instead.
+    gradient of k1 would be grad lp, whose mean is zero for any reference. `kl_estimate` gives k1
+    the KL's score-function gradient, x grad lp.
 
     Args:
         logprobs: log-probs under the policy, [items], in nats; carry gradients.
@@ -263,9 +264,9 @@ def kl_estimate(
 
 
 def kl_penalty(items: Items, loss: RLLoss, estimate: Tensor) -> Tensor:
-    """`kl_i`, [items]: the estimate. With `kl_correction`, the estimate is multiplied by the ratio:
-    r k3, sg(r) k1 or sg(r) k2. Each of these products has the gradient r x grad lp. The mean of
-    this gradient over tokens drawn from the policy of `old` is the gradient of the KL itself.
+    """`kl_i`, [items]: the items' `estimate` of the KL. With `kl_correction`, the estimate is
+    multiplied by the ratio: r k3, sg(r) k1 or sg(r) k2. Each product has the gradient r x grad lp.
+    The mean of r x grad lp over tokens drawn from the policy of `old` is the gradient of the KL.
 
     Args:
         estimate: the items' `kl_estimate`, [items], in nats.
@@ -291,11 +292,10 @@ def with_kl_in_advantages(items: Items, loss: RLLoss) -> Items:
 def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
     """Returns the loss of one row (policy terms, KL penalty and entropy bonus), and statistics.
 
-    Among the sums, `kl_sampler` is k3 of KL(sampler || trainer) and `logprob_difference` is
-    |trainer - sampler|, both in nats; `masked` counts importance weights of 0. `kl_sampler` and
-    `logprob_difference` also exist as sums over some items: with the suffix `_fresh` over items
-    that the job's base step sampled, with `_stale` over items that older steps sampled. Among the
-    maxima, `above_sampler` is the maximum of trainer - sampler, in nats.
+    The sum `kl_sampler` is k3 of KL(sampler || trainer) in nats. The sum `logprob_difference`
+    is |trainer - sampler| in nats. The sum `masked` counts importance weights that are 0. The
+    suffix `_fresh` marks sums over items that the job's base step sampled, `_stale` over items of
+    older steps. The maximum `above_sampler` is the largest trainer - sampler in nats.
     """
     if loss.kl_in == "advantage":
         items = with_kl_in_advantages(items, loss)
@@ -341,8 +341,8 @@ def preference_loss(items: Items, loss: PreferenceLoss) -> LossOutput:
     """The loss of one row's pairs.
 
     Notation: h = lp - ref (SimPO: h = lp). S is the sum of h over an answer's items, and M the
-    mean. b = `loss.strength`, and e is the label smoothing. s = b (S_chosen - S_rejected) for DPO,
-    and s = b (M_chosen - M_rejected) - margin for SimPO. The losses of a pair:
+    mean. `b` is `loss.strength`, and `e` is the label smoothing. DPO has s = b (S_chosen -
+    S_rejected). SimPO has s = b (M_chosen - M_rejected) - margin. The losses of a pair:
 
     - dpo, simpo: -(1 - e) log sigmoid(s) - e log sigmoid(-s)
     - ipo: (M_chosen - M_rejected - 1 / (2 b))^2

@@ -1,7 +1,7 @@
 """Adam on the LoRA parameters: torch's AdamW, with Tandem's own gradient buffers and clipping.
 
-The LoRA parameters are fp32 and are cast where a layer uses them. So the parameters themselves are
-the master weights.
+The LoRA parameters are fp32 and are cast where a layer uses them. The LoRA parameters themselves
+are Adam's master weights.
 """
 
 from collections.abc import Iterable
@@ -112,7 +112,7 @@ class AdapterOptimizer:
 
     def _norm_with_experts(self, topology: parallel.Topology) -> float:
         """`gradient_norm` for a model whose experts are cut over other ranks than its dense layers.
-        Of the ranks that hold a tensor, the first rank counts the tensor."""
+        Only the first of the ranks that hold a tensor counts the tensor."""
         place, counted = topology.place, []
         for tensor in self._tensors.values():
             copy = place.data + place.context, place.tensor
@@ -132,8 +132,8 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def step(self, norm: float, learning_rate: float) -> None:
-        """Scale the gradient down to the norm `max_grad_norm` if its `norm` is larger, and take an
-        Adam step with the scaled gradient."""
+        """Take an Adam step. The gradient is first scaled down to the norm `max_grad_norm` if the
+        gradient's `norm` is larger."""
         settings, [group] = self.settings, self._adam.param_groups
         group |= {"lr": learning_rate, "weight_decay": settings.weight_decay, "eps": settings.eps}
         group["betas"] = settings.beta1, settings.beta2
@@ -179,13 +179,13 @@ def norm_over_ranks(squares: list[Tensor]) -> float:
 
 
 def _gradient_memory(parameters: list[Parameter]) -> Tensor:
-    """Zeroed memory for the gradients of all `parameters`, as one flat tensor. After this call,
-    autograd adds the parameters' gradients to this memory."""
+    """Zeroed memory for the gradients of all `parameters`, as one flat tensor. Autograd adds the
+    parameters' gradients to the returned tensor."""
     memory = torch.zeros(
         sum(map(Tensor.numel, parameters)), dtype=torch.float32, device=parameters[0].device
     )
-    # Megatron's buffers have the same order. The order matters, because the result of a sum over
-    # ranks depends on a gradient's place in memory.
+    # Megatron's gradient buffers also begin with the last parameter. The order matters, because the
+    # result of a sum over ranks depends on a gradient's place in memory.
     last_first = parameters[::-1]
     for parameter, part in zip(
         last_first, memory.split([p.numel() for p in last_first]), strict=True

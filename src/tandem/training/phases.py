@@ -57,7 +57,7 @@ class MemoryWatch:
         self._used_peak = 0
 
     def begin_phase(self) -> None:
-        """Starts a phase. Peaks before this moment count for the attempt, not for the phase."""
+        """Starts a phase. Peaks before the phase count for the attempt, not for the phase."""
         if device.started():
             self._allocator_stats()
             memory.reset_peaks()
@@ -82,8 +82,8 @@ class MemoryWatch:
         return now
 
     def begin_step(self) -> None:
-        """Starts an optimizer step whose gradients were just zeroed. The memory that is now
-        allocated is the step's floor."""
+        """Starts an optimizer step whose gradients were just zeroed. The memory that is allocated
+        at this moment is `step_floor`."""
         self._step_floor = memory.stats()["allocated"]
 
     def report(self) -> RankMemory:
@@ -114,8 +114,8 @@ class MemoryWatch:
 
 
 class Phases:
-    """The clock with which a rank measures phases. A phase does not contain another phase.
-    `announce(name)` writes the heartbeat when a phase begins, and during long phases."""
+    """The clock with which a rank measures phases. Phases are not nested. `announce(name)` writes
+    the heartbeat when a phase begins, and during long phases."""
 
     def __init__(self, announce: Callable[[str], None], watch: MemoryWatch) -> None:
         self.announce, self.watch = announce, watch
@@ -127,7 +127,7 @@ class Phases:
         """Measure the `with` block, until the work that it queued on the device is complete.
 
         The seconds of blocks with the same name are added up. The memory is measured at the end of
-        each block; of several blocks with the same name, the last block's value is kept.
+        each block. A later block with the same name replaces the measured memory.
         """
         self.announce(name)
         self.watch.begin_phase()
@@ -168,7 +168,7 @@ def reduce_values(
 
     Args:
         values: scalars, with the same names on every rank of the group.
-        group: None: all ranks.
+        group: the process group; None means all ranks.
         where: the device of the collective.
     """
     if not values:

@@ -1,7 +1,6 @@
 """Computes the losses of a batch's rows, and adds up their gradients.
 
-The module does not deal with optimizer steps, because not only the steps of a job use the module,
-but also the requests of a session.
+The module does not deal with optimizer steps, because a session's requests also use the module.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,14 +49,14 @@ class Fit:
 
         Args:
             device: the device of the rows' tensors.
-            on: if False, the layers keep what they were already set to keep.
+            on: if False, nothing is chosen, and the layers' settings stay as they are.
         """
         self._policy, self._device, self._on = policy, device, on
         self._slots = 0
 
     def to(self, row: PackedRow) -> None:
-        """Choose for rows as long as `row`, unless the choice for this length or a longer length
-        has been made. A collective operation of all ranks."""
+        """Choose for the length of `row`, unless the choice was already made for this length or a
+        longer length. A collective operation of all ranks."""
         if self._on and len(row.tokens) > self._slots:
             self._slots = len(row.tokens)
             recompute.fit(self._policy, row_tensors(row, self._device))
@@ -114,8 +113,8 @@ class RowLosses:
 
     def __post_init__(self) -> None:
         self._advantage_divisor = advantage_divisor(self.batch, self.loss)
-        # Context-parallel ranks share a row, and each pipeline stage computes it. Only the first
-        # context-parallel rank of the last stage counts the row.
+        # All context-parallel ranks and all pipeline stages compute parts of the same row. Only the
+        # first context-parallel rank of the last stage counts the row.
         self.reports = self.topology.place.context == 0 and self.policy.stage.last
 
     def add_gradients(self, steps: MicroSteps, denominator: float) -> Totals:

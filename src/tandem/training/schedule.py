@@ -59,9 +59,9 @@ def make_schedule(
 
     Each epoch visits all rows except held-out rows, in a permutation drawn from (seed, base_step,
     epoch). A step has `settings.grad_accumulation_sequences` rows over all ranks together (None:
-    `data_parallel` rows). The last step of an epoch may have fewer rows. With
-    `settings.batch_size`, the packer has chosen the rows of each step, and an epoch visits these
-    steps in a permutation drawn from (seed, base_step, epoch).
+    `data_parallel` rows). The last step of an epoch may have fewer rows. If `settings.batch_size`
+    is set, the packer has chosen the rows of each step. Each epoch then visits the steps in a
+    permutation drawn from (seed, base_step, epoch).
 
     Raises InvalidInput if the rows of a step are not a multiple of `data_parallel`.
 
@@ -105,7 +105,7 @@ def row_weights(batch: PackedBatch, row: PackedRow, loss: Loss) -> tuple[Floats,
     Args:
         batch: the packed rows, which give the numbers of items of trajectories and groups.
         row: a row of `batch`.
-        loss: only its kind and its normalisation matter here.
+        loss: the loss, of which only kind and normalisation are used.
     """
     trajectory_items = batch.trajectory_num_items[row.item_trajectory]
     group_items = batch.group_num_items[batch.trajectory_group[row.item_trajectory]]
@@ -122,7 +122,7 @@ def denominators(batch: PackedBatch, steps: Sequence[Sequence[int]], loss: Loss)
     Args:
         batch: the job's packed rows.
         steps: the rows of each optimizer step.
-        loss: only its normalisation matters here.
+        loss: the loss, of which only the normalisation is used.
     """
     if loss.mean_over == "sum":
         return [1.0] * len(steps)
@@ -132,9 +132,9 @@ def denominators(batch: PackedBatch, steps: Sequence[Sequence[int]], loss: Loss)
 
 
 def advantage_divisor(batch: PackedBatch, loss: Loss) -> float:
-    """The divisor of the advantages. With `advantage_scale="mean_abs"`, it is
-    sum_i w_i |A_i| / sum_i w_i over all items of the job; else it is 1. The division makes the size
-    of the gradient independent of the scale of the rewards (OpenPipe's ART).
+    """The divisor of the advantages. The divisor is 1 unless `advantage_scale` is "mean_abs". With
+    "mean_abs", the divisor is sum_i w_i |A_i| / sum_i w_i over all items of the job. The division
+    makes the size of the gradient independent of the scale of the rewards (OpenPipe's ART).
     """
     if not isinstance(loss, RLLoss) or loss.advantage_scale == "none":
         return 1.0

@@ -1,12 +1,12 @@
 """AdamW on all weights (Loshchilov and Hutter, 2019, arXiv:1711.05101), divided over the ranks that
 hold the same weights.
 
-Of the ranks that hold the same weights, each owns an equal range of the weights' memory. A rank
-gets the summed gradient of its range, holds Adam's state for the range, updates the range's
-weights, and sends them to the other ranks (ZeRO, Rajbhandari et al., 2020, arXiv:1910.02054,
-stage 1). A bfloat16 weight is the rounded upper half of an fp32 master value. The int16 `remainder`
-contains the difference that the rounding made. So a weight and its master value take 4 bytes
-together, not 6.
+Each of the ranks that hold the same weights owns an equal range of the weights' memory. A rank gets
+the summed gradient of its range, and holds Adam's state for the range. The rank updates the range's
+weights and sends them to the other ranks (ZeRO, Rajbhandari et al., 2020, arXiv:1910.02054, stage
+1). A bfloat16 weight is the rounded upper half of an fp32 master value. The int16 `remainder`
+contains the difference that the rounding made. A weight and its master value together take 4 bytes
+instead of 6.
 """
 
 import math
@@ -73,10 +73,10 @@ class ShardedAdam:
     on the owner.
 
     Args:
-        policy: the policy. From now on its backward passes add the gradients of the base weights to
-            this object's buffers.
-        base: this rank's weights, all bfloat16 or all fp32. Optimizer steps write into these
-            weights' memory.
+        policy: the policy, whose backward passes add the gradients of the base weights to the
+            buffers of this `ShardedAdam`.
+        base: this rank's weights, all bfloat16 or all fp32. Optimizer steps write into the memory
+            of `base`.
     """
 
     def __init__(self, policy: Policy, base: BaseWeights, settings: OptimizerSettings) -> None:
@@ -127,8 +127,8 @@ class ShardedAdam:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Sum the gradients over the ranks. Afterwards each rank has the sums for the weights that
-        it owns. The values for other weights are undefined."""
+        """Sum the gradients over the ranks. Each rank gets the sums for the weights that it owns. A
+        rank's gradients of other weights become undefined."""
         self._sum_over_tensor_ranks()
         self._sum_over_stages()
         for shard in self._shards:
@@ -156,8 +156,8 @@ class ShardedAdam:
 
     @torch.no_grad()
     def step(self, norm: float, learning_rate: float) -> None:
-        """Scale the gradient down to the norm `max_grad_norm` if its `norm` is larger, take an Adam
-        step with the scaled gradient, and exchange the updated weights."""
+        """Take an Adam step, and exchange the updated weights. The gradient is first scaled down to
+        the norm `max_grad_norm` if the gradient's `norm` is larger."""
         self.steps += 1
         scale = min(1.0, self.settings.max_grad_norm / norm) if norm > 0 else 1.0
         for part in self._ranges:
@@ -181,7 +181,7 @@ class ShardedAdam:
     @torch.no_grad()
     def load(self, name: str, fill: Callable[[dict[str, Tensor]], None]) -> None:
         """The inverse of `whole`. `fill` gets tensors of the weights' shapes and fills them. This
-        rank keeps the part of each tensor that this rank owns."""
+        rank keeps only the part of each tensor that this rank owns."""
         memory = self._like_weights(self.tensors[name].dtype)
         fill(self._views(memory))
         for shard in self._shards:
@@ -205,8 +205,8 @@ class ShardedAdam:
 
     def _sum_over_tensor_ranks(self) -> None:
         """Sums the gradients of weights that every tensor-parallel rank holds whole. Each rank has
-        only a summand of such a gradient: the summand from its heads or, with sequence parallelism,
-        from its tokens."""
+        only the part of the gradient that comes from its heads or, with sequence parallelism, from
+        its tokens."""
         topology = self._topology
         if topology.sizes.tensor == 1:
             return

@@ -1,10 +1,10 @@
 """The step loop. RL, SFT and preference training have the same loop, except for the loss. The loop
 deals with no files, processes or offloading.
 
-In an optimizer step each rank runs its micro steps; a micro step computes one row. Gradients are
-then summed over data-parallel ranks, checked, clipped and applied. Before the backward pass, each
-loss is divided by the denominator of all ranks' rows. So the sum of the gradients is the gradient
-of the whole step's loss.
+In an optimizer step each rank runs its micro steps; a micro step computes one row. After the micro
+steps, gradients are summed over data-parallel ranks, checked, clipped and applied. Before the
+backward pass, each loss is divided by the denominator of all ranks' rows. The sum of all ranks'
+gradients is the gradient of the whole step's loss.
 """
 
 from collections.abc import Callable
@@ -78,9 +78,9 @@ class Training:
         """Run all optimizer steps, numbered from 1, and call `report(step, metrics)` after each.
         Returns the metrics of the last step, which are the same on every rank.
 
-        Before a step is applied, raises NonFinite, or InvalidInput for log-probs that no sampler
-        can return. After the last step, raises NothingToLearn if no step of an RL job moved the
-        policy.
+        Raises NonFinite before a step with NaN or infinity is applied. Raises InvalidInput before a
+        step is applied if its log-probs can't come from a sampler. Raises NothingToLearn after the
+        last step if no step of an RL job moved the policy.
         """
         totals, loss = denominators(self.batch, self.schedule.steps, self.job.loss), self.job.loss
         if isinstance(loss, RLLoss):
@@ -121,7 +121,8 @@ class Training:
             for index, counts in self._passes(self.schedule.rank_held_out):
                 self.phases.announce("evaluate")
                 # A row that does not count is computed only so that the collective operations of
-                # all ranks match. This rank may have no reference log-probs for the row.
+                # all ranks match. A rank may have no reference log-probs for a row that does not
+                # count.
                 if not counts:
                     self._rows.forward(self.batch.row(index))
                     continue
@@ -196,7 +197,8 @@ class Training:
 
     def _gradients(self, step: int, denominator: float) -> Totals:
         """Computes the step's gradients. If memory runs out, the gradients are computed again
-        without CUDA graphs, or with layers that keep fewer tensors, to the same bits."""
+        without CUDA graphs, or with layers that keep fewer tensors. The recomputed gradients are
+        bit-identical."""
         micro_steps = self.schedule.micro_steps(step, self.topology.place.data)
         while True:
             try:
@@ -226,9 +228,9 @@ class Training:
             )
 
     def _check_sampler(self, step: int, means: dict[str, float]) -> None:
-        """Raises InvalidInput if the policy gives a token a log-prob far above the sampler's.
-        Checks only the first epoch: later, the policy may have learned tokens that its sampler
-        found impossible."""
+        """Raises InvalidInput if the policy gives a token a log-prob far above the sampler's. Only
+        the first epoch is checked: in a later epoch, the policy may have learned tokens that its
+        sampler found impossible."""
         nats = means.get("above_sampler_max", 0.0)
         if nats > MAX_NATS and step * self.job.optimizer.epochs < len(self.schedule.steps):
             raise InvalidInput(
