@@ -14,7 +14,7 @@ number of ranks."""
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's index in each dimension of its `Sizes`, from 0."""
+    """One rank's index, from 0, in each parallel dimension."""
 
     tensor: int
     context: int
@@ -29,9 +29,9 @@ class Place:
 class Sizes:
     """The number of ranks in each parallel dimension.
 
-    Rank numbers run through the tensor dimension first, then through context, data and pipeline.
-    For a mixture's experts, the rank numbers of one pipeline stage run through expert_tensor first,
-    then through expert and expert_data. Both orders are Megatron-core's
+    Rank numbers increase along the tensor dimension first, then along context, data and pipeline.
+    For a mixture's experts, the rank numbers of one pipeline stage increase along expert_tensor
+    first, then along expert and expert_data. Megatron-core numbers ranks in the same way
     (`parallel_state.initialize_model_parallel`).
     """
 
@@ -62,19 +62,19 @@ class Sizes:
 
     @property
     def expert_ranks(self) -> int:
-        """The number of ranks over which a mixture's experts are cut. The ranks are consecutive,
-        and each rank gathers the tokens of all these ranks."""
+        """The number of ranks among which a mixture's experts are divided. The ranks of such a
+        group have consecutive numbers, and each gathers the tokens of the whole group."""
         return self.expert_tensor * self.expert
 
     @property
     def experts_apart(self) -> bool:
-        """Whether the ranks that hold the same part of the same experts differ from the ranks of
-        the data dimension."""
+        """Whether the data-parallel group of a mixture's experts may differ from the data-parallel
+        group of the other weights."""
         return self.expert_ranks > 1 or self.tensor > 1
 
     @property
     def expert_data(self) -> int:
-        """The number of ranks that hold the same part of the same experts."""
+        """The number of ranks that have the same part of the same experts."""
         return self.stage // self.expert_ranks
 
     @property
@@ -98,12 +98,13 @@ class Sizes:
         )
 
     def layers(self, count: int, stage: int) -> range:
-        """The layers of pipeline stage `stage`, out of `count` layers. If the layers don't divide
-        evenly, the last stage has the fewest layers, because it also has the output layer."""
+        """The layers of pipeline stage `stage`, for a model of `count` layers. If the layers don't
+        divide evenly, the last stage has the fewest layers, because it also has the output
+        layer."""
         return range(-(-count * stage // self.pipeline), -(-count * (stage + 1) // self.pipeline))
 
     def manifest(self) -> dict[str, int]:
-        """The sizes in the form of a checkpoint's manifest."""
+        """The sizes as a checkpoint's manifest contains them."""
         return {"world_size": self.world} | {name: int(size) for name, size in asdict(self).items()}
 
     def fields(self) -> dict[str, int]:
@@ -111,16 +112,16 @@ class Sizes:
         return {f"{name}_parallel": getattr(self, name) for name in _CHOSEN}
 
     def variables(self) -> dict[str, str]:
-        """`fields` as environment variables."""
+        """The result of `fields`, as environment variables."""
         return {f"TANDEM_{name.upper()}": str(int(size)) for name, size in self.fields().items()}
 
     def settings(self) -> str:
-        """`variables` as one line of text."""
+        """The result of `variables`, as one line of text."""
         return " ".join(f"{name}={size}" for name, size in self.variables().items())
 
 
 def all_sizes(world: int) -> Iterator[Sizes]:
-    """All `Sizes` of `world` ranks."""
+    """All possible `Sizes` for `world` ranks."""
     divisors = [number for number in range(1, world + 1) if world % number == 0]
     for tensor, context, pipeline, expert_tensor, expert in product(divisors, repeat=5):
         data, rest = divmod(world, tensor * context * pipeline)

@@ -1,4 +1,4 @@
-"""Waiting and retrying, until the runner is asked to stop."""
+"""Pauses and retries, which end when the runner is asked to stop."""
 
 import time
 from collections.abc import Callable
@@ -39,16 +39,16 @@ class Stop:
         errors: tuple[type[Exception], ...] = (TandemError, OSError),
         until: str = "the volume is back",
     ) -> T | None:
-        """The result of `action`. If `action` raises one of `errors`, for example because the
-        volume is full, gone or read-only, `action` is called again after a pause.
+        """The result of `action`. If `action` raises one of `errors`, `action` is called again
+        after a pause. Typical reasons are a volume that is full, gone or read-only.
 
         Returns None if `action` fails after the runner was asked to stop. An error that is not
         retriable is raised immediately. An OSError that the volume did not cause is raised after
         OTHER_ERROR_SECONDS.
 
         Args:
-            what: the action's name in the log, which gets a line when the action first fails and a
-                line when it works again.
+            what: the action's name in the log. The log gets a line when the action first fails, and
+                a line when the action works again.
             action: the function to call.
             errors: the retriable errors.
             until: the awaited state, for the log.

@@ -23,9 +23,9 @@ BLOCK_BYTES = 8 * 2**20
 
 
 def read_model(model: str, done: Event) -> int:
-    """Reads all files of the model's directory, or of the hub name's snapshot; returns the number
-    of bytes read. Ends early once `done` is set. Downloads nothing. Raises InvalidInput if the
-    files are not on this node, and OSError."""
+    """Reads all files of the model's directory, or of the hub model's local snapshot. Returns the
+    number of bytes read. Ends early once `done` is set. Downloads nothing. Raises InvalidInput if
+    the files are not on this node, and OSError."""
     block, size = bytearray(BLOCK_BYTES), 0
     for path in base_model_files(model_directory(model, cached=True)):
         with open_plain(path, links="any") as file:
@@ -35,7 +35,8 @@ def read_model(model: str, done: Event) -> int:
 
 
 def main() -> int:
-    """Returns the exit status: 0 after SIGTERM. Raises InvalidInput without a base model."""
+    """Returns the exit status: 0 after SIGTERM. Raises InvalidInput if TANDEM_BASE_MODEL is not
+    set."""
     logs.configure()
     done = Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -45,7 +45,7 @@ class InferenceRefused(TandemError, code="inference_refused", http_status=502):
 
 
 class InferenceConflict(InferenceRefused):
-    """vLLM answered 409: it is another process than the caller expects, or in another state."""
+    """vLLM answered 409: its process or its state is not the one that the caller expects."""
 
 
 class InferenceFailed(InferenceRefused):
@@ -57,8 +57,8 @@ class VllmClient:
     """A client of one vLLM server. Every call has a timeout. Only calls without side effects are
     retried.
 
-    Every method can raise InferenceUnavailable, InferenceRefused (or a subclass of these) and
-    Unauthorized.
+    Every method except `healthy` can raise InferenceUnavailable, InferenceRefused (or a subclass of
+    these) and Unauthorized.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class VllmClient:
             headers[ADMIN_HEADER] = admin_token
         self.url = settings.resolved_inference_url
         self._timeout, self._work_timeout = timeout, work_timeout
-        # Proxies from the environment are not used: they would get the API key and admin token.
+        # Proxies from the environment are not used, because they would get the secrets.
         self._http = httpx.Client(
             base_url=self.url, headers=headers, timeout=_limits(timeout), trust_env=False
         )
@@ -90,15 +90,15 @@ class VllmClient:
             return False
 
     def prefix_cache_keyed_by_path(self) -> bool:
-        """Whether vLLM keys an adapter's cached blocks also by the adapter's path, so that a new
-        adapter under a known name can't hit the old adapter's blocks: true from vLLM 0.32 on. Older
+        """Whether vLLM keys an adapter's cached blocks by the adapter's path, too (from vLLM 0.32
+        on). Then a new adapter under a known name can't hit the old adapter's blocks. Older
         versions, and versions without a number, key cached blocks by the name alone.
         """
         version = re.match(r"(\d+)\.(\d+)", str(self._ask("GET", "/version")["version"]))
         return version is not None and (int(version[1]), int(version[2])) >= (0, 32)
 
     def models(self) -> dict[str, str]:
-        """Name of each served model, also of the base model -> the path of the model's files."""
+        """Maps each served model's name (also the base model's) to its files' path."""
         return {
             str(card["id"]): str(card.get("root") or "")
             for card in self._ask("GET", "/v1/models")["data"]
@@ -123,7 +123,7 @@ class VllmClient:
         )
 
     def adapters_last_used(self) -> dict[str, float]:
-        """Adapter -> the last time at which a request used it, in Unix seconds. Only
+        """Maps an adapter to the last time at which a request used it, in Unix seconds. Only
         adapters that were used since the server's start are included (`/metrics`)."""
         used: dict[str, float] = {}
         for at, names in _adapter_samples(self._request("GET", "/metrics").text):
@@ -131,15 +131,15 @@ class VllmClient:
         return used
 
     def prompt_logprobs(self, model: str, *prompts: Sequence[int]) -> list[list[float]]:
-        """For each prompt, the list of log p(tokens[j + 1] | tokens[: j + 1]), in nats, at
-        temperature 1: len(tokens) - 1 values. A value that is not finite is NaN. Raises
-        InferenceRefused for an unknown model or a prompt that is too long.
+        """For each prompt, the len(tokens) - 1 values log p(tokens[j + 1] | tokens[: j + 1]), in
+        nats, at temperature 1. A value that is not finite is NaN. Raises InferenceRefused for an
+        unknown model or a prompt that is too long.
 
-        vLLM computes the values anew in every call, without its prefix cache. `logprobs_mode` does
-        not affect the values.
+        vLLM computes the values anew in every call, without its prefix cache. vLLM's option
+        `logprobs_mode` does not affect the values.
         """
         # One request has all prompts, because separate requests would each wait for a place in the
-        # batch. By its priority, the request overtakes all waiting requests.
+        # batch. The request's priority puts it before all waiting requests.
         body = {
             "model": model,
             "prompt": list(map(list, prompts)),
@@ -175,8 +175,8 @@ class VllmClient:
                 raise
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all cached blocks. vLLM computes running requests again. Returns False if vLLM could
-        not drop all blocks."""
+        """Drop all cached blocks. The engine computes running requests again. Returns False if
+        blocks remain."""
         response = self._request("POST", "/reset_prefix_cache?reset_running_requests=true")
         if response.content:
             return bool(response.json()["success"])
@@ -199,15 +199,15 @@ class VllmClient:
         again: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Merge the adapter in `path` into the base model's weights, or replace vLLM's weights by
-        the weights of `source`. New requests wait until `announce_merged`.
+        the weights of `source`. New requests wait until `announce_merged` is called.
 
         Raises InferenceUnavailable if running requests did not end in time (`requests="wait"`), or
-        if the engine did not answer. The same call can then succeed later. Raises InferenceRefused
-        if the weights can't be used.
+        if the engine did not answer. After InferenceUnavailable, the same call can succeed later.
+        Raises InferenceRefused if the weights can't be used.
 
         Args:
             name: the model's new name, `<run>@<step>`.
-            path: the adapter's directory; with `source`, only a name of the weights.
+            path: the adapter's directory; if there is a `source`, only a name of the weights.
             scale: the adapter's alpha / rank.
             seconds: time limit of the whole swap, including the wait for running requests.
             source: the source from which the workers get whole weights (`worker/landing.py`). None:
@@ -232,7 +232,7 @@ class VllmClient:
 
     def revert_merged(self, path: str, *, to_base: bool = False) -> None:
         """Return to the weights that were announced last, if vLLM's current weights are those of
-        `path`. `to_base`: return to the base model's weights instead, and serve no run."""
+        `path`. With `to_base`, return to the base model's weights instead, and serve no run."""
         self._request(
             "POST",
             f"{MERGED_ROUTE}/revert",
@@ -241,8 +241,8 @@ class VllmClient:
         )
 
     def merged_rows(self, rows: Mapping[str, int]) -> list[Mapping[str, Any]]:
-        """One row of each named tensor, from the workers' memory (see `SpotCheck.wrong`). `rows`:
-        name of a tensor -> number of the row."""
+        """One row of each named tensor, from the workers' memory (see `SpotCheck.wrong`). `rows`
+        maps a tensor's name to the number of the row."""
         answer = self._ask(
             "POST", f"{MERGED_ROUTE}/rows", {"rows": dict(rows)}, timeout=self._work_timeout
         )
@@ -253,7 +253,7 @@ class VllmClient:
         return str(self._ask("GET", READY_ROUTE)["instance"])
 
     def is_ready(self) -> bool:
-        """Whether the proxy may send requests to this vLLM. This vLLM is one of several servers."""
+        """Whether the proxy may send requests to this vLLM, one of several servers."""
         return bool(self._ask("GET", READY_ROUTE)["ready"])
 
     def has_requests(self) -> bool:
@@ -271,9 +271,9 @@ class VllmClient:
         return True
 
     def is_sleeping(self) -> bool:
-        """Whether the engine sleeps, at any level, or is paused. If the engine is falling asleep,
-        vLLM answers only after it sleeps. A sleeping engine may still hold its memory (vLLM issue
-        47654), so measure the memory in use."""
+        """Whether the engine sleeps, at any level, or is paused. While the engine falls asleep,
+        vLLM delays its answer. A sleeping engine may still hold its memory (vLLM issue 47654), so
+        measure the memory in use."""
         return bool(self._ask("GET", "/is_sleeping")["is_sleeping"])
 
     def sleep(self) -> None:
@@ -281,16 +281,16 @@ class VllmClient:
         fallen asleep. Load no adapter into a sleeping engine: vLLM would write the adapter to
         unmapped memory, which ends the engine.
 
-        Level 1 is used, because with LoRA vLLM can't reload the base weights that level 2 discards
-        (vLLM issue 39934). Mode `keep` is used, so that running requests return to the queue and
-        continue after `wake_up`. The default mode would end running requests early.
+        Sleep level 1 is used, because with LoRA vLLM can't reload the base weights that level 2
+        discards (vLLM issue 39934). Mode `keep` is used, so that running requests return to the
+        queue and continue after `wake_up`. The default mode would end running requests early.
         """
         self._request("POST", "/sleep?level=1&mode=keep", timeout=self._work_timeout)
 
     def wake_up(self) -> None:
         """Wake the engine, if it sleeps. Raises InferenceRefused if there is too little memory.
-        After such a refusal, vLLM 0.26 stays half mapped and can't wake any more, so `tandem up`
-        restarts vLLM. Later versions of vLLM accept another call of `wake_up`."""
+        After a failed wake-up, vLLM 0.26 can't wake any more, so `tandem up` restarts vLLM. Later
+        versions of vLLM accept another call of `wake_up`."""
         self._request("POST", "/wake_up", timeout=self._work_timeout)
 
     def _ask(
@@ -308,7 +308,7 @@ class VllmClient:
         self, method: str, path: str, body: object = None, timeout: float | None = None
     ) -> httpx.Response:
         """The successful response to a request. Calls without side effects are tried three times.
-        `timeout`: seconds, overrides the default."""
+        `timeout`: seconds, in place of the default."""
         tries = 3 if method == "GET" or path == "/v1/completions" else 1
         for attempt in range(tries):
             try:
@@ -371,8 +371,8 @@ def _logprobs(model: str, tokens: Sequence[int], choice: Mapping[str, Any]) -> l
 
 
 def _limits(seconds: float) -> httpx.Timeout:
-    """The time limits of a request. vLLM may take `seconds` to answer, but connecting must be fast,
-    so that an unreachable host is noticed."""
+    """The time limits of a request. The answer may take `seconds`, but connecting must be fast, so
+    that an unreachable host is noticed."""
     return httpx.Timeout(seconds, connect=5.0)
 
 
@@ -385,7 +385,7 @@ def _error_message(response: httpx.Response) -> str:
 
 
 def _adapter_samples(metrics: str) -> list[tuple[float, set[str]]]:
-    """Each set of adapters that requests used at the same time, with the last Unix time of use."""
+    """Each set of adapters that requests used at the same time, with its last Unix time of use."""
     samples = []
     for match in _LORA_INFO.finditer(metrics):
         groups = _ADAPTERS.findall(match["labels"])

@@ -1,4 +1,4 @@
-"""Names that Tandem and its vLLM server agree on. The module imports only the standard library,
+"""Names that both Tandem and its vLLM server use. The module imports only the standard library,
 because vLLM's own process imports it."""
 
 from typing import Literal

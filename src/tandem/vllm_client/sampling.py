@@ -38,7 +38,7 @@ _BENDING: dict[str, tuple[object, ...]] = {
 
 
 def distorting(options: Mapping[str, Any]) -> tuple[str, str] | None:
-    """A tuple: the first option that makes vLLM sample from another distribution than the model's,
+    """The first option that makes vLLM's answers differ from samples of the model's distribution,
     and the reason. None if there is no such option."""
     for name, neutral in _NEUTRAL.items():
         if options.get(name) not in (None, *neutral):
@@ -55,12 +55,12 @@ def distorting(options: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def loop_options(options: Mapping[str, Any], own: Mapping[str, Any], field: str) -> dict[str, Any]:
     """The sampling options of a training loop, including the temperature. Raises InvalidInput if
-    `own` sets another temperature, because the loss uses the loop's temperature.
+    `own` sets a temperature other than the loop's, which the loss uses.
 
     Args:
         options: the loop's options; the default temperature is 1.
         own: a request's or an environment's own options.
-        field: the field of the error.
+        field: the field that the error names.
     """
     wanted = {"temperature": 1.0, **options}
     if own.get("temperature", wanted["temperature"]) != wanted["temperature"]:

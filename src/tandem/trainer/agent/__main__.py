@@ -1,4 +1,4 @@
-"""`python -m tandem.trainer.agent`: the agent as a program (`tandem rank-agent`)."""
+"""`python -m tandem.trainer.agent` runs the agent of one host (`tandem rank-agent`)."""
 
 import argparse
 import os
@@ -18,9 +18,9 @@ INDEX_VARIABLES = ("JOB_COMPLETION_INDEX", "SLURM_PROCID", "TANDEM_HOST_INDEX")
 
 
 def host_index(given: int | None) -> int:
-    """The host's number: `given`; if `given` is None, the value of the first variable of
-    INDEX_VARIABLES that is set (by Kubernetes, by Slurm or by the deployment). Raises InvalidInput
-    if none is set."""
+    """The host's number: `given`, or else the first variable of INDEX_VARIABLES that is set.
+    Kubernetes, Slurm or the deployment sets the variable. Raises InvalidInput if `given` is None
+    and no variable is set."""
     if given is not None:
         return given
     for name in INDEX_VARIABLES:
@@ -33,7 +33,7 @@ def host_index(given: int | None) -> int:
 
 
 def main() -> int:
-    """Run until the attempt's end, or with --follow until SIGTERM; returns the exit status."""
+    """Run until the attempt ends, or with --follow until SIGTERM. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="tandem rank-agent")
     parser.add_argument("--job")
     parser.add_argument("--attempt", type=int)

@@ -1,5 +1,5 @@
-"""The agent of one host. The agent takes the host's ticket of an attempt, waits for the other
-hosts, starts its host's ranks, and watches the ranks until they end or the attempt ends. Without
+"""The agent of one host. The agent claims its host's part of an attempt, waits for the other hosts
+and starts its host's ranks. The agent watches the ranks until they end or the attempt ends. Without
 torch."""
 
 import os
@@ -53,7 +53,7 @@ CONNECT_SECONDS = 5.0
 
 
 class LeavingError(Exception):
-    """The agent has to leave before its ranks have started."""
+    """The agent has to give its attempt up before its ranks have started."""
 
     def __init__(self, leave: Leave) -> None:
         super().__init__(leave.why)
@@ -85,11 +85,11 @@ class HostAgent:
 
     def serve(self, job: str, number: int, hosts: int | None = None) -> int:
         """Run this host's part of an attempt; returns the agent's exit status. Raises
-        SpoolUnusable, and InvalidInput for a host that the attempt doesn't have.
+        SpoolUnusable, and InvalidInput if the attempt has no host with this number.
 
         Args:
             number: the attempt's number.
-            hosts: the number of hosts that the caller expects; None: the caller expects no number.
+            hosts: the expected number of hosts; None: any number.
         """
         meeting = Meeting(Attempt(self.spool, job, number))
         order = meeting.order()
@@ -131,20 +131,20 @@ class HostAgent:
                 handle = self._start(meeting, order, records[0], listener)
             watch.running_since = time.monotonic()
             leave = self._watch(handle, watch)
-            if leave.status == FAILED and not meeting.is_open():  # the ranks lost their directory
+            if leave.status == FAILED and not meeting.is_open():  # the directory is gone
                 leave = Leave(FENCED, "the attempt was ended")
         except LeavingError as leaving:
             leave = leaving.leave
         except (TandemError, OSError) as error:
             leave = watch.leave() or self._refuse(meeting, error)
         end = self._clear(settings, handle, leave)
-        if leave.status != UNUSABLE:  # a write would wait for the volume
-            with suppress(TandemError, OSError):  # the attempt was ended
+        if leave.status != UNUSABLE:  # writing to an unusable volume may hang
+            with suppress(TandemError, OSError):  # raised if the attempt has ended
                 meeting.write(self.host, end)
         return leave
 
     def _settings_of(self, order: AgentOrder) -> Settings:
-        """This host's settings, changed by the values that the runner decides for all hosts."""
+        """This host's settings, with the values that the runner has chosen for all hosts."""
         decided = {
             "device": order.settings.device,
             "trainer_ranks": order.settings.sizes.world,
@@ -162,13 +162,13 @@ class HostAgent:
 
     def prepare(self) -> None:
         """Start the processes that can be started ahead of an attempt. Before the first attempt,
-        the settings determine the options of these processes; later, the `AgentOrder` of the
-        previous attempt."""
+        the options of these processes come from the settings. Later, the options come from the
+        `AgentOrder` of the previous attempt."""
         if self._launcher is not None:
             self._launcher.prepare()
             return
         order = AgentOrder.of(self.settings, DEFAULT_ENTRY)
-        with suppress(TandemError):  # the attempt itself reports the error
+        with suppress(TandemError):  # the attempt will report the error
             settings = self._settings_of(order)
             self._launcher_for(settings, order, self._address(order)[1]).prepare()
 
@@ -193,8 +193,8 @@ class HostAgent:
         settings: Settings,
         known: dict[str, object],
     ) -> list[HostRecord]:
-        """Write this host's record once it can start ranks, then wait for the other hosts. Returns
-        all hosts' records. The base model may be downloaded first. Raises LeavingError."""
+        """Write this host's record once the host can start ranks, then wait for the other hosts.
+        Returns all hosts' records. May first download the base model. Raises LeavingError."""
         turn = partial(self._turn, watch)
         devices = Devices(settings, "trainer")
         if devices.uuids and len(devices.uuids) < settings.ranks_per_host:
@@ -280,7 +280,7 @@ class HostAgent:
         if status == 0:
             return Leave(DONE, "the ranks are done")
         self._look_at_network()
-        # Slurm sends SIGTERM to the ranks, too, and they may end first.
+        # Slurm sends SIGTERM to the ranks, too, so ranks may end before the agent sees the signal.
         return leaving or self._must_leave(watch) or Leave(FAILED, "ranks failed")
 
     def _look_at_network(self) -> None:
@@ -304,8 +304,8 @@ class HostAgent:
         return Leave(FAILED, str(error), refused)
 
     def _clear(self, settings: Settings, handle: Handle | None, leave: Leave) -> HostEnd:
-        """End the rank processes that still live. Returns the record of the ranks' end, with the
-        bytes that are still in use on the devices."""
+        """Kill the rank processes that are still alive. Returns the record of the ranks' end, with
+        the bytes that are still in use on the devices."""
         left = [] if handle is None else handle.kill_all(KILL_SECONDS)
         begin, used, free = time.monotonic(), dict[str, int | None](), False
         with suppress(TandemError):
@@ -313,8 +313,8 @@ class HostAgent:
             used = devices.wait_free(RELEASE_SECONDS, {})
             free = not devices.over(used, {})
         clean = leave.status == DONE and free and not left
-        # The pods stay only if the agent has used less than `start_seconds` so far. Then the next
-        # attempt can use its whole time before the pod's own deadline.
+        # The pods stay only if the agent has used less than `start_seconds` so far. After a longer
+        # run, the pod's own deadline could end the next attempt too early.
         if clean and time.monotonic() - self._begin < self.settings.start_seconds:
             self.lingers = self.linger_seconds
         return HostEnd(

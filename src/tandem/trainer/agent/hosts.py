@@ -39,7 +39,7 @@ class AgentOrder(Record):
     """The runner's order to the agents of one attempt."""
 
     hosts: int
-    threads: int  # OMP_NUM_THREADS of each rank: it decides the order of sums
+    threads: int  # OMP_NUM_THREADS of each rank; affects the order of sums
     settings: RankSettings
     entry: str = DEFAULT_ENTRY
     orphan_seconds: float = 900.0
@@ -60,8 +60,7 @@ class AgentOrder(Record):
 
 class HostRecord(BaseModel):
     """One host of an attempt. The host's agent writes the record again when `waits` changes.
-    Unknown keys are ignored, so that a record of another version can be read and its version
-    compared."""
+    Unknown keys are ignored, so that the record of another version of Tandem can be read."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -88,21 +87,21 @@ class HostBeat(Record):
 
 
 class HostEnd(Record):
-    """How the ranks of a host ended, and what is left of them."""
+    """The end of one host's ranks, and the processes and device memory that they left."""
 
     status: int  # the agent's exit status
     error: JobError | None = None  # None: the ranks' own error files have the reason of a failure
     processes: int = 0  # number of processes that survive SIGKILL
     devices: dict[str, int | None] = Field(default_factory=dict)  # bytes in use, by UUID
     seconds: float = 0.0  # seconds until the devices were free
-    network: tuple[str, ...] = ()  # what the network lost when the ranks had to end
+    network: tuple[str, ...] = ()  # connections that lost data before the ranks had to end
     lingers: float = Field(default=0.0, exclude_if=lambda seconds: not seconds)
     """Seconds that the agent stays for another attempt."""
 
 
 class Meeting:
     """The files of an attempt's hosts. Methods raise OSError and SpoolUnusable if the volume is
-    unusable; after the attempt was ended they write nothing, because the attempt's directory is
+    unusable. After the attempt has ended, methods write nothing, because the attempt's directory is
     gone."""
 
     def __init__(self, attempt: Attempt) -> None:
@@ -111,7 +110,7 @@ class Meeting:
         self.directory = self._work / HOSTS
         self.lease = self._work.parent.parent / "lease.json"
 
-    # ---- the runner's side
+    # ---- methods for the runner
 
     def give_order(self, order: AgentOrder) -> None:
         with fs.volume_errors(self.directory):
@@ -120,24 +119,24 @@ class Meeting:
             fs.fsync_dir(self._work)
 
     def ask(self, what: str) -> None:
-        """`what`: "stop" or "kill"."""
-        with suppress(FileNotFoundError):  # the attempt was ended
+        """Asks the agents to end their ranks; `what` is "stop" or "kill"."""
+        with suppress(FileNotFoundError):  # the attempt has ended
             fs.write_atomic(self.directory / what, b"", durable=False)
 
-    # ---- both
+    # ---- methods for runner and agents
 
     def order(self) -> AgentOrder | None:
-        """The runner's order; None if there is no order yet or the attempt was ended."""
+        """The runner's order; None if there is no order yet or the attempt has ended."""
         if not self.is_open():
             return None
         return fs.read_undamaged(self.directory / "order.json", AgentOrder)
 
     def is_open(self) -> bool:
-        """Whether the attempt was not ended."""
+        """Whether the attempt may still run: its directory exists, without the mark of its end."""
         return fs.exists(self._work) and not fs.exists(fence.mark(self._work))
 
     def asked(self) -> str:
-        """The runner's request: "stop", "kill" or nothing."""
+        """The runner's request to the agents: "stop", "kill", or "" for no request."""
         return next((name for name in ("kill", "stop") if fs.exists(self.directory / name)), "")
 
     def record(self, host: int) -> HostRecord | None:
@@ -152,11 +151,11 @@ class Meeting:
     def has_ticket(self, host: int) -> bool:
         return fs.exists(self._ticket(host))
 
-    # ---- an agent's side
+    # ---- methods for an agent
 
     def take_ticket(self, host: int, identity: str) -> bool:
-        """Takes the host's ticket. Returns whether this agent is the first to take it. The server
-        of the volume decides, because `link` fails for all but the first."""
+        """Takes the host's ticket, which only one agent can get. Returns whether this agent got the
+        ticket. The volume's server decides, because `link` succeeds only for the first agent."""
         own = fs.temporary_beside(self._ticket(host))
         try:
             with fs.volume_errors(own):
@@ -164,16 +163,16 @@ class Meeting:
                 with suppress(FileExistsError):
                     os.link(own, self._ticket(host))
                 # On NFS the answer of `link` may get lost although the link was made. The NFS
-                # client's second try then fails.
+                # client then tries `link` again, and this second try fails.
                 return fs.read_bytes(self._ticket(host)) == identity.encode()
-        except FileNotFoundError:  # the attempt was ended
+        except FileNotFoundError:  # the attempt has ended
             return False
         finally:
             with suppress(OSError):
                 own.unlink()
 
     def write(self, host: int, record: HostRecord | HostBeat | HostEnd) -> None:
-        """Raises FileNotFoundError if the attempt was ended."""
+        """Writes the record to its file. Raises FileNotFoundError if the attempt has ended."""
         names = {HostRecord: f"{host}.json", HostBeat: f"{host}.beat", HostEnd: f"{host}.end.json"}
         fs.write_json_atomic(self.directory / names[type(record)], record, durable=False)
 
@@ -182,8 +181,8 @@ class Meeting:
 
 
 def misfit(records: Sequence[HostRecord], order: AgentOrder) -> JobError | None:
-    """The reason why the hosts that have arrived can't train together, with the names of the hosts
-    that differ; None if they can."""
+    """The reason why the hosts that have arrived can't train together; None if they can. The reason
+    names the hosts that differ."""
     for record in records:
         if (error := record.refused) is not None:
             return error.model_copy(update={"message": f"{record}: {error.message}"})

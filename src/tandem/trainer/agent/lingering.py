@@ -13,8 +13,8 @@ from tandem.trainer.agent.watch import Leave
 
 
 def serve_and_linger(agent: HostAgent, job: str, number: int, hosts: int | None) -> int:
-    """Serves the attempt, then the attempts that the runner gives to `agent.pods`. Returns the
-    agent's exit status. Raises as `HostAgent.serve`.
+    """Serves the given attempt, then the attempts that the runner gives to the Kubernetes Job
+    `agent.pods`. Returns the agent's exit status. Raises as `HostAgent.serve`.
 
     Args:
         job, number, hosts: the first attempt, as in `HostAgent.serve`.
@@ -34,13 +34,14 @@ def serve_and_linger(agent: HostAgent, job: str, number: int, hosts: int | None)
 
 
 def _next_attempt(agent: HostAgent) -> tuple[str, int]:
-    """Waits for an order. Raises LeavingError if no order comes in time, or on SIGTERM. A living
-    runner deletes the Job before the agent's waiting time is over. The agent has its own limit for
-    the case that the runner is gone."""
+    """Waits for the runner's order for another attempt. Raises LeavingError if no order comes in
+    time, or on SIGTERM. A runner that still runs deletes the Job before the agent's waiting time is
+    over. The agent has its own limit for the case that the runner is gone."""
     end = time.monotonic() + agent.lingers + TAKE_SECONDS
 
     def turn() -> None:
-        # With exit status 0, the pod would count as done if Kueue admits the Job again.
+        # The exit status must not be 0: the pod would count as done when Kueue admits the Job
+        # again.
         if agent.stop.requested:
             raise LeavingError(Leave(STOPPED, "it was asked to stop (SIGTERM)"))
         if time.monotonic() > end:
@@ -48,7 +49,7 @@ def _next_attempt(agent: HostAgent) -> tuple[str, int]:
 
     while True:
         turn()
-        with suppress(TandemError, OSError):  # the volume may come back
+        with suppress(TandemError, OSError):  # the volume may become usable again
             found = liveness.in_thread(agent.next_attempt, turn, FOLLOW_SECONDS)
             if found is not None:
                 return found

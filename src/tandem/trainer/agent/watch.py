@@ -1,6 +1,6 @@
-"""An agent's view of its attempt on the volume. A thread reads the volume, because a read of a
-volume that is gone may wait for ever. The agent must be able to end its ranks even while such a
-read waits."""
+"""Reads the files of an agent's attempt on the volume, to find out when its ranks have to end. A
+thread reads the volume, because a read of a volume that is gone may wait for ever. The agent must
+be able to end its ranks even while a read of the volume waits."""
 
 import threading
 import time
@@ -29,7 +29,7 @@ volume."""
 
 @dataclass(frozen=True)
 class Leave:
-    """Why an agent has to end its ranks."""
+    """The reason why an agent has to end its ranks."""
 
     status: int
     why: str
@@ -85,7 +85,8 @@ class AttemptWatch(threading.Thread):
         if now - self._answered > orphan:
             why = f"the volume has not answered for {orphan:g} s"
             return Leave(UNUSABLE, why, at_once=True)
-        # set by reads of the volume; a read without an answer does not change it
+        # Only a successful read sets these times, so a silent volume does not count as a silent
+        # runner.
         if self._answered - self._lease_changed > orphan:
             why = f"the runner has not renewed the job's lease for {orphan:g} s"
             error = JobError(type="runner_lost", message=why, retriable=True)

@@ -1,8 +1,8 @@
 """The code that all executors of several hosts share. On each host an agent (`trainer/agent`)
 starts the attempt's ranks. Runner and agents communicate through files in the attempt's directory;
 the runner makes no connection to a host. An engine is a system that places agents on hosts, such as
-Kubernetes or Slurm. Each subclass has one engine, which it starts, stops and asks for the agents'
-state.
+Kubernetes or Slurm. Each subclass calls one engine, to start the agents, to stop them and to read
+their state.
 """
 
 import time
@@ -51,26 +51,26 @@ REPORT_SECONDS = 60.0
 
 
 class AgentsExecution:
-    """An `Execution`. Subclasses implement the methods that call the engine: the last methods of
-    the class, with names that begin with an underscore."""
+    """An `Execution`. Subclasses implement the methods that call the engine, which are the last
+    methods of this class."""
 
     def __init__(self, order: Order, settings: Settings, plan: AgentOrder, stop: Stop) -> None:
         self._order, self._settings, self._plan, self._stop = order, settings, plan, stop
         self._meeting = Meeting(order.files)
         self._state: Waiting | Running | Ended = Waiting("the hosts' agents")
         self._next_look = 0.0
-        self._start_begin: float | None = None  # when the hosts' time to arrive began
+        self._start_begin: float | None = None  # begin of the time limit for hosts to arrive
         self._failed_since: float | None = None
         self._met = False
         self._records: dict[int, HostRecord] = {}
         self._ends: dict[int, HostEnd] = {}
-        # host -> the host's last heartbeat, and the time by the runner's clock at which the
-        # heartbeat last changed
+        # Maps a host to its last heartbeat, and to the time of the heartbeat's last change by the
+        # runner's clock.
         self._beats: dict[int, tuple[HostBeat, float]] = {}
         self._polled = time.monotonic()
 
     def start(self) -> None:
-        """Gives the order to the agents, unless an earlier runner has given it."""
+        """Writes the order for the agents, unless an earlier runner has written it."""
 
         def give() -> bool:
             if (known := self._meeting.order()) is None:
@@ -90,7 +90,8 @@ class AgentsExecution:
             try:
                 self._look(now)
             except (TandemError, OSError):
-                # While the volume can't be read, a host's silence proves nothing.
+                # While the volume can't be read, a missing heartbeat does not show that a host is
+                # dead.
                 self._beats = {host: (beat, now) for host, (beat, _) in self._beats.items()}
             else:
                 self._forgive(time.monotonic())
@@ -99,8 +100,8 @@ class AgentsExecution:
         return self._state
 
     def _forgive(self, now: float) -> None:
-        """The time in which this runner could not read the volume does not count as a host's
-        silence."""
+        """Excludes the time in which this runner could not read the volume from the hosts' time
+        without a heartbeat."""
         if (away := now - self._polled) > AWAY_SECONDS:
             self._beats = {
                 host: (beat, min(changed + away, now))
@@ -140,7 +141,7 @@ class AgentsExecution:
         }
         return [("released", data)]
 
-    # ---- the hosts' files
+    # ---- methods that read or write the hosts' files
 
     def _ask_agents(self, what: str) -> None:
         with suppress(TandemError, OSError):
@@ -202,7 +203,8 @@ class AgentsExecution:
         return lines
 
     def _ended(self, now: float) -> Ended | None:
-        """How the attempt ended, once every host has reported its end or can't report any more."""
+        """The attempt's end, once every host has reported its end or can't report any more; None
+        before."""
         failed = any(end.status != DONE for end in self._ends.values())
         if failed and self._failed_since is None:
             self._failed_since = now
@@ -224,8 +226,8 @@ class AgentsExecution:
         return JobError(type="host_lost", message=message, retriable=True)
 
     def _silent(self, now: float, seconds: float) -> list[int]:
-        """The hosts whose agents have begun and have not reported their end, and whose last
-        heartbeat is more than `seconds` old."""
+        """The hosts whose last heartbeat is more than `seconds` old, except hosts that have
+        reported their end."""
         return [
             host
             for host, (_, changed) in self._beats.items()
@@ -236,30 +238,33 @@ class AgentsExecution:
         """Hosts whose agents still have to end their ranks."""
         return self._beats.keys() - self._ends.keys() - set(self._silent(now, SILENT_SECONDS))
 
-    # ---- the engine's
+    # ---- methods that call the engine
 
     def _start_engine(self) -> None:
-        """Has an agent started on each host. Finds agents that an earlier runner has started."""
+        """Makes the engine start an agent on each host, or finds the agents that an earlier runner
+        has started."""
 
     def _ask_engine(self) -> Waiting | Running | Ended:
-        """Returns Waiting while the agents wait for hosts (this time does not count for
-        `start_seconds`), Running once the agents may have started, and Ended if the agents can't go
-        on."""
+        """Returns Waiting while the agents wait for hosts, Running once the agents may have
+        started, and Ended if the agents can't go on. Time in the state Waiting does not count
+        towards `start_seconds`."""
         return Running()
 
     def _lacks(self, _host: int) -> str:
-        """The engine's explanation for a host that has not arrived; empty if there is none."""
+        """The engine's explanation for a host that has not arrived; empty if the engine gives
+        none."""
         return ""
 
     def _stop_engine(self) -> None:
-        """Asks the engine to end the agents. A file on the volume asks the agents as well."""
+        """Asks the engine to end the agents. The agents also read the request from a file on the
+        volume."""
 
     def _kill_engine(self) -> None:
-        """Has the engine kill the agents."""
+        """Makes the engine kill the agents."""
 
 
 class AgentsExecutor:
-    """An `Executor` whose subclasses add `start`.
+    """The base class of executors of several hosts; its subclasses add `start`.
 
     Args:
         entry: the module whose `main` runs a rank.
@@ -280,18 +285,18 @@ class AgentsExecutor:
         """Does nothing, because each agent waits for its own devices."""
 
     def rest(self) -> None:
-        """Nothing stays between attempts, unless a subclass says so."""
+        """Does nothing, because no process stays between attempts; subclasses may override this."""
 
     def adopts(self, attempt: Attempt, /) -> bool:
         order = Meeting(attempt).order()
         return order is not None and order.settings == self._plan.settings
 
     def close(self) -> None:
-        """Does nothing: the agents stay alive."""
+        """Does nothing, because the agents stay alive."""
 
 
 class EngineExecution(AgentsExecution):
-    """An `Execution` whose engine may stop agents. A subclass explains why."""
+    """An `Execution` whose engine may stop agents. A subclass finds the engine's reason."""
 
     def _ended(self, now: float) -> Ended | None:
         """The attempt's end, from the agents' records. If an agent was stopped or is silent, the
@@ -302,19 +307,20 @@ class EngineExecution(AgentsExecution):
         if ended.error.type not in ("preempted", "host_lost"):
             return ended
         failed = [end for end in self._ends.values() if end.status == FAILED]
-        if failed:  # the engine stopped the other hosts because ranks on these hosts had failed
+        if failed:  # ranks failed, so the engine stopped the other hosts
             return Ended(1, next((end.error for end in failed if end.error is not None), None))
         return self._explained(ended, now)
 
     def _explained(self, ended: Ended, _now: float) -> Ended | None:
-        """`ended` with the engine's reason. None while the engine may still report its reason."""
+        """Replaces the reason in `ended` by the engine's reason. Returns None while the engine may
+        still report its reason."""
         return ended
 
 
 class EngineExecutor(AgentsExecutor):
-    """An `Executor` whose engine is reached over a network. Subclasses add `start`. The attempts go
-    on when the runner stops. Several attempts may run at once, each in its own thread of the
-    runner."""
+    """An `Executor` whose engine is reached over a network. Subclasses add `start`. Attempts of
+    this executor go on when the runner stops. Several attempts may run at once, each in its own
+    thread of the runner."""
 
     stays = True
     engine: ClassVar[str]
@@ -330,8 +336,8 @@ class EngineExecutor(AgentsExecutor):
         self._away_since: float | None = None
 
     def ask[T](self, action: Callable[[], T]) -> T:
-        """The result of a call of the engine. The runner is not ready while the engine does not
-        answer."""
+        """The result of `action`, which calls the engine. If the engine does not answer for
+        REPORT_SECONDS, the runner is reported as not ready."""
         try:
             result = action()
         except self.away as error:

@@ -72,21 +72,21 @@ _INHERITED_FAMILIES = ("GLOO_", "NCCL_", "TORCH_", "TRITON_")
 
 
 def output_path(attempt: Attempt) -> Path:
-    """The file that receives the output of the script and the agents. The file is in the directory
-    of the hosts' records."""
+    """The file that receives the output of the script and the agents. The output file is in the
+    directory of the hosts' records."""
     return attempt.work / HOSTS / "slurm.log"
 
 
 class Batch:
-    """The options of all submissions. Raises InvalidInput if TANDEM_SLURM_ARGS has an option that
-    is not allowed."""
+    """The options with which all Slurm jobs are submitted. Raises InvalidInput if TANDEM_SLURM_ARGS
+    has an option that is not allowed."""
 
     def __init__(self, settings: Settings, environment: Mapping[str, str]) -> None:
         self._settings, self._environment = settings, environment
         self._root = settings.root.absolute()
         words = _checked(settings.slurm_args)
-        # Options of containers go to srun, which starts a container on each node. sbatch would
-        # start the script itself in a container.
+        # Container options are passed to srun, which starts a container on each node. The program
+        # sbatch would start the script itself in a container.
         self._container = [word for word in words if word.startswith(_CONTAINER)]
         self._words = [word for word in words if word not in self._container]
         digest = hashlib.sha256(str(self._root).encode()).hexdigest()
@@ -94,14 +94,14 @@ class Batch:
         """The beginning of the names of this volume's Slurm jobs."""
 
     def name(self, job: Job) -> str:
-        """The name of the attempt's Slurm job: no other attempt ever has this name, not even after
-        the volume was emptied."""
+        """The name of the attempt's Slurm job. No other attempt ever has this name, even if the
+        volume is emptied."""
         digest = hashlib.sha256(job.key.name.encode()).hexdigest()
         return f"{self.prefix}{job.spec.id}.{job.attempt}.{digest[:6]}"
 
     def exported(self) -> dict[str, str]:
-        """The environment variables that agents and their ranks read. No variable is a secret. The
-        runner's order contains the other settings."""
+        """The environment variables that agents and their ranks read. The variables contain no
+        secret. The agents read all other settings from the runner's order."""
         chosen = {
             name: value
             for name, value in self._environment.items()

@@ -1,5 +1,5 @@
-"""The calls of a Kubernetes API server that an executor makes. The executor polls instead of
-watching, because a poll misses no change."""
+"""The calls of a Kubernetes API server that an executor makes. The executor polls the API server
+instead of watching objects, because a poll misses no change."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +22,7 @@ _PASSING = frozenset({408, 410, 429})
 """HTTP statuses that do not mean that the request itself is wrong, so the runner tries again. The
 same holds for all statuses from 500 on."""
 
-# Objects are dictionaries: typed models would drop the fields that they don't know.
+# Kubernetes objects are read as dictionaries, because typed models would drop unknown fields.
 _JOBS: Any = create_namespaced_resource("batch", "v1", "Job", "jobs")
 _PODS: Any = create_namespaced_resource("", "v1", "Pod", "pods")
 _EVENTS: Any = create_namespaced_resource("", "v1", "Event", "events")
@@ -37,7 +37,7 @@ _WORKLOADS: dict[str, Any] = {
 
 
 class ClusterAway(TandemError, code="cluster_away", http_status=503, retriable=True):
-    """The API server does not answer, or answers that it can't now."""
+    """The API server does not answer, or reports a temporary failure."""
 
 
 class ClusterRefused(TandemError, code="cluster_refused"):
@@ -49,8 +49,8 @@ class ClusterRefused(TandemError, code="cluster_refused"):
 
 
 class Cluster:
-    """The API server of this pod's cluster, or of KUBECONFIG. Raises InvalidInput if neither
-    exists."""
+    """A client of the API server of this pod's cluster, or of the cluster in KUBECONFIG. Raises
+    InvalidInput if no cluster is configured."""
 
     def __init__(self, namespace: str | None = None) -> None:
         try:
@@ -91,7 +91,7 @@ class Cluster:
         return sorted(found, key=lambda event: event.get("lastTimestamp") or "")
 
     def delete(self, job: str) -> None:
-        """Has the Job deleted after its pods. The Job's pods get SIGTERM."""
+        """Deletes the Job's pods, and then the Job. The Job's pods get SIGTERM."""
         try:
             self._call(lambda: self._client.delete(_JOBS, job, cascade=CascadeType.FOREGROUND))
         except ClusterRefused as refusal:
@@ -99,7 +99,7 @@ class Cluster:
                 raise
 
     def workload(self, job_uid: str) -> Object | None:
-        """Kueue's Workload of the Job."""
+        """Kueue's Workload of the Job with the uid `job_uid`; None if there is none."""
         of = {"kueue.x-k8s.io/job-uid": job_uid}
         return next(iter(self._workloads(of)), None)
 
@@ -118,7 +118,7 @@ class Cluster:
             ) from refusal
 
     def _workloads(self, labels: Mapping[str, str]) -> list[Object]:
-        """The Workloads with these labels. The call uses the version of Kueue's API that the
+        """Kueue's Workloads with these labels. The call uses the version of Kueue's API that the
         cluster serves."""
         for version in (self._kueue, *_KUEUE_VERSIONS):
             try:
@@ -143,7 +143,7 @@ class Cluster:
 
         Args:
             verb, group, resource: as in a rule of a Role; the core group is "".
-            name: the right is needed only for the object of this name; None: for all objects.
+            name: the only object for which the right is needed; None: all objects.
         """
         asked = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
         if name is not None:

@@ -1,6 +1,6 @@
 """The GPUs that jobs run on. This module waits until the GPUs are free, gets them for a job, and
-measures the memory that the job left in use. All sizes are bytes in use by device UUID, as the
-driver reports them for all processes; None if the driver gives no answer.
+measures the memory that the job left in use. All sizes are the bytes in use of all processes, by
+device UUID, as the driver reports them. A size is None if the driver gives no answer.
 """
 
 import time
@@ -58,7 +58,8 @@ class JobGpus:
             log.info("the devices are free again")
 
     def _unavailable(self) -> tuple[str, dict[str, object]] | None:
-        """Why no job can use the devices now, with details for the log."""
+        """The reason why no job can use the devices now, and details for the log; None if a job can
+        use them."""
         if self.shared is not None and (reason := self.shared.unavailable()) is not None:
             return reason, {}
         # Until vLLM sleeps, all memory in use on shared devices belongs to vLLM.
@@ -91,8 +92,8 @@ class JobGpus:
                 )
                 self._launcher.close()
         if resident := self._launcher.holds_devices:
-            # Resident ranks have freed all memory that they can free. The other bytes of resident
-            # ranks may stay in use until the next job.
+            # Resident ranks have freed all memory that they can free. The bytes that resident ranks
+            # can't free may stay in use until the next job.
             used = self._devices.used()
             self.floor = {uuid: size for uuid, size in used.items() if size is not None}
         else:

@@ -6,7 +6,8 @@ from tandem.trainer.executor.agents import AgentsExecution, AgentsExecutor
 
 
 class HostsExecutor(AgentsExecutor):
-    """An `Executor` without an engine. The agents find the attempt's order on the volume."""
+    """An `Executor` for agents that already run. The agents find the attempt's order on the
+    volume."""
 
     def start(self, order: Order) -> AgentsExecution:
         execution = AgentsExecution(order, self._settings, self._plan, self._stop)

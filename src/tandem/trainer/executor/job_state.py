@@ -36,7 +36,7 @@ INDEX = "batch.kubernetes.io/job-completion-index"
 
 @dataclass
 class Seen:
-    """The API server's answers of one poll."""
+    """The API server's answers to one poll."""
 
     job: Object | None  # None: the Job is gone
     pods: list[Object] = field(default_factory=list)
@@ -47,7 +47,8 @@ class Seen:
 
 @dataclass
 class JobStates:
-    """Reads one attempt's polls in their order. Times are of the runner's own clock."""
+    """Derives one attempt's state from the results of successive polls. All times are by the
+    runner's own clock."""
 
     grace_seconds: float
     ran: bool = False
@@ -81,7 +82,7 @@ class JobStates:
         return Waiting("; ".join(f"{_name(pod)} {lacks(pod)}" for pod in seen.pods))
 
     def _ended(self, job: Object, seen: Seen, now: float) -> Ended | None:
-        """Whether the Job's own conditions say that it ended."""
+        """The attempt's end if the Job's own conditions say that the Job ended; None if not."""
         conditions = _true_conditions(job)
         end = conditions.get("Complete") or conditions.get("Failed")
         if end is None or now - self._since.setdefault("end", now) < SETTLE_SECONDS:
@@ -93,14 +94,14 @@ class JobStates:
         )
 
     def why_failed(self, seen: Seen) -> Ended | None:
-        """Why the pods failed; None if neither a pod nor the Job reports a reason."""
+        """The reason why the pods failed; None if neither a pod nor the Job reports a reason."""
         found = _why_failed(seen.pods)
         stopped = found is None or (found.error is not None and found.error.type == "job_deleted")
         return (self._disruption(seen.job) or found) if stopped else found
 
     def _disruption(self, job: Object | None) -> Ended | None:
-        """The disruption of a pod that is gone. Either an earlier poll saw the disruption, or the
-        Job's message names it, because the Job's failure policy fails the Job for a disruption."""
+        """The disruption of a pod that is gone. If no earlier poll has seen the disruption, the
+        Job's message names it: the Job's failure policy makes the Job fail after a disruption."""
         if self._disrupted is not None:
             return self._disrupted
         conditions = _true_conditions(job or {})
@@ -108,7 +109,7 @@ class JobStates:
         return Ended(1, _error("preempted", words)) if "DisruptionTarget" in words else None
 
     def _cant_go_on(self, pod: Object, now: float) -> JobError | None:
-        """The reason why a pod will never run (again), in cases where its Job does not report the
+        """The reason why a pod will never run (again), if the pod's Job does not report this
         reason."""
         uid, waiting = str(pod["metadata"].get("uid")), _waiting(pod)
         if waiting.get("reason") in _CANT_START:
@@ -132,9 +133,9 @@ class JobStates:
 
 
 def _why_failed(pods: Sequence[Object]) -> Ended | None:
-    """Why the pods of a failed Job failed; None if the pods don't report a reason. If several pods
-    report a reason, the one that caused the others is returned: a disruption before a failure of
-    ranks, and a failure of ranks before a stopped pod."""
+    """The reason why the pods of a failed Job failed; None if the pods don't report a reason. If
+    several pods report a reason, returns the reason that caused the others. A disruption comes
+    before a failure of ranks, and a failure of ranks before a stopped pod."""
     if (disrupted := _why_disrupted(pods)) is not None:
         return disrupted
     ends = [(pod, end) for pod in pods if (end := _terminated(pod)) is not None]
@@ -166,8 +167,8 @@ def _why_failed(pods: Sequence[Object]) -> Ended | None:
 
 
 def all_run(seen: Seen, hosts: int) -> bool:
-    """Whether the Job has not ended and each of its pods runs. If so, the agents in the pods can
-    wait for another attempt."""
+    """Whether all pods of the Job run and the Job has not ended. The agents of such a Job can wait
+    for another attempt."""
     job = seen.job
     if job is None or job["metadata"].get("deletionTimestamp") or job["spec"].get("suspend"):
         return False
@@ -184,7 +185,7 @@ def all_run(seen: Seen, hosts: int) -> bool:
 
 
 def lacks(pod: Object) -> str:
-    """A text about what a pod still needs before it can run."""
+    """A description of what a pod still needs before it can run."""
     status = pod.get("status", {})
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     scheduled = conditions.get("PodScheduled", {})
@@ -206,7 +207,7 @@ def _error(kind: str, message: str) -> JobError:
 
 
 def _of_kueue(workload: Object | None) -> str:
-    """Why Kueue does not admit the Job."""
+    """The reason why Kueue does not admit the Job."""
     conditions = (workload or {}).get("status", {}).get("conditions") or []
     said = [
         condition["message"]
@@ -241,7 +242,7 @@ def _states(pod: Object) -> list[Object]:
 
 
 def _waiting(pod: Object) -> Object:
-    """Why a container of the pod waits; init containers count too."""
+    """The reason why a container or init container of the pod waits; empty if none waits."""
     status = pod.get("status", {})
     before = status.get("initContainerStatuses") or ()
     states = [one.get("state") or {} for one in before] + _states(pod)

@@ -1,8 +1,9 @@
-"""Attempts on a Kubernetes cluster. Each attempt is a Job whose pods run the hosts' agents. The
-runner has no GPU, and Tandem requests no GPU for training while no job runs.
+"""Attempts on a Kubernetes cluster. Each attempt is a Kubernetes Job, and each of the Job's pods
+runs the agent of one host. The runner has no GPU. Tandem requests no GPU for training while it has
+no Kubernetes Job.
 
-The cluster places the pods, with or without Kueue. A Job's name contains its attempt. A restarted
-runner finds the Job by this name, and never makes a second Job for the attempt.
+The cluster places the pods, with or without Kueue. A Job's name is made from the attempt. A
+restarted runner finds an attempt's Job by its name, and never makes a second Job for the attempt.
 """
 
 import time
@@ -47,8 +48,8 @@ class KubernetesExecutor(EngineExecutor):
     engine, jobs, away = "the API server", "Jobs", ClusterAway
 
     def __init__(self, settings: Settings, entry: str, stop: Stop, spool: Spool) -> None:
-        """Asks the API server for the rights that the runner needs. Raises InvalidInput if the
-        runner lacks a right, or if the chart has not made the template."""
+        """Asks the API server whether the runner has the rights that it needs. Raises InvalidInput
+        if the runner lacks a right, or if the chart has not made the template."""
         super().__init__(settings, entry, stop, spool)
         self._template = JobTemplate(
             settings.job_template,
@@ -91,8 +92,8 @@ class KubernetesExecutor(EngineExecutor):
                 self._template.name(job),
                 self._taken(Attempt(self._spool, key.id, job.attempt)),
             }
-        # The names of lingering Jobs are read after the running jobs, because a Job becomes a
-        # lingering Job before its job ends.
+        # The names of lingering Jobs are read after the running jobs. A Job is added to the
+        # lingering Jobs before its training job ends, so no Job is missed.
         names |= self._lingering.names
         for made in self.ask(lambda: self._cluster.jobs(self._template.labels)):
             metadata = made["metadata"]
@@ -139,14 +140,14 @@ class KubernetesExecutor(EngineExecutor):
 
     @staticmethod
     def _taken(attempt: Attempt) -> str:
-        """The name of the lingering Job that was given the attempt."""
+        """The name of the lingering Job that serves the attempt; empty if there is none."""
         order = Meeting(attempt).order()
         return "" if order is None else order.pods.rpartition("/")[2]
 
     def _take(self, made: Object, run: str) -> str:
-        """A lingering Job that can serve the attempt in place of the new Job `made`. A lingering
-        Job that can't serve the attempt is deleted, because it would only occupy GPUs that the
-        attempt needs."""
+        """The name of a lingering Job that can serve the attempt in place of the new Job `made`;
+        empty if there is none. A lingering Job that can't serve the attempt is deleted, because it
+        would only occupy GPUs that the attempt needs."""
         while (name := self._lingering.take(run)) is not None:
             with suppress(ClusterAway, ClusterRefused):
                 seen = Seen(self.ask(partial(self._cluster.job, name)))
@@ -157,7 +158,7 @@ class KubernetesExecutor(EngineExecutor):
         return ""
 
     def _served(self, attempt: Attempt) -> bool:
-        """Whether a pod began the attempt under an earlier runner."""
+        """Whether a pod began the attempt while an earlier runner ran."""
         meeting = Meeting(attempt)
         hosts = range(self._settings.trainer_hosts)
         return (
@@ -228,16 +229,16 @@ class KubernetesExecution(EngineExecution):
         try:
             self._engine = self._read(now) if self._made else self._create()
         except (ClusterAway, ClusterRefused) as error:
-            # A running attempt keeps its last known state. Running ranks are judged by their
-            # heartbeats.
+            # While the API server does not answer, a running attempt keeps its last known state.
+            # Heartbeats show whether its ranks still run.
             self._next_ask = time.monotonic() + AWAY_POLL_SECONDS
             if not isinstance(self._engine, Running):
                 self._engine = Waiting(str(error))
         return self._engine
 
     def _create(self) -> Waiting | Ended:
-        """Creates the Job, or finds it if an earlier request has created it and the answer got
-        lost."""
+        """Creates the Job. If an earlier request created the Job and its answer got lost, finds the
+        Job."""
         try:
             self._executor.ask(lambda: self._cluster.create(self.make))
         except ClusterRefused as refusal:
@@ -316,9 +317,9 @@ class KubernetesExecution(EngineExecution):
         self._executor.delete(self._name)
 
     def _kill_engine(self) -> None:
-        """Lets the pods linger if the agents of all hosts have agreed to stay. If not, deletes the
-        Job. Pods on a lost node may stay for long. The fence (`spool/fence.py`) keeps such pods
-        from changing the run."""
+        """Lets the pods stay if the agents of all hosts have agreed to stay. Deletes the Job if an
+        agent has not agreed. Pods on a lost node may run long after their Job's deletion. The fence
+        (`spool/fence.py`) keeps pods on a lost node from changing the run."""
         lingers = min((end.lingers for end in self._ends.values()), default=0.0)
         if lingers and len(self._ends) == self._plan.hosts:
             self._executor.lingers(self._name, self._order.job.spec.run, lingers)

@@ -11,13 +11,14 @@ class LingeringJobs:
     object contains a Job from the end of the Job's attempt until the Job's deletion. A Job that is
     not in this object and has no attempt is deleted."""
 
-    # The Job's name -> the monotonic time at which its wait ends, and the run of its last attempt.
+    # Maps a Job's name to the monotonic time at which its wait ends, and to the run of its last
+    # attempt.
     _until: dict[str, tuple[float, str]] = field(default_factory=dict)
     _taken: set[str] = field(default_factory=set)
     _lock: Lock = field(default_factory=Lock)
 
     def add(self, name: str, run: str, seconds: float) -> None:
-        """The Job's pods wait from now on.
+        """Adds a Job whose pods wait from now on.
 
         Args:
             name: the Job's name.
@@ -29,9 +30,9 @@ class LingeringJobs:
             self._until[name] = time.monotonic() + seconds, run
 
     def take(self, run: str) -> str | None:
-        """Takes a waiting Job, which the caller lets serve an attempt or deletes; None if no Job
-        waits. A Job of the same run is preferred, because its nodes have already read the run's
-        model."""
+        """Takes a waiting Job; None if no Job waits. The caller has to use the Job for an attempt,
+        or delete it. A Job of the same run is preferred, because its nodes have already read the
+        run's model."""
         with self._lock:
             return self._take(sorted(self._until, key=lambda name: self._until[name][1] != run))
 
@@ -49,7 +50,7 @@ class LingeringJobs:
         return None
 
     def forget(self, name: str) -> None:
-        """Removes a taken Job from this object. Either the caller has deleted the Job, or the next
+        """Removes a taken Job from this object. If the caller could not delete the Job, the next
         search for Jobs without an attempt deletes it."""
         with self._lock:
             self._taken.discard(name)

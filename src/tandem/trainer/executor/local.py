@@ -1,8 +1,9 @@
-"""Attempts on the runner's own host: the ranks are its descendants, on devices that vLLM may share.
+"""Attempts on the runner's own host. The ranks are descendants of the runner, and may share their
+devices with vLLM.
 
 `kill -9` of the runner ends ranks and launchers too (PR_SET_PDEATHSIG). Some processes may outlive
-the runner. The next runner finds these processes by a mark in their environment, and ends them
-before it settles the jobs of the dead runner.
+the runner. The next runner finds these processes by an environment variable, and ends them before
+it handles the dead runner's jobs.
 """
 
 from tandem.config import Settings
@@ -50,8 +51,8 @@ class LocalExecutor:
         devices that don't exist.
 
         Args:
-            entry: the module whose `main` is a rank.
-            volume: a name of the volume that does not depend on where it is mounted.
+            entry: the module whose `main` runs a rank.
+            volume: a name of the volume that does not depend on the mount point.
             runner: this runner's name.
         """
         marker = ("TANDEM_RUNNER_OF", volume)
@@ -78,7 +79,7 @@ class LocalExecutor:
         """Does nothing, because the fork server stays until the runner ends."""
 
     def adopts(self, _attempt: Attempt) -> bool:
-        """Always False, because the attempt's ranks ended with the earlier runner."""
+        """Returns False, because the attempt's ranks ended with the earlier runner."""
         return False
 
     def start(self, order: Order) -> "LocalExecution":
@@ -99,8 +100,8 @@ class LocalExecutor:
 
 
 class LocalExecution:
-    """An `Execution`. The terminal event of the job comes after the events `slept`, `released` and
-    `woken`, so that vLLM never wakes while the job uses memory."""
+    """An `Execution`. The job's terminal event comes after the events `slept`, `released` and
+    `woken`. So vLLM never wakes while the job uses memory."""
 
     def __init__(
         self, order: Order, launch: Launch, launcher: Launcher, gpus: JobGpus, stop: Stop
@@ -137,8 +138,8 @@ class LocalExecution:
             self._gpus.vllm_sleeps(result.devices)
             order.say(f"vLLM sleeps after {result.seconds:.1f} s; bytes in use: {result.devices}")
             order.tell("slept", vars(result))
-            # Writing the event may have waited long for the volume. During such a wait, the runner
-            # does not renew the hold, which is its request for vLLM's GPUs.
+            # Writing the event may have waited long for the volume. While the runner waits, it does
+            # not renew its hold, the request for vLLM's GPUs.
             result = self._stop.retry("renew the hold", shared.renew)
         return order.interrupted() or result
 
@@ -159,8 +160,8 @@ class LocalExecution:
             self._survivors = self._handle.kill_all(KILL_SECONDS)
 
     def give_back(self) -> list[tuple[EventType, dict[str, object]]]:
-        # No event is written before vLLM is awake. An event waits for a volume that is gone or
-        # read-only, and vLLM must not sleep during this wait.
+        # No event is written before vLLM is awake. Writing an event waits while the volume is gone
+        # or read-only, and vLLM must not sleep during such a wait.
         events = list[tuple[EventType, dict[str, object]]]()
         if self._has_gpus:
             left = self._gpus.measure_release(self._order.job, self._survivors)

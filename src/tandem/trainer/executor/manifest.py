@@ -31,7 +31,7 @@ class JobTemplate:
     template.
 
     Args:
-        path: the template's file; None is refused.
+        path: the template's file; None raises InvalidInput.
         hosts: the number of pods of an attempt; the template must have this number.
         start_seconds: the seconds within which all pods of an attempt must run.
         linger_seconds: the seconds for which the pods may stay after an attempt.
@@ -76,7 +76,7 @@ class JobTemplate:
 
     @property
     def queue(self) -> str | None:
-        """The queue of Kueue that admits the Jobs."""
+        """The Kueue queue that admits the Jobs; None without Kueue."""
         queue: str | None = self._job["metadata"]["labels"].get(QUEUE_LABEL)
         return queue
 
@@ -104,8 +104,8 @@ class JobTemplate:
 
     @property
     def lingers(self) -> str:
-        """The annotation LINGERS of this template's Jobs: a Job with another annotation was made
-        from another template, and can't serve this template's attempts."""
+        """The value of the annotation LINGERS of this template's Jobs. A Job with another value was
+        made from another template, and can't serve this template's attempts."""
         text = json.dumps([self._job, self.linger_seconds], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -129,8 +129,8 @@ class JobTemplate:
             metadata.pop("ownerReferences", None)
         else:
             metadata["ownerReferences"][0]["uid"] = owner_uid
-        # The kubelet itself ends the pod after this time, even if the node can't be reached any
-        # more.
+        # The kubelet ends the pod after `activeDeadlineSeconds`, even if the node can't be reached
+        # any more.
         seconds = self._start_seconds + job.spec.deadline_seconds + self.grace_seconds
         # The last attempt of a lingering pod may begin up to start_seconds + linger_seconds +
         # TAKE_SECONDS after the pod's agent has started.

@@ -2,23 +2,24 @@
 
 The runner does not talk to vLLM. The runner asks for the GPUs by writing a hold, the record
 `jobs/hold.json`. The publisher puts vLLM to sleep and answers in a record, and the runner measures
-the memory. The cycle of a job:
+the memory. For each job, the runner and the publisher take these steps:
 
-1. The publisher writes vLLM's state to `jobs/vllm.json`, twice a second. The runner claims nothing
-   until this record says that vLLM is awake. Then the runner claims a job and writes the hold.
+1. The publisher writes vLLM's state to `jobs/vllm.json`, twice a second. The runner claims no job
+   until `jobs/vllm.json` says that vLLM is awake. After the runner has claimed a job, it writes the
+   hold.
 2. If the publisher is loading a step into vLLM, the publisher finishes the loading before it looks
    for a hold. When the publisher sees the hold, it checks once more that vLLM answers, calls `POST
    /sleep?level=1&mode=keep` and answers the hold. Sleep level 2 would lose the base model under
-   LoRA. With `keep`, running requests return to vLLM's queue and continue after the wake.
-3. The runner does not trust the publisher's answer that vLLM sleeps (vLLM #47654). The runner reads
-   each device's bytes in use until these bytes are less than half of the bytes that were in use
-   while vLLM was awake, and no longer change. The bytes in use at the end of this wait are the
-   floor. If more than 256 MiB beyond the floor are in use, another program uses the GPU. The ranks
-   start only after this check.
+   LoRA. With `mode=keep`, running requests return to vLLM's queue and continue after the wake.
+3. The runner does not trust the publisher's answer that vLLM sleeps (vLLM issue 47654). The runner
+   reads each device's bytes in use until they no longer change. The bytes in use must also be fewer
+   than half of the bytes that were in use while vLLM was awake. The last measured number of bytes
+   is called the floor. If more than 256 MiB beyond the floor are in use, another program uses the
+   GPU. The ranks start only after the runner has measured the floor.
 4. When the ranks are gone and the memory is measured to be back at the floor, the runner removes
-   the hold. The publisher wakes vLLM and reports in `jobs/vllm.json` that vLLM is awake. After this
-   report, the job gets its terminal state. If vLLM does not wake, the job gets its terminal state
-   after 60 s.
+   the hold. The publisher wakes vLLM and reports in `jobs/vllm.json` that vLLM is awake. Once vLLM
+   is reported awake, the job gets its terminal state. If vLLM does not wake, the job gets its
+   terminal state after 60 s.
 
 The hold is written before the publisher looks at vLLM, and a starting vLLM looks for a hold first.
 So either the publisher sees the starting vLLM, or the starting vLLM sees the hold and waits.
@@ -41,11 +42,11 @@ from tandem.trainer.stop import Stop
 
 log = Log("runner")
 
-SLEEP_SECONDS = 180.0  # limit until the publisher has loaded a step and vLLM has fallen asleep
-FREED_SECONDS = 10.0  # limit until a sleeping vLLM's memory is free
+SLEEP_SECONDS = 180.0  # limit for loading a step, and for vLLM to fall asleep
+FREED_SECONDS = 10.0  # limit for a sleeping vLLM to free its memory
 WAKE_SECONDS = 60.0
-# This limit replaces WAKE_SECONDS once the runner was asked to stop. The publisher goes on without
-# the runner.
+# STOPPING_WAKE_SECONDS replaces WAKE_SECONDS once the runner was asked to stop. The publisher wakes
+# vLLM without the runner's help.
 STOPPING_WAKE_SECONDS = 15.0
 STOP_SECONDS = STOPPING_WAKE_SECONDS + 10.0
 """The most seconds that this module adds to the time that the runner needs to stop."""
@@ -61,10 +62,10 @@ _ANSWER_SECONDS = 0.02  # seconds between two reads of the publisher's answer
 
 @dataclass(frozen=True)
 class Asleep:
-    """vLLM sleeps or has died, and the GPUs are the job's. The attributes are the fields of the
-    event `slept`. `before` and `devices` are bytes in use by device UUID."""
+    """The state in which vLLM sleeps or has died, and the job can use the GPUs. The attributes are
+    the fields of the event `slept`. `before` and `devices` are bytes in use by device UUID."""
 
-    before: dict[str, int | None]  # while vLLM was awake
+    before: dict[str, int | None]  # bytes in use while vLLM was awake
     devices: dict[str, int]  # bytes in use before any rank runs
     seconds: float
 
@@ -73,7 +74,7 @@ class SharedGpus:
     def __init__(
         self, settings: Settings, spool: Spool, devices: Devices, runner: str, stop: Stop
     ) -> None:
-        """Raises InvalidInput without a GPU.
+        """Raises InvalidInput if there is no GPU.
 
         Args:
             devices: the GPUs that vLLM and the trainer share.
@@ -100,7 +101,7 @@ class SharedGpus:
 
     def _vllm(self, since: float = 0.0) -> str | None:
         """vLLM's state, if the publisher looked at vLLM after `since`. None if the publisher has
-        not looked at vLLM since then, or has written nothing for SILENT_SECONDS."""
+        not looked at vLLM after `since`, or has written nothing for SILENT_SECONDS."""
         found, now = self._spool.inference.shared(), time.monotonic()
         if found is None or found.looked <= since or not 0 <= now - found.beat < SILENT_SECONDS:
             return None
@@ -115,7 +116,8 @@ class SharedGpus:
     def put_vllm_to_sleep(self, job: Job, interrupted: Callable[[], object]) -> Asleep | JobError:
         """Get the GPUs for a job. Returns a JobError with the reason if the job can't have the
         GPUs. The caller has to call `wake_vllm` afterwards, even after a JobError. Gives up when
-        `interrupted()` is true. Raises SpoolUnusable, and may then be called again.
+        `interrupted()` is true. Raises SpoolUnusable; after this error, the caller may call the
+        method again.
         """
         begin = time.monotonic()
         before = self._devices.used()
@@ -176,8 +178,8 @@ class SharedGpus:
         self, before: Mapping[str, int | None], interrupted: Callable[[], object]
     ) -> tuple[dict[str, int | None], dict[str, int | None]]:
         """Wait, at most FREED_SECONDS, until vLLM has freed its memory and the bytes in use don't
-        change. Returns the bytes in use by device UUID for all devices, and for the devices where
-        vLLM kept its memory."""
+        change. Returns the bytes in use, by device UUID: first for all devices, then for the
+        devices on which vLLM has not freed its memory."""
         most = {
             uuid: max(int(KEPT_SHARE * (size or 0)) - self._devices.free_bytes, 0)
             for uuid, size in before.items()
@@ -208,8 +210,8 @@ class SharedGpus:
 
     def renew(self) -> JobError | None:
         """Renew the hold's beat before the ranks start. Returns an error if the renewal may come
-        too late: when the hold's lease ends, the publisher clears the hold and wakes vLLM. Raises
-        SpoolUnusable, and may then be called again.
+        too late. When the hold's lease ends, the publisher clears the hold and wakes vLLM. Raises
+        SpoolUnusable; after this error, the caller may call the method again.
         """
         assert self._hold is not None
         found, now = self._spool.hold.get(), time.time()

@@ -1,7 +1,8 @@
-"""Attempts under Slurm. Each attempt is a Slurm job with an agent on each of the Slurm job's nodes.
+"""Attempts under Slurm. Each attempt is a Slurm job that runs an agent on each of its nodes.
 
-Slurm places and queues the Slurm jobs. A Slurm job's name contains its attempt. A restarted runner
-finds the Slurm job by this name, and never submits a second Slurm job for the attempt.
+Slurm queues the Slurm jobs and chooses their nodes. A Slurm job's name contains the attempt's
+number. A restarted runner finds an attempt's Slurm job by its name, and never submits a second
+Slurm job for the attempt.
 """
 
 import os
@@ -71,7 +72,7 @@ class Slurm:
                 " apt-get install slurm-client) with the cluster's slurm.conf and munge.key",
                 field="TANDEM_EXECUTOR",
             )
-        # Variables with these prefixes may be set if the runner is itself in a Slurm job.
+        # If the runner is itself in a Slurm job, Slurm has set variables with these prefixes.
         own = ("SLURM_", "SBATCH_", "SQUEUE_", "SCANCEL_")
         self._environment = {
             name: value
@@ -80,16 +81,16 @@ class Slurm:
         }
 
     def jobs(self, name: str | None = None) -> list[SlurmJob]:
-        """This user's Slurm jobs, with the ended jobs for as long as Slurm remembers them. `name`:
-        only the jobs with this name."""
+        """This user's Slurm jobs, including ended jobs that Slurm still remembers. With `name`,
+        returns only the jobs of this name."""
         words = [f"--user={os.getuid()}", "--states=all", f"--Format={FORMAT}"]
         words += [f"--name={name}"] if name is not None else []
         lines = self._call("squeue", "--noheader", *words).splitlines()
         return [SlurmJob.parse(line) for line in lines if line.count("|") >= 7]
 
     def submit(self, words: list[str], script: str, variables: dict[str, str]) -> str:
-        """Submits a Slurm job. Returns its id. Raises SlurmRefused if Slurm refuses the submission
-        itself, and SlurmAway if Slurm does not answer.
+        """Submits a Slurm job. Returns its id. Raises SlurmRefused if Slurm refuses the submission,
+        and SlurmAway if Slurm does not answer.
 
         Args:
             words: sbatch's arguments.
@@ -137,7 +138,7 @@ class SlurmExecutor(EngineExecutor):
         missing."""
         super().__init__(settings, entry, stop, spool)
         self.slurm, self.batch = Slurm(), Batch(settings, os.environ)
-        # The Slurm job's name -> the monotonic time until which the Slurm job may end by itself.
+        # Maps a Slurm job's name to the monotonic time until which the Slurm job may end by itself.
         self._finishing: dict[str, float] = {}
         self.devices += " under Slurm"
 
@@ -147,14 +148,15 @@ class SlurmExecutor(EngineExecutor):
         return min(found, key=lambda one: one.ended, default=None)
 
     def lets_finish(self, job: Job) -> None:
-        """The agents of the job's current attempt are done, and its Slurm job ends by itself."""
+        """Records that the agents of the job's current attempt are done. Its Slurm job then has
+        FINISH_SECONDS to end by itself."""
         self._finishing[self.batch.name(job)] = time.monotonic() + FINISH_SECONDS
 
     def _sweep(self) -> None:
         running = self._spool.jobs.index.running()
         names = {self.batch.name(self._spool.jobs.get(key.id)[1]) for key in running}
         now = time.monotonic()
-        for name, end in list(self._finishing.items()):  # a copy, because other threads add entries
+        for name, end in list(self._finishing.items()):  # copied, as other threads add entries
             if end > now:
                 names.add(name)
             else:
@@ -204,8 +206,8 @@ class SlurmExecution(EngineExecution):
         try:
             self._engine = self._read(now)
         except SlurmAway as error:
-            # A running attempt keeps its last known state. Running ranks are judged by their
-            # heartbeats.
+            # While Slurm does not answer, a running attempt keeps its last known state. Heartbeats
+            # show whether its ranks still run.
             self._next_ask = time.monotonic() + AWAY_POLL_SECONDS
             if not isinstance(self._engine, Running):
                 self._engine = Waiting(str(error))
@@ -233,7 +235,8 @@ class SlurmExecution(EngineExecution):
     def _look_at_job(self) -> SlurmJob | None:
         found = self._executor.find(self._order.job)
         if found is not None:
-            # an earlier runner submitted the Slurm job, or the answer to the submission got lost
+            # If `_submitted` is False, an earlier runner submitted the Slurm job, or the answer to
+            # the submission got lost.
             if not self._submitted:
                 self._order.say(f"found Slurm job {found.id}")
             self._seen, self._submitted = found, True
@@ -282,12 +285,12 @@ class SlurmExecution(EngineExecution):
         self._cancel()
 
     def _kill_engine(self) -> None:
-        """Lets the Slurm job end by itself if all agents have ended. If not, cancels the Slurm job.
-        Slurm kills processes that do not end. Lost nodes do not receive the signal, and the ranks
-        on these nodes may continue. `tandem.spool.fence` keeps these ranks from changing the
+        """Lets the Slurm job end by itself if all agents have ended, and cancels the Slurm job if
+        an agent has not ended. Slurm kills processes that do not end. The ranks on lost nodes get
+        no signal and may continue. `tandem.spool.fence` keeps ranks on lost nodes from changing the
         run."""
         if len(self._ends) == self._plan.hosts:
-            # A cancelled Slurm job would stand as failed in the cluster's accounting.
+            # The cluster's accounting would count a cancelled Slurm job as failed.
             self._executor.lets_finish(self._order.job)
         else:
             self._cancel()

@@ -57,7 +57,7 @@ class SlurmJob:
     preempted: bool
     """Whether Slurm has begun to preempt the job. A job that ends in its grace time has the state
     FAILED."""
-    status: int  # exit status of its script
+    status: int  # exit status of the Slurm job's script
     nodes: str
     reason: str
 

@@ -1,34 +1,37 @@
 """The ways to start the ranks of a job. All ways give the same results, bit for bit.
 
-`fork`, the default: a fork server that has imported torch and Megatron and never touched CUDA forks
-a leader per job, and the leader forks the ranks (`forkserver.py`). Between jobs the fork server
-stays alive, with 0 bytes on the GPU. `fork` does not use torch's elastic agent, because the agent
-has threads when it forks, and does not notice a rank that leaves by `exit(0)`.
+`fork`, the default: a fork server forks a leader per job, and the leader forks the ranks
+(`forkserver.py`). The fork server has imported torch and Megatron, and has never used CUDA. Between
+jobs the fork server stays alive, and uses no GPU memory. `fork` does not use torch's elastic agent,
+because that agent has threads when it forks. The elastic agent also does not notice a rank that
+exits too early with status 0.
 
-`torchrun`: torch's own launcher, a new process tree per job, with a port that the kernel chooses
-(`torchrun.py`). No process stays between jobs.
+`torchrun`: torch's own launcher starts new processes for each job, with a port that the kernel
+chooses (`torchrun.py`). No process stays between jobs.
 
 `resident`: ranks under torchrun stay alive and receive their jobs over a socket. Resident ranks
 keep CUDA's context, NCCL's buffers, and the model object, whose device memory is released. Between
 jobs, a rank releases the memory of parameters, gradients and optimizer state
 (`model/device/offload.py`). A resident rank drops the frozen base weights and reads them again from
-the page cache, because reading them from the page cache is as fast as copying them from pinned
-memory. A resident rank keeps the adapter and Adam's state in pinned buffers, and uses the buffers
-if the next job starts from the checkpoint with the same content. Even in that case the rank
-verifies the checkpoint's hashes. Memory that a living process can't release is measured and
-reported in the job's event `released`. Resident ranks end after every job that does not succeed.
+the page cache for the next job. Reading them from the page cache is as fast as copying them from
+pinned memory. A resident rank keeps the adapter and Adam's state in pinned buffers. The rank uses
+the buffers if the next job starts from the checkpoint with the same content. A rank that uses the
+buffers still verifies the checkpoint's hashes. Memory that a living process can't release is
+measured and reported in the job's event `released`. Resident ranks end after every job that does
+not succeed.
 
-`launcher.py` chooses the way to start ranks according to TANDEM_LAUNCH. On one host, the ranks'
-store listens on loopback, and every process of the chain dies with its parent. The fork server, and
-`bootstrap.py`, which is the first code of a rank, ask the kernel to end these processes with their
-parents. Ranks get a `Launch`. A `Launch` names the attempt and contains the deployment's settings
-for ranks (`RankSettings`), with the sizes that the runner has chosen. Ranks read no settings from
-the environment. A `Launch` contains no secret, because it is on the ranks' command lines.
+`launcher.py` chooses the way to start ranks according to TANDEM_LAUNCH. If all ranks are on one
+host, their store listens on loopback. Every launcher process and every rank asks the kernel to be
+killed when its parent dies (`die_with_parent`). Each rank gets a `Launch`, which names the attempt
+and contains the deployment's settings for ranks (`RankSettings`). `RankSettings` includes the sizes
+that the runner has chosen. Ranks read no settings from the environment. A `Launch` contains no
+secret, because torchrun puts it on the ranks' command lines.
 
-Besides the files that `spool.attempt.Attempt` names, the attempt's work directory has two files
-that the ranks' parent writes, whatever the launcher is. With several hosts, each host has its own
-two files in `hosts/`. `launcher.log` has the parent's output. `exits.json` has the exit statuses of
-failed ranks (see `read_exits`).
+`spool.attempt.Attempt` names most files of an attempt's work directory. With every launcher, the
+ranks' parent writes two more files to the work directory, `launcher.log` and `exits.json`. With
+several hosts, each host has its own `launcher.log` and `exits.json` in `hosts/`. `launcher.log` has
+the output of the ranks' parent. `exits.json` has the exit statuses of failed ranks (see
+`read_exits`).
 """
 
 import json
@@ -129,11 +132,12 @@ class Launch(Record):
 
     @property
     def work(self) -> Path:
-        """The attempt's work directory, even if the spool can't be opened."""
+        """The attempt's work directory, which is known even if the spool can't be opened."""
         return Paths(self.root).work_dir(self.job, self.attempt)
 
     def of_parent(self, name: str) -> Path:
-        """The path of LAUNCHER_LOG or EXITS, the files of the parent of this host's ranks."""
+        """The path of `name` (LAUNCHER_LOG or EXITS), a file that the parent of this host's ranks
+        writes."""
         return of_parent(self.work, name, None if self.host.store is None else self.host.number)
 
     def open(self) -> Attempt:
@@ -148,7 +152,7 @@ def start_child(
     """Start a process in its own session. The kernel kills the child when this process dies.
 
     Args:
-        environment: all environment variables of the child; it inherits none.
+        environment: all environment variables of the child, which inherits none.
         options: further arguments of `subprocess.Popen`.
     """
     parent = os.getpid()
@@ -157,7 +161,8 @@ def start_child(
         env=environment,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        # `die_with_parent` takes no lock that another thread may hold.
+        # A `preexec_fn` may be used, because `die_with_parent` takes no lock that another thread
+        # may hold.
         preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509
         **options,
     )
@@ -167,7 +172,7 @@ def of_parent(work: Path, name: str, host: int | None) -> Path:
     """The path of the file `name` that the ranks' parent writes.
 
     Args:
-        host: the index of the host whose agent started the ranks, if there are several hosts.
+        host: the index of the host whose agent started the ranks; None if there is one host.
     """
     return work / name if host is None else work / HOSTS / f"{host}.{name}"
 
@@ -177,9 +182,9 @@ def write_exits(path: Path, exits: dict[int, int]) -> None:
 
 
 def read_exits(work: Path) -> dict[int, int]:
-    """The exit status of each rank that failed by itself, in the order of the failures. A negative
-    status is the number of a signal. Ranks that their parent ended after the first failure are left
-    out. The result is empty if no rank failed, or if the ranks' parent was killed.
+    """The exit status of each rank that failed by itself, in the order of the failures. A status of
+    -N means that signal N ended the rank. Ranks that their parent ended after the first failure are
+    left out. The result is empty if no rank failed, or if the ranks' parent was killed.
     """
     exits: dict[int, int] = {}
     for path in (work / EXITS, *sorted((work / HOSTS).glob(f"*.{EXITS}"))):

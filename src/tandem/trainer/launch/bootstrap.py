@@ -1,10 +1,9 @@
 """The first code that a rank runs, before torch is imported. The rank ends when its parent ends,
 and writes its output to its own log file.
 
-    python -m tandem.trainer.launch.bootstrap <a Launch as JSON>
-        runs one job
-    python -m tandem.trainer.launch.bootstrap <entry module> <setting of the device> <socket>
-        stays and runs jobs that come over the socket
+`python -m tandem.trainer.launch.bootstrap <a Launch as JSON>` runs one job. With the arguments
+`<entry module> <setting of the device> <socket>`, the process stays and runs the jobs that come
+over the socket.
 """
 
 import importlib
@@ -28,10 +27,10 @@ def redirect(log: Path) -> None:
 
 
 def run(launch: Launch, main: Callable[[Attempt, RankSettings], int | None] | None = None) -> int:
-    """Run this process's rank, with its output in the rank's log; returns its exit status. Raises
-    the rank's error, and SpoolUnusable.
+    """Run this process's rank, with its output in the rank's log. Returns the rank's exit status.
+    Raises the rank's error, and SpoolUnusable.
 
-    `main`: by default the `main` of the launch's entry module.
+    `main`: the function that runs the rank; by default the `main` of the launch's entry module.
     """
     attempt = launch.open()
     redirect(attempt.log(int(os.environ["RANK"])))
@@ -63,7 +62,8 @@ def stay(entry: str, device: str, control: str) -> int:
         sys.stderr.flush()
         if status:
             return status
-        # From now on the runner may remove the job's log.
+        # Output goes to the process's own log again, because the runner may now remove the job's
+        # log.
         os.dup2(own_output, 1)
         os.dup2(own_output, 2)
         runner.send(b".")
@@ -71,8 +71,8 @@ def stay(entry: str, device: str, control: str) -> int:
 
 
 def main() -> int:
-    # If the agent died during the imports, this process's parent is now the process that adopts
-    # orphans.
+    # The agent's pid is passed on, because the agent may have died during the imports. This
+    # process's parent is then the process that adopts orphans.
     die_with_parent(int(os.environ.get("TANDEM_AGENT_PID") or os.getppid()))
     if len(sys.argv) > 2:
         return stay(*sys.argv[1:])

@@ -1,5 +1,5 @@
-"""The fork server, the process from which ranks are forked, and the class through which the runner
-uses it (`ForkServer`). The fork server imports all modules that a rank needs, once, and runs no job
+"""The fork server, the process from which ranks are forked. The runner uses the fork server through
+the class `ForkServer`. The fork server imports all modules that a rank needs, once, and runs no job
 itself.
 
     python -m tandem.trainer.launch.forkserver <socket's descriptor> <entry module> <setting of
@@ -7,24 +7,25 @@ itself.
 
 Forking is safe because of three rules:
 
-- No CUDA, because a CUDA context does not survive a fork. With PYTORCH_NVML_BASED_CUDA_CHECK=1 the
-  imports look for devices without the CUDA runtime.
+- The fork server does not use CUDA, because a CUDA context does not survive a fork. With
+  PYTORCH_NVML_BASED_CUDA_CHECK=1 the imports look for devices without the CUDA runtime.
 
-- No OpenMP region and no second thread: a forked child has only the thread that forked, and libgomp
-  would wait for its other threads for ever. If there are other threads, the runner logs a warning
-  with their names. (With GPUs, NVML has one thread, which waits for the driver's events. Calling
-  nvmlShutdown does not end NVML's thread.)
+- The fork server has no OpenMP region and no second thread. A forked child has only the thread that
+  forked, and libgomp would wait for the missing threads for ever. If the fork server has other
+  threads, the runner logs a warning with their names. On a host with GPUs, NVML has one thread,
+  which waits for the driver's events and causes no warning. Calling nvmlShutdown does not end
+  NVML's thread.
 
-- All ranks are forked before the store's threads start. torch's elastic agent has threads when it
-  forks. So the leader, the ranks' parent, is Tandem's process and not torch's agent. Like torch's
-  agent, the leader ends the other ranks after the first failure and restarts none. The ranks'
-  connections wait in the listening socket's backlog until the store runs.
+- All ranks are forked before the store's threads start. The elastic agent of torch has threads when
+  it forks. So the ranks' parent is a process of Tandem, the leader, instead of torch's agent. The
+  leader ends the other ranks after the first failure and restarts none, like torch's agent. The
+  ranks' connections wait in the listening socket's backlog until the store runs.
 
-Protocol over the socket, one JSON object per packet. The runner sends a `Launch`. If the launch
-names the store's address and this host has the store, the store's listening socket comes with the
-packet. The server sends {"ready": {...}} after the imports, and after each launch {"exited":
-status, "work": <the launch's work directory>}. If the launch was killed, its "exited" packet may
-arrive after the next launch has started.
+Each packet on the socket between runner and fork server is one JSON object. The runner sends a
+`Launch`. If the launch names the store's address and this host has the store, the store's listening
+socket comes with the packet. The server sends {"ready": {...}} after the imports, and after each
+launch {"exited": status, "work": <the launch's work directory>}. If the launch was killed, its
+"exited" packet may arrive after the next launch has started.
 """
 
 import importlib
@@ -60,8 +61,8 @@ log = Log("runner")
 
 
 class ForkServer:
-    """The fork server, and the handle of its latest launch. `Torchrun` documents the methods of a
-    handle.
+    """The fork server, which is also the handle of its latest launch. `Torchrun` documents the
+    methods of a handle.
 
     A launch never waits for the server's imports: the request stays in the socket until the imports
     are done.
@@ -75,8 +76,8 @@ class ForkServer:
     name = "fork server"
 
     def __init__(self, entry: str, device: str, environment: dict[str, str]) -> None:
-        # torch then looks for devices through NVML instead of the CUDA runtime, whose state does
-        # not survive a fork.
+        # With this variable torch looks for devices through NVML instead of the CUDA runtime, whose
+        # state does not survive a fork.
         environment = environment | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -131,8 +132,8 @@ class ForkServer:
         for leader in leaders:
             processes.send(leader, signal.SIGTERM)
         if not leaders and self.poll() is None:
-            # During the server's imports the job has no process yet, and its request ends with the
-            # server.
+            # During the server's imports the job has no process yet. Closing the server drops the
+            # job's request.
             self.close()
 
     def processes(self) -> list[Process]:
@@ -169,7 +170,7 @@ def main() -> None:
             listener.close()
         pid = status = 0
         while pid != leader:
-            pid, status = os.wait()  # this also returns orphans that this process has adopted
+            pid, status = os.wait()  # may also return an adopted orphan
         report = {"exited": os.waitstatus_to_exitcode(status), "work": str(launch.work)}
         runner.send(json.dumps(report).encode())
 
@@ -244,8 +245,8 @@ def _store(address: str, port: int, listener: socket.socket) -> object:
 def _run_rank(
     launch: Launch, rank: int, environment: dict[str, str], listener: socket.socket | None
 ) -> int:
-    """Run one rank in this process. Signals are handled as in a new Python process, as under
-    torchrun."""
+    """Run one rank in this process. Gives the rank the signal handlers of a new Python process, as
+    torchrun does."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     local = str(rank - launch.own_ranks.start)
@@ -277,8 +278,8 @@ def _fork(child: Callable[[], int]) -> int:
 
 
 def _torchrun_environment(launch: Launch, address: str, port: int) -> dict[str, str]:
-    """The environment variables of torchrun's agent that are the same for all ranks of this host.
-    Ranks read these variables."""
+    """The environment variables that torchrun's agent would set to the same values for all ranks of
+    this host. Ranks read these variables."""
     return {
         "GROUP_RANK": str(launch.host.number),
         "WORLD_SIZE": str(launch.ranks),

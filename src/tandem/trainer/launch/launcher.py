@@ -45,7 +45,7 @@ class Launcher:
         marker: tuple[str, str],
         defaults: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Starts no process yet.
+        """Stores the options. Starts no process.
 
         Args:
             entry: the module whose `main` runs a rank.
@@ -85,14 +85,14 @@ class Launcher:
 
     def launch(self, launch: Launch, listener: socket.socket | None = None) -> Handle:
         """Start the ranks without waiting for them. Raises OSError if a process can't be started.
-        `listener`: see `ForkServer.launch`. With several hosts, only `launch=fork` can start a
-            host's ranks."""
+        `listener`: see `ForkServer.launch`. If there are several hosts, TANDEM_LAUNCH must be
+        `fork`."""
         if not self.holds_devices:
-            # Systems remove old files from /tmp while the runner is idle.
+            # The system may have removed the directory from /tmp while the runner was idle.
             self.scratch.mkdir(mode=0o700, exist_ok=True)
             empty_directory(self.scratch)  # removes the files of the previous attempt
-        # the cache directories are the same as at the start; they are checked again, because other
-        # users may have created them since
+        # The cache directories are checked again, because other users may have created them since
+        # the runner's start.
         compiler_caches(os.environ)
         self.prepare()
         if isinstance(self._standby, ForkServer):
@@ -120,23 +120,23 @@ def rank_environment(
     defaults that apply if all ranks are on this host."""
     defaults = {
         "OMP_NUM_THREADS": str(threads_per_rank(settings)),
-        # With more than one thread, the import of numpy starts threads of OpenBLAS. The fork server
-        # must have no threads.
+        # If OpenBLAS may use more than one thread, importing numpy starts OpenBLAS's threads. The
+        # fork server must have no second thread.
         "OPENBLAS_NUM_THREADS": "1",
         # A rank compiles only a few kernels, once, so starting a pool of compiler processes takes
         # longer than it saves.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        # All ranks are on this host, so Gloo uses loopback. Gloo's own choice needs the host's
-        # name, and inside a container this name may not resolve.
+        # All ranks are on this host, so Gloo uses loopback. To choose an interface itself, Gloo
+        # would resolve the host's name, which may fail in a container.
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    if settings.way != "nccl":  # with "nccl", ranks choose the interface according to vLLM's place
+    if settings.way != "nccl":  # with "nccl", ranks choose the interface by vLLM's address
         defaults["NCCL_SOCKET_IFNAME"] = "lo"  # NCCL accepts no connections from other hosts
     if settings.launch == "resident":
-        # All threads share one heap. With a heap per thread, the threads of every job would leave
-        # fragments in their heaps, and the heaps would grow.
+        # With MALLOC_ARENA_MAX=1, all threads share one heap. If each thread had its own heap, the
+        # threads of every job would leave fragments, and the heaps would grow.
         defaults["MALLOC_ARENA_MAX"] = "1"
-    # With "nccl", vLLM's workers would need the same setting.
+    # If the ranks send weights over NCCL, vLLM's workers would need the same NCCL_CUMEM_ENABLE.
     if settings.trainer_ranks == 2 and settings.way != "nccl":
         # NCCL needs cuMem memory only for NVLS, which has no benefit with two GPUs. Two GPUs
         # connect 0.3 s faster without cuMem memory (H100, NCCL 2.28).
@@ -149,10 +149,10 @@ def rank_environment(
         | omp_waiting(os.environ)
         | {"PYTHONUNBUFFERED": "1"}
     )
-    # torch's default directory is below TMPDIR, and a rank's TMPDIR is removed.
+    # Compiler caches must be outside TMPDIR (torch's default), because a rank's TMPDIR is removed.
     environment |= compiler_caches(os.environ)
-    # CUDA numbers the GPUs in NVML's order, because the runner finds and measures the devices in
-    # this order.
+    # CUDA has to number the GPUs in NVML's order, in which the runner finds and measures the
+    # devices.
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if settings.trainer_devices:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.trainer_devices)
@@ -160,9 +160,9 @@ def rank_environment(
 
 
 def threads_per_rank(settings: Settings) -> int:
-    """The number of threads of each rank: OMP_NUM_THREADS if it is set; if not, this machine's
-    number of cores divided by its number of ranks. The number of threads affects the order of
-    floating-point sums, so each library gets this number instead of choosing its own.
+    """The number of threads of each rank: OMP_NUM_THREADS, or by default this machine's cores
+    divided by its ranks. The number of threads affects the order of floating-point sums, so each
+    library gets this number instead of choosing its own.
     """
     with suppress(ValueError):
         return max(1, int(os.environ.get("OMP_NUM_THREADS", "")))
@@ -170,8 +170,8 @@ def threads_per_rank(settings: Settings) -> int:
 
 
 def code_version(entry: str) -> set[tuple[Path, int, int]]:
-    """(path, modification time, size) of the source files that a process has loaded: Tandem's and
-    the entry module's."""
+    """(path, modification time, size) of each of Tandem's source files, and of the entry module's
+    file."""
     spec = find_spec(entry)
     assert spec is not None
     files = [*Path(tandem.__file__).parent.rglob("*.py"), Path(str(spec.origin))]

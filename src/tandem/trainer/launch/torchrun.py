@@ -22,11 +22,11 @@ from tandem.trainer.launch import EXITS, LAUNCHER_LOG, Launch, start_child
 
 
 class Torchrun:
-    """An agent and its ranks, which run `launch.bootstrap`. The agent never restarts ranks, because
-    attempts are counted only in the spool.
+    """An agent of torchrun and the agent's ranks, which run `launch.bootstrap`. The agent never
+    restarts ranks, because attempts are counted only in the spool.
 
     Args:
-        directory: LAUNCHER_LOG and EXITS are written to it.
+        directory: the directory to which LAUNCHER_LOG and EXITS are written.
         ranks: the number of ranks.
         arguments: the arguments of `launch.bootstrap`.
         environment: all environment variables of the agent and the ranks.
@@ -54,7 +54,7 @@ class Torchrun:
             self._agent = start_child(command, environment, stdout=log, stderr=subprocess.STDOUT)
 
     def poll(self) -> int | None:
-        """None while the attempt runs; afterwards its exit status (negative: a signal). Never
+        """The attempt's exit status (-N: ended by signal N); None while the attempt runs. Never
         blocks."""
         return self._agent.poll()
 
@@ -63,13 +63,13 @@ class Torchrun:
         self._agent.terminate()
 
     def processes(self) -> list[Process]:
-        """All living descendants of the runner. The runner adopts orphans, and has no other child
-        processes while it uses torchrun."""
+        """All living descendants of the runner. The runner adopts orphans. While the runner uses
+        torchrun, all of its child processes belong to torchrun."""
         return [process for process in processes.descendants(os.getpid()) if not process.zombie]
 
     def kill_all(self, timeout: float) -> list[Process]:
-        """Send SIGKILL to all of `processes`. Returns the processes that are still alive after
-        `timeout` seconds."""
+        """Send SIGKILL to all processes that `processes` returns. Returns the processes that are
+        still alive after `timeout` seconds."""
         left = processes.kill_all(self.processes, timeout=timeout, known=[self._agent.pid])
         if not left:
             self._agent.wait(timeout)
@@ -81,11 +81,11 @@ class Torchrun:
 
 class ResidentRanks(Torchrun):
     """Ranks that start before the first job and receive their jobs over a Unix socket
-    (`bootstrap.stay` is their side).
+    (`bootstrap.stay` is the ranks' side).
 
-    After each job the ranks release their device memory, except the memory that a living process
-    can't release: the CUDA context and NCCL's buffers. If a job does not succeed, the ranks end
-    too, and the next job gets new ranks.
+    After each job the ranks release their device memory, except the CUDA context and NCCL's
+    buffers, which a living process can't release. If a job does not succeed, the ranks end too, and
+    the next job gets new ranks.
 
     Args:
         count: the number of ranks.
@@ -98,8 +98,8 @@ class ResidentRanks(Torchrun):
     name = "resident ranks"
 
     def __init__(self, count: int, entry: str, device: str, environment: dict[str, str]) -> None:
-        # The directory is on this host, because the volume's file system may not support sockets;
-        # and its name is short, because the length of a socket's path is limited.
+        # The socket's directory is on this host, because the volume's file system may not support
+        # sockets. The directory's name is short, because the length of a socket's path is limited.
         self._directory = Path(tempfile.mkdtemp(prefix="resident-", dir=environment["TMPDIR"]))
         path = self._directory / "socket"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -130,8 +130,8 @@ class ResidentRanks(Torchrun):
             rank.send(self._launch.model_dump_json().encode())
 
     def poll(self) -> int | None:
-        """0 after every rank has answered that the job is done. Every other exit status is the
-        agent's."""
+        """Returns 0 after every rank has answered that the job is done. Every other exit status is
+        the agent's."""
         if self._exit is not None or self._launch is None:
             return self._exit
         while readable := select.select([self._listener, *self._busy], [], [], 0)[0]:
@@ -146,7 +146,7 @@ class ResidentRanks(Torchrun):
         if len(self._idle) == self._count:
             self._exit = 0
         elif (code := self._agent.poll()) is not None:
-            # The agent exits with 0 even if all ranks left with 0 in the middle of the job.
+            # The agent exits with 0 even if all ranks exited with 0 in the middle of the job.
             self._exit = code or 1
             for name in (LAUNCHER_LOG, EXITS):
                 with suppress(OSError):
@@ -156,7 +156,7 @@ class ResidentRanks(Torchrun):
     def kill_all(self, timeout: float) -> list[Process]:
         if self._exit != 0:
             return super().kill_all(timeout)
-        # The ranks stay alive. Processes that ranks started for the job are ended.
+        # Resident ranks stay alive. Only the processes that ranks started for the job are killed.
         agent = self._agent.pid
         return processes.kill_all(
             lambda: [

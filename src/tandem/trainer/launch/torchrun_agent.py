@@ -2,12 +2,12 @@
 
     python -m tandem.trainer.launch.torchrun_agent <directory> <torchrun's arguments>
 
-torchrun's exit status is 1 whichever rank failed and however it failed. This program calls
-torchrun's own `main` and writes the failures that it raises to `exits.json` in `directory`.
+The exit status of torchrun is 1 after every failure of every rank. This program calls torchrun's
+own `main` and writes the failures that it raises to `exits.json` in `directory`.
 
-torchrun's stores listen on all interfaces and ask for no key, and the agent unpickles values from
-one of them. So anybody who reaches the store's port could run code in the agent. Therefore the
-stores of this program listen on loopback only.
+The stores of torchrun listen on all interfaces, without authentication, and the agent unpickles
+values from one of these stores. So anybody who reaches the store's port could run code in the
+agent. Therefore the stores of this program listen on loopback only.
 """
 
 import os
@@ -41,11 +41,11 @@ def own_failures(failures: dict[int, ProcessFailure]) -> dict[int, int]:
     """The exit statuses, by rank, of the ranks that failed by themselves, in the order of the
     failures.
 
-    After the first failure the agent ends the other ranks: it sends SIGTERM, and SIGKILL when its
+    After the first failure, the agent sends SIGTERM to the other ranks, and SIGKILL when its
     timeout is over.
     """
     exits: dict[int, int] = {}
-    # Unix seconds, in whole numbers.
+    # Timestamps are whole Unix seconds.
     ordered = sorted(failures.items(), key=lambda item: item[1].timestamp)
     kill_time = ordered[0][1].timestamp + SHUTDOWN_SECONDS["torchrun"]
     for rank, failure in ordered:
@@ -58,7 +58,8 @@ def own_failures(failures: dict[int, ProcessFailure]) -> dict[int, int]:
 
 def main(work: str, *arguments: str) -> None:
     os.environ["TANDEM_AGENT_PID"] = str(os.getpid())
-    # The names under which torchrun makes its two stores: for the rendezvous, and for the ranks.
+    # `c10d_rendezvous_backend` makes the store of the rendezvous, `distributed` the store of the
+    # ranks.
     for module in (c10d_rendezvous_backend, distributed):
         vars(module)["TCPStore"] = LoopbackStore
     try:

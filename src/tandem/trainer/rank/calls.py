@@ -1,5 +1,5 @@
-"""Applies a session's requests to the model and the optimizer. Each method is a collective of all
-ranks."""
+"""Applies a session's requests to the model and the optimizer. Each method is a collective
+operation of all ranks."""
 
 import sys
 from dataclasses import dataclass, field
@@ -43,8 +43,8 @@ class ModelCalls:
     passes: list[int] = field(default_factory=list)
     loss: float = 0.0  # sum of the passes' losses
     items: float = 0.0
-    # The probe: sequences from the first pass since the last checkpoint. `previous`: the log-probs
-    # of the probe's sequences under the weights of the last checkpoint.
+    # `probe`: token sequences from the first pass since the last checkpoint. `previous`: the
+    # log-probs of the probe's sequences under the weights of the last checkpoint.
     probe: JobProbe | None = None
     previous: list[list[float]] = field(default_factory=list)
 
@@ -54,11 +54,11 @@ class ModelCalls:
         return self.model.optimizer
 
     def compute(self, seq: int, request: PassRequest) -> tuple[dict[str, float], bytes]:
-        """Computes a pass. Returns the request's metrics, and on rank 0 the log-probs in the form
-        of `RequestLog.answer`.
+        """Computes a pass. Returns the request's metrics, and on rank 0 the log-probs as
+        `RequestLog.answer` expects them.
 
-        Raises InvalidInput if the request's arrays have been removed. Raises NonFinite for a loss
-        that is not finite. After either error the gradients are unchanged.
+        Raises InvalidInput if the request's arrays have been removed. Raises NonFinite if the loss
+        is not finite. After InvalidInput or NonFinite, the accumulated gradients are unchanged.
         """
         with self._opened(seq) as batch:
             if self.probe is None:
@@ -84,7 +84,7 @@ class ModelCalls:
 
     def step(self, request: StepRequest) -> dict[str, float]:
         """Takes an optimizer step. Raises NonFinite if the gradient is not finite; the weights are
-        then unchanged. The gradients are zero afterwards in either case."""
+        then unchanged. The gradients are zero afterwards, even after NonFinite."""
         optimizer = self.optimizer
         optimizer.settings = OptimizerSettings(
             beta1=request.beta1,
@@ -116,7 +116,8 @@ class ModelCalls:
     def load(self, request: LoadRequest) -> None:
         """Loads the weights of a checkpoint. The gradients are zero afterwards. Raises NotFound or
         CheckpointDamaged if the checkpoint can't be read. Raises InvalidInput if the checkpoint's
-        run has another base model or LoRA shape. After an error, nothing has changed."""
+        run has another base model or LoRA shape. If the checkpoint can't be used, the model stays
+        unchanged."""
         assert self.run.lora is not None
         source = self.spool.runs.get(request.run)
         for name in ("base_model", "lora"):
@@ -146,8 +147,8 @@ class ModelCalls:
 
     def _with_gradients(self, seq: int) -> "_Passed":
         """Runs `_add`. If this rank runs out of memory, runs `_add` again with layers that keep
-        fewer activations in memory. With either number of activations, the results have the same
-        bits."""
+        fewer activations in memory. The number of kept activations does not change any bit of the
+        results."""
         while True:
             try:
                 return self._add(seq, backward=True)
@@ -170,9 +171,10 @@ class ModelCalls:
                     raise
 
     def _add(self, seq: int, *, backward: bool) -> "_Passed":
-        """Computes the losses of this rank's rows of a pass. With `backward`, adds their gradients
-        to the accumulated gradients. If a rank may run out of memory and have to repeat this method
-        alone, the method contains no collective."""
+        """Computes the losses of this rank's rows of a pass. With `backward`, adds the losses'
+        gradients to the accumulated gradients. A rank that shares no layers may have to repeat this
+        method alone, after running out of memory. So for such ranks the method has no collective
+        operation."""
         request = self.spool.requests.get(self.run.name, seq).request
         assert isinstance(request, PassRequest)
         kept: dict[int, np.ndarray] = {}
@@ -201,7 +203,7 @@ class ModelCalls:
 class _Passed:
     rows: RowLosses
     totals: Totals
-    logprobs: dict[int, np.ndarray]  # row -> float32 [items]
+    logprobs: dict[int, np.ndarray]  # row number -> log-probs, float32 [items]
 
 
 def _by_datum(batch: PackedBatch, logprobs: dict[int, np.ndarray]) -> bytes:

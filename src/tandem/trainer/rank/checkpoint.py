@@ -1,8 +1,9 @@
 """Reads and writes checkpoints of adapters, including the optimizer's state.
 
-`optimizer/adam.safetensors` has `<PEFT key>.exp_avg` and `<PEFT key>.exp_avg_sq`, fp32, in the full
-shapes of the adapter's tensors, and `step`, an int64 scalar. So ranks of any topology can read the
-file. Only a checkpoint that has never been trained (step 0) has no such file.
+`optimizer/adam.safetensors` has the tensors `<PEFT key>.exp_avg` and `<PEFT key>.exp_avg_sq`, in
+fp32 and in the full shapes of the adapter's tensors. The file also has `step`, an int64 scalar.
+Ranks of any topology can read the file. Only a checkpoint that has never been trained (step 0) has
+no `optimizer/adam.safetensors`.
 """
 
 import hashlib
@@ -41,16 +42,16 @@ class Contents[T]:
 def check_checkpoint(
     spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape
 ) -> Contents[StoredTensor]:
-    """Compare the hashes of the checkpoint's files and read the files' headers. The function uses
+    """Verify the hashes of the checkpoint's files, and read the files' headers. The function uses
     no device, and hashing releases the GIL, so other threads can work at the same time.
 
-    Raises CheckpointDamaged if a file is missing, truncated or altered, if a tensor doesn't fit, or
-    if a trained checkpoint has no optimizer state. Raises NotFound if the checkpoint does not
-    exist.
+    Raises CheckpointDamaged if a file is missing, truncated or altered, or if a tensor doesn't fit.
+    Also raises CheckpointDamaged if a trained checkpoint has no optimizer state. Raises NotFound if
+    the checkpoint does not exist.
 
     Args:
         arch: the architecture of the run's base model.
-        lora: the run's LoRA shape; with `arch` it gives the tensors' names and shapes.
+        lora: the run's LoRA shape, which together with `arch` gives the tensors' names and shapes.
     """
     manifest = spool.checkpoints.verify(run, step)
     directory = spool.checkpoints.path(run, step)
@@ -79,13 +80,13 @@ def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOpti
 
     Args:
         checked: the result of `check_checkpoint`.
-        policy: must have the shapes of the checkpoint's run.
-        optimizer: the optimizer of this policy; its state is allocated here.
+        policy: a policy whose tensors have the shapes of the checkpoint's tensors.
+        optimizer: the optimizer of this policy; `load` allocates its state.
     """
     policy.adapter.read(checked.adapter, policy.lora_parameters())
     if (adam := checked.optimizer) is None:
-        # The state is allocated now and not in the first step, because `recompute.fit` distributes
-        # the memory that is free when it runs.
+        # The optimizer state is allocated before the first step, because `recompute.fit`
+        # distributes the memory that is free when it runs.
         for tensors in optimizer.new_state(0).values():
             for tensor in tensors.values():
                 tensor.zero_()
@@ -102,7 +103,7 @@ def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOpti
 
 def config_file(spool: Spool, run: str, step: int) -> bytes:
     """The content of a checkpoint's `adapter_config.json`, which is copied to the next checkpoint.
-    Raises CheckpointDamaged if its hash is not the manifest's."""
+    Raises CheckpointDamaged if the file's hash differs from the manifest's hash."""
     manifest, path = (
         spool.checkpoints.manifest(run, step),
         spool.checkpoints.path(run, step) / CONFIG_FILE,
@@ -119,7 +120,7 @@ def config_file(spool: Spool, run: str, step: int) -> bytes:
 @torch.no_grad()
 def gather_contents(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
     """The adapter and Adam's state on the CPU, gathered from all ranks that together have one copy
-    of the model. A collective operation of all ranks."""
+    of the model. All ranks must call this function, a collective operation."""
     tensors = {"step": torch.tensor(optimizer.steps, dtype=torch.int64)}
     for moment, shards in optimizer.moments().items():
         tensors |= {f"{key}.{moment}": whole for key, whole in policy.adapter.whole(shards).items()}
@@ -135,7 +136,7 @@ def write_adapter(saved: Contents[Tensor], config: bytes, directory: Path) -> di
 
     Args:
         saved: contiguous tensors on the CPU, in fp32 except the int64 scalar `step`.
-            `saved.optimizer` is not None.
+            `saved.optimizer` must not be None.
         config: the content of `adapter_config.json`.
         directory: the new directory. If `directory` exists, it is removed first. The parent of
             `directory` must exist.
@@ -143,14 +144,14 @@ def write_adapter(saved: Contents[Tensor], config: bytes, directory: Path) -> di
     assert saved.optimizer is not None
     with fs.volume_errors(directory), ThreadPoolExecutor(4) as pool:
         fs.remove_tree(directory)
-        # Parent directories are not created, because the directory of an attempt that was ended
-        # must not be created again.
+        # Parent directories are not created, because the directory of an ended attempt must not be
+        # created again.
         for made in (directory, (directory / OPTIMIZER_FILE).parent):
             made.mkdir()
         fs.write_atomic(directory / CONFIG_FILE, config)
         files = {WEIGHTS_FILE: _parts(saved.adapter), OPTIMIZER_FILE: _parts(saved.optimizer)}
         hashes = {name: pool.submit(_sha256, parts) for name, parts in files.items()}
-        # The files are synced here, while the ranks still compute, so `commit` has nothing left to
+        # The files are synced while the ranks still compute, so that `commit` has nothing left to
         # sync.
         list(pool.map(_write_and_sync, (directory / name for name in files), files.values()))
         known = {name: digest.result() for name, digest in hashes.items()}
@@ -158,10 +159,10 @@ def write_adapter(saved: Contents[Tensor], config: bytes, directory: Path) -> di
 
 
 def _parts(tensors: dict[str, Tensor]) -> list[memoryview]:
-    """The same bytes as `safetensors.torch.save` returns, but without a copy of the tensors. The
-    copy would take as long as writing the file.
+    """The same bytes as `safetensors.torch.save` returns, but without a copy of the tensors.
+    Copying the tensors would take as long as writing the file.
 
-    `tensors` are contiguous and on the CPU.
+    `tensors` must be contiguous and on the CPU.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-_ORDER.index(item[1].dtype), item[0]))
     header, _ = lay_out({name: (DTYPE_CODES[t.dtype], t.shape) for name, t in ordered})

@@ -15,8 +15,8 @@ from tandem.training.sharded_adam import ShardedAdam
 
 
 class NewCheckpoint:
-    """A checkpoint that is being made. `write` and `commit`, called in this order, are collectives.
-    After each of these calls, rank 0 continues the work in `thread`."""
+    """A checkpoint that is being made. All ranks must call `write` and then `commit`, which are
+    collective operations. Rank 0 hashes, writes and commits files in `thread`."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class NewCheckpoint:
         """Starts the clock for the `seconds` of the event `checkpoint`.
 
         Args:
-            model: the loaded model; its weights are read at `write`.
+            model: the loaded model, whose weights `write` reads.
             versions: package -> version, for the manifest.
             thread: a pool of one thread.
         """
@@ -40,8 +40,8 @@ class NewCheckpoint:
         """On rank 0: the hashes of files that were hashed while they were written."""
 
     def write(self) -> None:
-        """Starts to write the checkpoint's files. The files of an adapter are still being written
-        when this method returns."""
+        """Starts to write the checkpoint's files. The files of an adapter may still be written when
+        this method has returned."""
         session, assignment, model = self._session, self._assignment, self._model
         if isinstance(model.optimizer, ShardedAdam):
             model_checkpoint.write_model(
@@ -66,10 +66,10 @@ class NewCheckpoint:
         self, metrics: dict[str, float], probe: Probe, seq: int | None = None
     ) -> Manifest | None:
         """Make the files the run's next checkpoint. Returns the checkpoint's manifest on rank 0,
-        else None.
+        and None on other ranks.
 
-        The ranks wait in short collectives and send heartbeats, because hundreds of gigabytes may
-        have to be hashed.
+        While rank 0 hashes up to hundreds of gigabytes, all ranks wait in short collective
+        operations and send heartbeats.
 
         Args:
             seq: for a session's run, the number of the last request whose effect is in the

@@ -38,12 +38,12 @@ def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
     # clutter a job's log.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=SyntaxWarning)
-    # The imported objects live as long as the process. Unless they are frozen, the garbage
-    # collector searches them during the import and in each job, and each forked rank copies their
+    # The imported objects live as long as the process, so they are frozen. The garbage collector
+    # would otherwise search all of these objects in each job, and each forked rank would copy their
     # memory.
     gc.disable()
     import_module("tandem.trainer.rank.train")
-    # torch.use_deterministic_algorithms imports this module at its first call.
+    # The first call of torch.use_deterministic_algorithms imports torch._inductor.config.
     import_module("torch._inductor.config")
     from tandem.model import device
 
@@ -51,14 +51,14 @@ def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
         for kernels in ("triton_kernels", "triton_softmax"):
             import_module(f"tandem.model.layer.{kernels}")
         # Importing the compiler must not start the compiler's worker processes. A rank that
-        # compiles starts its own.
+        # compiles starts its own worker processes.
         os.environ.setdefault("TORCH_WARM_POOL", "0")
-        # Importing this module here saves each forked rank a second. The compiler is not called
-        # here, because it would call CUDA.
+        # Importing compile_fx in advance saves each forked rank a second. The compiler is not
+        # called in advance, because it would call CUDA.
         import_module("torch._inductor.compile_fx")
         # The keys of compiled code are hashes of all sources of torch and Triton. Computing the
-        # hashes takes half a second in each forked rank. Both functions cache the hash that they
-        # compute.
+        # hashes in advance saves each forked rank half a second. `torch_key` and `triton_key` cache
+        # the hashes.
         for module, key in (
             ("torch._inductor.codecache", "torch_key"),
             ("triton.runtime.cache", "triton_key"),
@@ -86,11 +86,11 @@ def main(attempt: Attempt, settings: RankSettings, state: "RankState | None" = N
     """
     faulthandler.enable()
     try:
-        # cuBLAS is deterministic only with a workspace of fixed size, which must be set before its
-        # first use.
+        # cuBLAS is deterministic only with a workspace of fixed size, which must be set before
+        # cuBLAS is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # One queue to the GPU instead of eight, because creating queues takes half of the time that
-        # a CUDA context takes.
+        # CUDA creates one queue to the GPU instead of eight. Creating eight queues takes half of
+        # the time of creating a CUDA context.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         choose_interface(attempt.spool, settings)
         preload(settings.device)

@@ -20,7 +20,8 @@ def wait_for_space(spool: Spool, run: str, step: int, *, beat: Callable[[], None
     SPACE_SECONDS.
 
     Args:
-        step: the checkpoint that the job starts from; the next checkpoint is at least as large.
+        step: the number of the checkpoint that the job starts from. The next checkpoint is at least
+            as large.
         beat: called twice a second during the wait.
     """
     files = spool.checkpoints.manifest(run, step).files

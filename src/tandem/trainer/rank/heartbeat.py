@@ -14,8 +14,8 @@ BEAT_SECONDS = 0.5
 
 
 class Heartbeat:
-    """`beat.<rank>` (`tandem.spool.schema.Beat`) of one attempt. The runner and the exporter read
-    this file."""
+    """The file `beat.<rank>` of one attempt (`tandem.spool.schema.Beat`). The runner and the
+    exporter read the file."""
 
     def __init__(self, path: Path, watch: MemoryWatch) -> None:
         self._path = path
@@ -32,7 +32,7 @@ class Heartbeat:
             self.write(phase)
 
     def write(self, phase: str) -> None:
-        """Write the file now. If the volume refuses the write, the rank continues."""
+        """Write the heartbeat's file now. If the volume refuses the write, the rank continues."""
         self._phase, self._written = phase, time.monotonic()
         beat = Beat(
             time=time.time(), phase=phase, step=self.step, steps=self.steps, **self._watch.beat()

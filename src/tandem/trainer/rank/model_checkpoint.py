@@ -1,10 +1,11 @@
 """Reads and writes checkpoints of a run that trains all weights.
 
-The directory is a Hugging Face model that transformers and vLLM can load unchanged. Each directory
-`optimizer/<tensor>/` has tensors with the names and shapes of the weights: one of Adam's moments in
-fp32 or, for bfloat16 weights, the int16 remainders of the master values (`ShardedAdam.tensors`).
-`optimizer/adam.json` has the number of steps taken. Ranks of any topology can read these files.
-Step 0 has no files, because it is the base model.
+The checkpoint's directory is a Hugging Face model that transformers and vLLM can load unchanged.
+Each directory `optimizer/<tensor>/` has one tensor per weight, with the weight's name and shape
+(`ShardedAdam.tensors`). These tensors are one of Adam's moments in fp32 or, for bfloat16 weights,
+the int16 remainders of the master values. `optimizer/adam.json` has the number of optimizer steps.
+Ranks of any topology can read the checkpoint's files. Step 0 has no files, because it is the base
+model.
 """
 
 import json
@@ -39,15 +40,15 @@ class Found:
 
 
 def check_model(spool: Spool, run: str, step: int) -> Path | None:
-    """Compares the hashes of the checkpoint's files, and returns the checkpoint's directory; None
-    for step 0, which is the base model.
+    """Verifies the hashes of the checkpoint's files. Returns the checkpoint's directory; None for
+    step 0, which is the base model.
 
     Raises CheckpointDamaged if a file is missing or altered, or if a trained checkpoint has no
     optimizer state. Raises NotFound if the checkpoint does not exist.
     """
     manifest, directory = spool.checkpoints.verify(run, step), spool.checkpoints.path(run, step)
-    # A fork's step 0 has the files of the checkpoint from which it was forked. That checkpoint may
-    # itself be the step 0 of a fork.
+    # A fork's step 0 has the files of the checkpoint from which it was forked. The checkpoint from
+    # which a run was forked may itself be step 0 of a fork.
     origin, files = manifest.origin, manifest.weights_files
     trained = step > 0 or bool(files) or (origin is not None and origin.step > 0)
     if trained and (STEPS_FILE not in manifest.files or not files):
@@ -74,8 +75,8 @@ def load_state(found: Found, arch: Arch, optimizer: ShardedAdam, topology: Topol
     trained in another dtype.
 
     Args:
-        found: if `found.trained` is False, the function reads nothing.
-        optimizer: its `tensors` and `steps` are overwritten.
+        found: the checkpoint; if `found.trained` is False, the function reads nothing.
+        optimizer: the optimizer whose `tensors` and `steps` are overwritten.
         topology: this rank's place, which decides its part of each tensor.
     """
     if not found.trained:
@@ -110,8 +111,9 @@ def write_model(
     *,
     beat: Callable[[], None],
 ) -> None:
-    """Write a checkpoint's files into the new `directory`; each rank writes its share. A collective
-    operation of all ranks. Raises SpoolUnusable if the volume refuses the files.
+    """Write a checkpoint's files into the new `directory`; each rank writes its share. All ranks
+    must call this function, a collective operation. Raises SpoolUnusable if the volume refuses the
+    files.
 
     Args:
         base_model: the directory from which the model's other files are copied.

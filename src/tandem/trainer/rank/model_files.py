@@ -1,9 +1,9 @@
-"""Writes tensors with the names and shapes of the model's weights to the volume as a Hugging Face
-model. The tensors are either the weights, which transformers and vLLM load, or the weights'
-optimizer state.
+"""Writes tensors to the volume as a Hugging Face model. The tensors have the names and shapes of
+the model's weights. The tensors are either the weights, which transformers and vLLM load, or the
+weights' optimizer state.
 
-All ranks write into the same files, each rank its own parts, so no tensor is gathered. Ranks of any
-topology can read the files (`load_weights`).
+All ranks write their own parts into the same files, so no tensor is gathered. Ranks of any topology
+can read the files (`load_weights`).
 """
 
 import json
@@ -42,7 +42,8 @@ class Weights:
 
     @torch.no_grad()
     def fill(self, parts: Sequence[Part], buffer: torch.Tensor) -> None:
-        """Write the parts one after another into `buffer`, which is flat and has dtype `dtype`."""
+        """Write the parts one after another into `buffer`, a flat tensor of the dtype
+        `self.dtype`."""
         for part, out in zip(parts, buffer.split([part.size for part in parts]), strict=True):
             source = part_view(part, self._tensors[part.parameter])
             self._fill(part, source, out.view(source.shape))
@@ -57,8 +58,8 @@ class ModelFiles:
     them."""
 
     def __init__(self, directory: Path, arch: Arch, dtype: torch.dtype) -> None:
-        """Lays out the tensors in files of at most SHARD_BYTES, unless one tensor is larger. Writes
-        nothing.
+        """Distributes the tensors to files of at most SHARD_BYTES; a larger tensor gets its own
+        file. Writes nothing.
 
         Args:
             arch: the architecture, which gives the tensors' names and shapes.
@@ -78,7 +79,7 @@ class ModelFiles:
                 size = nbytes
             shards[-1][name] = DTYPE_CODES[dtype], shape
         self._headers: dict[str, bytes] = {}
-        # tensor name -> its file, and its place in the file
+        # Maps a tensor's name to its file, and to its place in the file.
         self._places: dict[str, tuple[str, Entry]] = {}
         for number, shard in enumerate(shards, 1):
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -88,17 +89,17 @@ class ModelFiles:
     def create(self, base_model: Path | None = None) -> None:
         """Create the files, with zeros for the tensors, and copy the model's other files:
         configuration and tokenizer."""
-        # Parent directories are not created, because the directory of an attempt that was ended
-        # must not be created again.
+        # Parent directories are not created, because the directory of an ended attempt must not be
+        # created again.
         self._directory.mkdir()
-        # Entries are in the order of their bytes, so a file's last tensor determines the file's
-        # size.
+        # The entries are in the order of the tensors' bytes, so a file's last tensor determines the
+        # file's size.
         sizes = {file: entry.end for file, entry in self._places.values()}
         for file, header in self._headers.items():
             (self._directory / file).write_bytes(header)
-            # The files get their final size immediately. If an NFS client writes beyond the end of
-            # the file in its cache, the client sends the whole page. In this page, zeros would then
-            # overwrite the bytes that another host has written meanwhile.
+            # The files get their final size immediately. An NFS client that writes beyond the end
+            # of its cached file sends the whole page. The zeros in such a page would overwrite the
+            # bytes that another host has written meanwhile.
             os.truncate(self._directory / file, sizes[file])
         index = {
             "metadata": {"total_size": sum(entry.nbytes for _, entry in self._places.values())},
@@ -138,7 +139,7 @@ class ModelFiles:
                 for buffer_writes in writes:
                     _finish(buffer_writes)
             for fd in opened.values():
-                beat()  # so far, the data may only be in host memory
+                beat()  # before fsync, data may only be in host memory
                 os.fsync(fd)
         finally:
             for fd in opened.values():
@@ -163,7 +164,7 @@ class ModelFiles:
         width = torch.Size(entry.shape[1:]).numel() * self._dtype.itemsize  # bytes of a row
         left = box[1].start * self._dtype.itemsize if len(box) > 1 else 0
         rows = values.contiguous().view(len(values), -1).view(torch.uint8)
-        # Whole rows are consecutive, so they need only one write.
+        # Whole rows are consecutive in the file, so one write is enough for all of them.
         for first, end in pairwise(
             [0, len(rows)] if rows.shape[1] == width else range(len(rows) + 1)
         ):
@@ -175,8 +176,8 @@ class ModelFiles:
 
 
 def _in_host_memory(buffer: torch.Tensor) -> torch.Tensor:
-    """A copy of `buffer` in pinned host memory, into which the GPU copies directly, or `buffer`
-    itself if it is in host memory already."""
+    """`buffer` itself if it is in host memory, else a copy of `buffer` in pinned host memory. The
+    GPU copies directly into pinned memory."""
     if not buffer.is_cuda:
         return buffer
     return torch.empty_like(buffer, device="cpu", pin_memory=True).copy_(buffer)

@@ -1,18 +1,18 @@
-"""Loads a job's model: base weights, adapter and optimizer state. The parts overlap as much as
-possible.
+"""Loads a job's model: base weights, adapter and optimizer state. The parts are loaded in parallel
+where possible.
 
 For a new model on a GPU:
 
-    main thread     build the model in host memory -> place it in the allocated memory -> make the
-                    optimizer
-    pool            allocate the base weights (waits for CUDA) -> read them from files
-    pool            load the softmax's kernels
-    pool            once the optimizer is made: read the checkpoint's state into model and optimizer
-    pool once allocated: connect to the base weights of the other ranks that have the same base
-                    weights
-    pool            load cuBLAS (a rank that shares no layers: in the warm-up thread)
-    warm-up thread  connect the ranks that share layers -> rehearse: run one layer on the placed
-                    model
+- The main thread builds the model in host memory, moves it to the allocated memory, and makes the
+  optimizer.
+- The pool waits for CUDA, allocates the base weights, and reads them from files.
+- The pool loads the softmax's kernels.
+- Once the optimizer is made, the pool reads the checkpoint's state into model and optimizer.
+- Once the base weights are allocated, the pool connects them to the weights of the ranks that have
+  the same base weights.
+- The pool loads cuBLAS, except on a rank that shares no layers, which does this in the warm-up
+  thread.
+- The warm-up thread connects the ranks that share layers, and then runs one layer on the model.
 """
 
 import contextlib
@@ -76,21 +76,21 @@ class ModelLoader:
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(4)
-        # The pool has a single thread, because ranks that share layers must run the rehearsal's
-        # collectives in the same order. The thread ends when loading ends, because each living
-        # thread keeps a cuBLAS handle.
+        # The pool has a single thread, because ranks that share layers must run the warm-up's
+        # collective operations in the same order. The thread ends when loading ends, because each
+        # living thread keeps a cuBLAS handle.
         self._warm_up_thread = ThreadPoolExecutor(1)
         self._weights_tasks: list[Future[None]] = []
         self._warm_ups: list[Future[None]] = []
 
     def load(self, kept: LoadedModel | None, phases: Phases) -> LoadedModel:
         """The model on the device, in the state of the checkpoint that the job starts from. `kept`:
-        the model of an earlier job, which is used again. Raises InvalidInput if the base model is
-        wrong, CheckpointDamaged if the checkpoint is damaged.
+        the model of an earlier job, which is used again; None: a new model is built. Raises
+        InvalidInput if the base model is wrong, CheckpointDamaged if the checkpoint is damaged.
         """
         with self._pool, self._warm_up_thread, _short_switch_interval():
             with phases.phase("build"):
-                # The result of the check decides which weights are read.
+                # The check of the checkpoint's files decides which weights are read.
                 if kept is not None and self.assignment.run.lora is None:
                     _wait([self.checked], lambda: phases.announce("build"))
                 model = self._build() if kept is None else self._restore(kept)
@@ -110,11 +110,11 @@ class ModelLoader:
                     _wait([again], lambda: phases.announce("base_weights"))
             with phases.phase("state"):
                 _wait([state_loaded], lambda: phases.announce("state"))
-                # reading and rehearsing leave unused memory in the allocators
+                # loading and the warm-up leave unused memory in the allocators
                 memory.release_cached()
-        # The variable is no longer needed, because the first matrix product has read it. torch 2.11
-        # parses the variable in each matrix product, and parsing takes longer than launching the
-        # product.
+        # CUBLAS_WORKSPACE_CONFIG is no longer needed, because the first matrix product has read it.
+        # In torch 2.11, each matrix product parses the variable, which takes longer than launching
+        # the product.
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
         return model
 
@@ -141,8 +141,8 @@ class ModelLoader:
             )
             if sizes.layers_shared:
                 self._warm_ups.append(self._warm_up_thread.submit(on_device(_connect)))
-            # A rank that shares no layers loads cuBLAS in the warm-up thread. The rehearsal in the
-            # same thread then needs no second cuBLAS handle.
+            # A rank that shares no layers loads cuBLAS in the warm-up thread. So the warm-up pass
+            # in the same thread needs no second cuBLAS handle.
             thread = self._pool if sizes.layers_shared else self._warm_up_thread
             self._warm_ups.append(thread.submit(on_device(_load_cublas)))
         policy = build_policy(
@@ -196,7 +196,7 @@ class ModelLoader:
 
 def _wait(tasks: Iterable[Future[Any]], beat: Callable[[], None]) -> None:
     """Waits until the tasks have ended, and raises their errors. Calls `beat` about once a second,
-    because on a slow volume the tasks may take longer than a rank may go without a heartbeat."""
+    because tasks on a slow volume may take longer than a heartbeat's limit."""
     for task in tasks:
         liveness.result_of(task, beat, seconds=1.0)
 
@@ -241,8 +241,8 @@ def _connect() -> None:
 
 @torch.no_grad()
 def _load_softmax_kernels(vocabulary: int) -> None:
-    """Load the kernels that compute log-probs from logits. The function contains no collective, so
-    it may run in parallel with any other work."""
+    """Load the kernels that compute log-probs from logits. The function contains no collective
+    operation, so it may run in parallel with any other work."""
     hidden = torch.zeros(16, 16, dtype=device.default_dtype(), device=device.device())
     item_logprobs(
         hidden,
@@ -264,8 +264,8 @@ def reference_policy(
     beat: Callable[[], None],
     reference: int | Literal["base"],
 ) -> Iterator[None]:
-    """Within the block, `policy` computes with the weights of the reference policy. The policy's
-    trained tensors are kept in host memory and restored afterwards, bit for bit.
+    """Within the `with` block, `policy` computes with the weights of the reference policy. The
+    policy's trained tensors are kept in host memory and restored afterwards, bit for bit.
 
     Raises InvalidInput (field: `field`) if the reference's checkpoint does not exist, and
     CheckpointDamaged if it is damaged.

@@ -17,11 +17,11 @@ from tandem.training.optimizer import NonFinite
 
 MAX_SEQUENCES = 4
 MAX_TOKENS = 64
-# Number of tokens before the first trained token, in a part of a sequence longer than MAX_TOKENS.
+# Number of tokens before the first trained token, if the probe takes a part of a longer sequence.
 CONTEXT = 24
 LONG_TOKENS = 8192
-# the most logits of the long sequence: vLLM computes the logits of a whole prompt to score it, and
-# this number of logits takes 1 GiB in fp32
+# The largest number of logits of the long sequence. To score a prompt, vLLM computes all of its
+# logits, and 2**28 logits take 1 GiB in fp32.
 LONG_LOGITS = 2**28
 SLOTS = 64  # rows are padded to a multiple of this number of slots, for efficient matrix products
 
@@ -41,14 +41,15 @@ class JobProbe:
         probe.
 
         Args:
-            vocab_size: tokens of the vocabulary; it limits the length of the long sequence.
+            vocab_size: the number of tokens in the vocabulary, which limits the length of the long
+                sequence.
             device: the rank's device.
         """
         long = choose_long(batch, vocab_size)
         return cls(choose_sequences(batch), long, batch.sequence_length, device)
 
     def rehearse(self, policy: Policy) -> None:
-        """Warm up `logprobs` and the job's own passes; see `Policy.rehearse`."""
+        """Load the kernels that `logprobs` and the job's own passes use; see `Policy.rehearse`."""
         rehearse(self.sequences, self.row_length, self.device, policy)
 
     def logprobs(self, policy: Policy) -> list[list[float]]:
@@ -67,13 +68,14 @@ class JobProbe:
 
 
 def choose_sequences(batch: PackedBatch) -> list[list[int]]:
-    """At most 4 distinct token sequences from the job's data, each of 2 to 64 tokens (and at most
-    the length of a row).
+    """At most 4 distinct token sequences from the job's data. Each sequence has 2 to 64 tokens, and
+    at most the length of a row.
 
     Each chosen sequence is part of a trained sequence. A trained sequence that is not longer than
-    the limit is taken from its beginning. From a longer sequence, the chosen part begins CONTEXT
+    the limit is taken from its beginning. The chosen part of a longer sequence begins CONTEXT
     tokens before the first trained token, because the log-probs of trained tokens change most. The
-    part begins earlier if too few tokens follow. The same batch always gives the same sequences.
+    chosen part begins earlier if too few tokens follow. The same batch always gives the same
+    sequences.
     """
     limit = min(MAX_TOKENS, batch.sequence_length)
     chosen: list[list[int]] = []
@@ -95,8 +97,8 @@ def choose_sequences(batch: PackedBatch) -> list[list[int]]:
 def choose_long(batch: PackedBatch, vocab_size: int) -> list[int]:
     """One sequence as long as a row, but with at most LONG_TOKENS tokens and LONG_LOGITS logits.
     The sequence consists of the rows' tokens one after another, repeated if the job has too few.
-    Empty if the sequence would have fewer than 2 * MAX_TOKENS tokens, hardly more than the short
-    sequences.
+    Returns an empty list if the sequence would have fewer than 2 * MAX_TOKENS tokens, because the
+    short sequences are nearly as long.
     """
     length = min(batch.sequence_length, LONG_TOKENS, LONG_LOGITS // vocab_size)
     if length < 2 * MAX_TOKENS:
@@ -114,12 +116,12 @@ def choose_long(batch: PackedBatch, vocab_size: int) -> list[int]:
 def score_long(
     policy: Policy, tokens: list[int], row_length: int, device: torch.device
 ) -> LongProbe | None:
-    """The log-probs of the last 16 tokens of each quarter of `tokens`. So a server that accepts
-    only shorter prompts can be compared on the first quarters. Returns None if `tokens` is empty.
+    """The log-probs of the last 16 tokens of each quarter of `tokens`. A server that accepts only
+    shorter prompts can be compared on the first quarters. Returns None if `tokens` is empty.
 
     Args:
         tokens: the token ids that `choose_long` chose.
-        row_length: slots of the job's rows.
+        row_length: number of slots of the job's rows.
         device: the rank's device.
     """
     if not tokens:
@@ -144,7 +146,8 @@ def logprobs(
 
     Args:
         sequences: token ids.
-        row_length: slots of the job's rows; the sequences are packed into rows of this length.
+        row_length: number of slots of the job's rows; the sequences are packed into rows of this
+            length.
         device: the rank's device.
     """
     out: list[list[float]] = []
@@ -156,8 +159,8 @@ def logprobs(
 
 def _scores(policy: Policy, row: RowTensors) -> torch.Tensor:
     """The items' log-probs, fp32, on the CPU of every rank. Raises NonFinite if a log-prob is NaN
-    or infinite, because a manifest can't contain such a value, and because vLLM must not serve such
-    weights."""
+    or infinite. A manifest can't contain such a value, and vLLM must not serve weights that give
+    it."""
     values = policy.stage.from_last(policy(row, temperature=1.0).logprobs.float().cpu())
     if wrong := int((~values.isfinite()).sum()):
         raise NonFinite(
@@ -176,11 +179,11 @@ def mean_difference(one: list[list[float]], other: list[list[float]]) -> float:
 def rehearse(
     sequences: list[list[int]], row_length: int, device: torch.device, policy: Policy
 ) -> None:
-    """Warm up `logprobs` and the job's own passes; see `Policy.rehearse`.
+    """Load the kernels that `logprobs` and the job's own passes use; see `Policy.rehearse`.
 
     Args:
         sequences: token ids; only the sequences that fit into the first row are used.
-        row_length: slots of the job's rows.
+        row_length: number of slots of the job's rows.
         device: the rank's device.
     """
     policy.rehearse(probe_row(_rows(sequences, row_length)[0], row_length, device))
@@ -201,17 +204,16 @@ def probe_row(
     sequences: list[list[int]], row_length: int, device: torch.device, multiple: int = SLOTS
 ) -> RowTensors:
     """One row of sequences that don't attend to one another. Every token except the first of each
-    sequence is an item.
+    sequence is an item, whose log-prob is computed.
 
     The attention's row has the length of the job's own rows, so that the kernels compiled for the
     job's rows are used.
 
     Args:
         sequences: token ids.
-        row_length: slots of the job's rows.
+        row_length: number of slots of the job's rows.
         device: the device of the row's tensors.
-        multiple: the number of computed slots is the number of slots in use, rounded up to a
-            multiple of this.
+        multiple: the number of slots in use is rounded up to a multiple of this number.
     """
     sizes = torch.tensor([len(tokens) for tokens in sequences])
     ends = sizes.cumsum(0)

@@ -39,8 +39,8 @@ from tandem.trainer.rank.way_to_vllm import address_for_vllm
 
 
 class TrainedWeights(Weights):
-    """The policy's base weights, merged with the adapter if there is one. Each sum is computed in
-    float64, then rounded to float32, and then to `dtype`."""
+    """The policy's base weights, merged with the adapter if there is one. Each merged weight is
+    computed in float64, then rounded to float32, and then to `dtype`."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy.base())
@@ -64,7 +64,8 @@ class TrainedWeights(Weights):
 
 @dataclass
 class Publication:
-    """The publication of one job's weights. `offer` and `send` are collectives of all ranks."""
+    """The publication of one job's weights. `offer` and `send` are collective operations of all
+    ranks."""
 
     settings: RankSettings
     model: Path  # the base model's directory
@@ -76,7 +77,8 @@ class Publication:
 
     def __post_init__(self) -> None:
         self._rank, self._sizes = self.policy.topology.rank, self.policy.topology.sizes
-        # Whether ranks meet vLLM's workers; if not, the ranks write the weights to files.
+        # Whether ranks send the weights to vLLM's workers over NCCL. If not, the ranks write the
+        # weights to files.
         self._meets = self.settings.way == "nccl"
         # The linear layers that are trained; None: all weights are trained.
         self._targets = list(self.policy.lora.targets) if self.policy.lora else None
@@ -101,13 +103,14 @@ class Publication:
             self.event("offered", transport=way, **self._offer)
 
     def _servers(self) -> list[str]:
-        """The names of the inference servers that are expected to receive the weights: all ready
-        servers, or ONLY if the only server has no name."""
+        """The names of the ready inference servers, which are expected to receive the weights. The
+        list is [ONLY] if the only server has no name."""
         living = self.attempt.spool.replicas.fresh()
         return sorted(name for name, r in living.items() if r.ready) if living else [ONLY]
 
     def send(self, checkpoint: Manifest | None) -> None:
-        """Sends the weights. `checkpoint`: on rank 0, the checkpoint that contains the weights."""
+        """Sends the weights. `checkpoint`: the checkpoint that contains the weights, on rank 0;
+        None on other ranks."""
         begin, way = time.perf_counter(), self.settings.way
         try:
             outcome = self._send_to_vllm() if self._meets else self._write_files(checkpoint)
@@ -157,9 +160,9 @@ class Publication:
 
     def _watched[T](self, action: Callable[[Callable[[], None]], T]) -> T:
         """The result of `action`, which runs in a thread. `action` gets a function that it has to
-        call as a sign of life. Raises TimeoutError if `action` has not called that function for
-        STALL_SECONDS + 1. The limit is needed because NCCL connects without a time limit of its
-        own."""
+        call to show that it makes progress. Raises TimeoutError if `action` has not called that
+        function for STALL_SECONDS + 1. The limit is needed because NCCL connects without a time
+        limit of its own."""
         last = time.monotonic()
 
         def sign_of_life() -> None:
@@ -175,10 +178,11 @@ class Publication:
 
     def _send_own(self, beat: Callable[[], None]) -> tuple[int, float, list[str]]:
         """Send this rank's parts to vLLM's workers, buffer by buffer. Returns the number of bytes,
-        the seconds without the time to connect, and the inference servers that received the parts.
-        Raises torch's error if a worker has died or stopped, and TimeoutError if no worker joins.
+        the seconds of the transfer (without connecting), and the inference servers that received
+        the parts. Raises torch's error if a worker has died or stopped, and TimeoutError if no
+        worker joins.
 
-        `beat` is called at each sign of life of the workers.
+        `beat` is called each time that the workers show progress.
         """
         weights, offer, ranks = TrainedWeights(self.policy), self._offer, senders(self._sizes)
         own, dtype, where = ranks.index(self._rank), weights.dtype, weights.device

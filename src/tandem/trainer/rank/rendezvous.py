@@ -1,4 +1,4 @@
-"""The meeting of an attempt's ranks, in which they receive their job."""
+"""The rendezvous of an attempt's ranks, in which the ranks receive their job."""
 
 import os
 import time
@@ -30,12 +30,14 @@ class Assignment(Record):
     run: RunSpec
     job: JobSpec
     model: str  # directory of the base model
-    # of each file of the base model: name, size in bytes, and time of the last change in ns
+    # For each file of the base model: its name, its size in bytes, and the time of its last change
+    # in ns.
     model_files: tuple[tuple[str, int, int], ...]
 
     @property
     def optimizer(self) -> OptimizerSettings:
-        """The job's optimizer settings; in a session, each request has its own."""
+        """The job's optimizer settings. A session's job gets the defaults, because each of its
+        requests has its own settings."""
         return OptimizerSettings() if isinstance(self.job, SessionJob) else self.job.optimizer
 
     def requirements(self) -> tuple[object, ...]:
@@ -54,20 +56,20 @@ def meet(
     *,
     prepare: Callable[[Assignment], None] = lambda _: None,
 ) -> tuple[Assignment, Callable[[], None]]:
-    """Meet the other ranks through the store that the ranks' parent runs, and get the job. Without
-    torchrun's environment, this process is the only rank.
+    """Connect to the other ranks through the store that the ranks' parent runs, and get the job.
+    Without torchrun's environment, this process is the only rank.
 
-    Rank 0, and one rank on each other host, downloads the base model if it is on the hub. The
-    download may take longer than any limit on a wait, so all ranks send heartbeats during it; the
-    job's `deadline_seconds` limits the download.
+    Rank 0, and the ranks on other hosts, download the base model if it is on the hub and not in
+    their cache. The download may take longer than any limit on a wait, so all ranks send heartbeats
+    during the download. Only the job's `deadline_seconds` limits the download.
 
     Returns the assignment, and a function that joins torch's default process group with the job's
     own limit on every wait. Raises Conflict (see `_read`) on rank 0, and RuntimeError with the same
     message on the other ranks.
 
     Args:
-        prepare: work that rank 0 does before it sends the assignment; it must send its own
-            heartbeats.
+        prepare: a function that rank 0 calls before it sends the assignment; the function must send
+            its own heartbeats.
     """
 
     def read() -> Assignment:
@@ -99,8 +101,8 @@ def meet(
         assignment = (
             message
             if os.environ.get("GROUP_RANK", "0") == "0"
-            # The base model's files may be in another directory on this host. The host's agent has
-            # already compared their content.
+            # On this host, the base model's files may be in another directory than on host 0. The
+            # hosts' agents have already compared the files' content.
             else message.model_copy(update=_base_model(message.run, attempt.spool, beat))
         )
 

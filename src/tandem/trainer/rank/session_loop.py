@@ -1,9 +1,9 @@
-"""Runs a session's job: computes the requests of the session's run as they arrive, and ends when no
-request has arrived for a while.
+"""Runs a session's job, which computes the requests of the session's run as they arrive. The job
+ends when no request has arrived for a while.
 
 Rank 0 looks for the next request and sends it to the other ranks. If a rank dies, the next
-attempt's ranks compute all requests since the newest checkpoint again from the log, to the same
-bits. Results that already exist are not written again.
+attempt's ranks read all requests since the newest checkpoint from the log, and compute them again.
+The repeated results are the same, bit for bit. Results that already exist are not written again.
 """
 
 import time
@@ -56,7 +56,7 @@ the request may be the cause of the ranks' crashes."""
 @dataclass(frozen=True)
 class NextCall:
     """The next action of all ranks. `answered`: whether the request already has a result.
-    `refused`: whether the request has, or gets, an error without being computed."""
+    `refused`: whether the request already has an error, or gets an error without being computed."""
 
     kind: Literal["request", "save", "wait", "leave"]
     answered: bool = False
@@ -73,11 +73,12 @@ class SessionLoop:
         topology: Topology,
         versions: dict[str, str],
     ) -> None:
-        """Reads the number of the last request in the checkpoint that the job starts from.
+        """Reads the number of the last request whose effect is in the checkpoint that the job
+        starts from.
 
         Args:
-            assignment: its `base_step` is the run's newest checkpoint.
-            model: has the state of that checkpoint.
+            assignment: the assignment, whose `base_step` is the run's newest checkpoint.
+            model: the loaded model, in the state of the run's newest checkpoint.
             versions: package -> version, for the manifests.
         """
         self._session, self._assignment, self._model = session, assignment, model
@@ -85,8 +86,8 @@ class SessionLoop:
         self._spool = spool = session.attempt.spool
         self._log = spool.requests
         self._newest = assignment.job.base_step
-        # `_seq` is the last request that was computed, `_changed_by` the last request that changed
-        # weights or Adam's state, `_saved` the last request whose effect is in a checkpoint.
+        # `_seq` is the last computed request. `_changed_by` is the last request that changed
+        # weights or Adam's state. `_saved` is the last request whose effect is in a checkpoint.
         self._seq = self._changed_by = self._saved = (
             spool.checkpoints.manifest(self._run.name, self._newest).seq or 0
         )
@@ -99,8 +100,9 @@ class SessionLoop:
         self._next_look, self._others = 0.0, False
 
     def run(self) -> None:
-        """Runs until no request has arrived for a while. The run's newest checkpoint then contains
-        the effects of all requests, except gradients that no optimizer step has applied."""
+        """Runs until no request has arrived for a while. At the end, the run's newest checkpoint
+        contains the effects of all requests, except gradients that no optimizer step has
+        applied."""
         self._calls.forget()
         while (call := self._next()).kind != "leave":
             if call.kind == "save":
@@ -199,8 +201,8 @@ class SessionLoop:
         elif isinstance(request, VoidRequest):
             raise InvalidInput(request.reason)
         self._changed_by = seq
-        # The run needs its own checkpoint now, because the loaded checkpoint may be removed from
-        # now on.
+        # After a load, the run needs a checkpoint of its own, because the loaded checkpoint may be
+        # removed.
         if isinstance(request, LoadRequest):
             self._checkpoint()
         return metrics, logprobs

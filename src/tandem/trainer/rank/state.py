@@ -39,7 +39,7 @@ class RankState:
     def check_checkpoint(
         self, spool: Spool, assignment: Assignment, arch: Arch
     ) -> Future[Checked | None]:
-        """Start to check, in a thread, the files of the checkpoint that the job starts from. Call
+        """Start a thread that checks the files of the checkpoint that the job starts from. Call
         this method before `join`."""
         run, step = assignment.run, assignment.job.base_step
         kept, self.checkpoint = self.checkpoint, None
@@ -67,8 +67,9 @@ class RankState:
         new, the kept model is discarded.
 
         Args:
-            settings: this method uses only the sizes of the parallel dimensions.
-            connect: joins torch's default process group; called only for new groups.
+            settings: the settings, of which only the sizes of the parallel dimensions are used.
+            connect: a function that joins torch's default process group; called only for new
+                groups.
         """
         if assignment.requirements() != self._requirements or self._topology is None:
             if self.model is not None:

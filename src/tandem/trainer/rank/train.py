@@ -1,5 +1,5 @@
-"""A rank's work in one attempt: meet the other ranks, load the model, train, write the checkpoint,
-leave.
+"""A rank's work in one attempt: connect to the other ranks, load the model, train, write the
+checkpoint, exit.
 
 Rank 0 reads the job and sends it to the other ranks. Only rank 0 writes events and the checkpoint.
 """
@@ -39,11 +39,12 @@ from tandem.training.steps import Training
 
 
 def run_rank(attempt: Attempt, settings: RankSettings, state: RankState | None = None) -> None:
-    """Run this rank's part of one attempt. Afterwards checkpoint base_step + 1 exists, and the rank
-    has left the process groups.
+    """Run this rank's part of one attempt. After a job that trains a batch, checkpoint base_step +
+    1 exists. Without `state`, the rank leaves the process groups.
 
-    Raises Conflict if checkpoint base_step + 1 exists, CheckpointDamaged if the checkpoint to start
-    from is damaged, NonFinite, InvalidInput, SpoolUnusable, and torch's errors.
+    Raises Conflict if checkpoint base_step + 1 already exists, and CheckpointDamaged if the
+    checkpoint to start from is damaged. Also raises NonFinite, InvalidInput, SpoolUnusable, and
+    torch's errors.
 
     Args:
         state: the state of a resident rank. With a state, the rank releases its device memory at
@@ -95,7 +96,7 @@ def _train(session: Session, state: RankState) -> None:
 
 @dataclass(frozen=True)
 class _Start:
-    """The objects that a rank has after it has met the other ranks."""
+    """The objects that a rank has after the rendezvous with the other ranks."""
 
     assignment: Assignment
     arch: Arch
@@ -122,8 +123,8 @@ def _session(session: Session, state: RankState, start: _Start) -> None:
 def _first_pass(
     session: Session, assignment: Assignment, arch: Arch
 ) -> Callable[[Policy], None] | None:
-    """A function that rehearses the first waiting pass; None if no pass waits. A collective
-    operation of all ranks."""
+    """A function that loads the kernels for the first waiting pass; None if no pass waits. All
+    ranks must call `_first_pass`, a collective operation."""
     spool, run = session.attempt.spool, assignment.run.name
     seq = None
     if session.rank == 0:
@@ -206,7 +207,7 @@ def _batch(session: Session, state: RankState, start: _Start) -> None:
 
 
 def _wait_for_space(session: Session, assignment: Assignment) -> None:
-    """Waits for space on the volume, on rank 0; the other ranks wait for the assignment."""
+    """Lets rank 0 wait for space on the volume, while the other ranks wait for the assignment."""
     run, step = assignment.run.name, assignment.job.base_step
     spool = session.attempt.spool
     full_volume.wait_for_space(spool, run, step, beat=session.beat("rendezvous"))
@@ -226,8 +227,8 @@ def _versions() -> dict[str, str]:
 def _first_logprobs(
     settings: RankSettings, policy: Policy, probe: JobProbe
 ) -> tuple[list[list[float]], dict[str, float]]:
-    """The probe's log-probs before the training. With fp8 base weights, also a metric: the mean
-    absolute difference, in nats, between the log-probs with and without fp8."""
+    """The probe's log-probs before the training. With fp8 base weights, also returns a metric: the
+    mean absolute difference, in nats, between the log-probs with and without fp8."""
     exact = probe.logprobs(policy)
     if settings.base_precision == "same":
         return exact, {}
@@ -255,9 +256,9 @@ def _evaluate(session: Session, training: Training) -> dict[str, float]:
 def _publication(
     session: Session, run: RunSpec, base_model: Path, policy: Policy
 ) -> Publication | None:
-    """The object that publishes whole weights. None if vLLM reads the checkpoint's files
-    itself. With `merge` vLLM reads the adapter. With `volume` vLLM reads the model's files if the
-    run trains all weights."""
+    """The object that publishes whole weights. None if vLLM reads the checkpoint's files itself.
+    With the way `merge`, vLLM reads the adapter's files. With the way `volume`, vLLM reads the
+    model's files if the run trains all weights."""
     way = session.settings.way
     if run.weights != "merged" or way == ("volume" if run.lora is None else "merge"):
         return None

@@ -9,8 +9,8 @@ from tandem.trainer.launch import RankSettings
 
 
 def address_for_vllm(spool: Spool) -> str:
-    """This machine's address as vLLM's workers can reach it. Raises RuntimeError if no publisher
-    has written vLLM's address. Raises OSError if there is no route to vLLM."""
+    """The address at which vLLM's workers can reach this machine. Raises RuntimeError if no
+    publisher has written vLLM's address. Raises OSError if there is no route to vLLM."""
     if not (places := spool.inference.places()):
         raise RuntimeError(
             f"no publisher has written to {spool.root} where its vLLM is; start inference with"
@@ -21,8 +21,8 @@ def address_for_vllm(spool: Spool) -> str:
 
 
 def choose_interface(spool: Spool, settings: RankSettings) -> None:
-    """Lets NCCL's sockets accept connections from other hosts only if a vLLM is on another host.
-    Call the function before NCCL starts."""
+    """Restricts NCCL's sockets to loopback if every known vLLM is on this host. Call the function
+    before NCCL starts."""
     places = spool.inference.places() if settings.way == "nccl" else []
     if places and all(same_network(place.network) for place in places):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -1,5 +1,4 @@
-"""`python -m tandem.trainer.runner [ENTRY]`: the runner as a program. ENTRY: the module that ranks
-run."""
+"""`python -m tandem.trainer.runner [ENTRY]` runs the runner. ENTRY: the module that ranks run."""
 
 import signal
 import sys

@@ -1,4 +1,5 @@
-"""Reads the files in an attempt's work directory: the ranks' progress, and why they failed."""
+"""Reads the ranks' progress, and the reason of a failure, from the files in an attempt's work
+directory."""
 
 import signal
 import time
@@ -64,9 +65,9 @@ def failure(status: int, attempt: Attempt) -> JobError:
     """The reason why an attempt without a checkpoint failed. `status`: exit status of the ranks'
     parent.
 
-    The cause is the first of these that exists: an error of Tandem's own; a rank that was ended by
-    a signal, because the other ranks then report broken connections; any other exception; an exit
-    status.
+    The cause is the first of these that exists: an error of Tandem's own, a signal that ended a
+    rank, any other exception, an exit status. After a signal has ended a rank, other ranks report
+    exceptions about broken connections.
     """
     errors, exits = _rank_errors(attempt), read_exits(attempt.work)
     crashes = [(rank, code) for rank, code in exits.items() if code < 0]
@@ -83,7 +84,7 @@ def failure(status: int, attempt: Attempt) -> JobError:
             f"rank {rank} ended with {describe_exit(code)} and wrote no error file; see the log"
         )
     elif status == 0:
-        # Exit status 0 alone does not prove success.
+        # Exit status 0 of the ranks' parent does not prove that there is a checkpoint.
         message = "all ranks exited with 0, but the checkpoint that they had to make does not exist"
         return JobError(type="no_checkpoint", message=message, retriable=True)
     else:
@@ -92,11 +93,11 @@ def failure(status: int, attempt: Attempt) -> JobError:
 
 
 def _rank_errors(attempt: Attempt) -> list[tuple[int, JobError]]:
-    """(rank, error) for each error file, the most likely cause first: Tandem's own errors come
-    before other exceptions; among errors of the same kind, older errors come first.
+    """(rank, error) for each error file, with the most likely cause first. Tandem's own errors come
+    before other exceptions, and older errors before newer errors of the same kind.
 
-    If a rank fails, other ranks report a broken connection, but later than the failed rank reports
-    its own error.
+    If a rank fails, other ranks report a broken connection after the failed rank has reported its
+    own error.
     """
     errors: list[tuple[bool, float, int, JobError]] = []
     files: dict[int, Path] = {}

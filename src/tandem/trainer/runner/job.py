@@ -1,4 +1,5 @@
-"""One claimed job: checks it, runs one attempt through the executor, and records its end."""
+"""Handles one claimed job: checks the job, runs one attempt through the executor, and records the
+job's end."""
 
 import math
 import time
@@ -42,7 +43,7 @@ STOPPED = JobError(type="runner_stopped", message="the runner was asked to stop"
 
 
 class LeftError(Exception):
-    """The runner stops, and its attempt continues without it."""
+    """The runner stops, and the attempt continues without the runner."""
 
 
 @dataclass
@@ -119,7 +120,7 @@ class JobRun:
                 return known or STOPPED
             error = self._attempt()
             if self.stop.retry("look for the checkpoint", self._is_done):
-                # Errors after the commit don't matter, because the checkpoint is in the chain.
+                # Errors after the commit don't matter, because the run has the checkpoint.
                 done = self._success()
                 self._log.say(f"checkpoint {done.step} exists: succeeded")
                 return done
@@ -132,8 +133,9 @@ class JobRun:
         return error.model_copy(update={"log_tail": self._log.last_lines()})
 
     def _known_result(self) -> JobResult | JobError | None:
-        """The result of a job that needs no attempt, because its checkpoint already exists, or
-        because the checkpoint to start from does not exist. None if the job needs an attempt."""
+        """The result of a job that needs no attempt; None if the job needs an attempt. A job needs
+        no attempt if its checkpoint already exists, or if the checkpoint to start from is
+        missing."""
         spec = self.job.spec
         if isinstance(spec, SessionJob):  # a session's job starts from the newest checkpoint
             return None
@@ -169,7 +171,7 @@ class JobRun:
         return JobResult(state="succeeded", step=step, finished=time.time())
 
     def _record(self, result: JobResult | JobError) -> str:
-        """Write the job's end, or put it back into the queue; returns its new state."""
+        """Write the job's end, or put the job back into the queue. Returns the job's new state."""
         if isinstance(result, JobError):
             return self.spool.queue.requeue(self.job, result, counts=self._counts(result))
         if result.state == "succeeded":
@@ -205,9 +207,9 @@ class JobRun:
 
     def _watch(self, execution: Execution) -> JobError:
         """Watch an attempt until its processes have ended. The ranks are stopped at the latest
-        `deadline_seconds` after their start, or `stall_seconds` after their last progress. After
-        that, the ranks take at most TERMINATE_SECONDS plus the executor's limit to end. Returns the
-        reason why the attempt failed, as `_attempt` does.
+        `deadline_seconds` after their start, or `stall_seconds` after their last progress. Stopped
+        ranks end within TERMINATE_SECONDS plus the executor's limit. Returns the reason why the
+        attempt failed, as `_attempt` does.
         """
         heartbeats: Heartbeats | None = None
         begin = kill_time = math.inf
@@ -253,8 +255,8 @@ class JobRun:
         return reason
 
     def _interrupted(self) -> JobError | None:
-        """The reason to end the attempt early: the runner is asked to stop, or the job was
-        cancelled; else None."""
+        """The reason to end the attempt early: the runner was asked to stop, or the job was
+        cancelled. None if there is no reason."""
         if self.stop.requested and not self.executor.stays:
             return STOPPED
         if _or_none(lambda: self.spool.jobs.cancel_requested(self.job.spec.id)):
@@ -262,8 +264,8 @@ class JobRun:
         return None
 
     def _overdue(self, seconds: float, ranks: list[RankProgress]) -> JobError | None:
-        """The error of ranks that have run for too long, or for too long without progress; else
-        None. `ranks`: the ranks' progress; the rank that has been silent for the longest time comes
+        """The error if the ranks have run for too long, or made no progress for too long; None if
+        not. `ranks`: the ranks' progress; the rank that has been silent for the longest time comes
         first."""
         spec = self.job.spec
         if seconds > spec.deadline_seconds:

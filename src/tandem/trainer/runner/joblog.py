@@ -20,7 +20,7 @@ _PIECE_BYTES = 4096
 
 
 class JobStdout:
-    """Writes a job's lines to `descriptor` without waiting for a slow reader: lines that the
+    """Writes a job's lines to `descriptor` without waiting for a slow reader. Lines that the
     descriptor does not accept are dropped and counted. The class uses no thread, because the runner
     forks."""
 
@@ -62,15 +62,15 @@ class JobStdout:
 
 
 class JobLog:
-    """Collects the lines of all logs in an attempt's work directory, with the printing process as
-    a prefix: `[rank 0] ...`."""
+    """Collects the lines of all logs in an attempt's work directory. Each line gets the name of its
+    process as a prefix, such as `[rank 0]`."""
 
     def __init__(self, attempt: Attempt, ranks: int, hosts: int | None = None) -> None:
         """
         Args:
             ranks: the number of ranks on all hosts.
-            hosts: the number of hosts whose agents start the ranks; None: the runner's host starts
-                them.
+            hosts: the number of hosts whose agents start the ranks; None: the runner starts the
+                ranks.
         """
         self._path = attempt.spool.paths.log_file(attempt.job)
         self._stdout = JobStdout(attempt.job)

@@ -2,10 +2,10 @@
 one runner. The runner imports no torch.
 
 Every attempt of a claimed job ends with a recorded reason. The ranks are stopped at the latest
-`deadline_seconds` after their start, or `stall_seconds` after their last progress. After that, the
-ranks take at most the limits in `job` and in the executor to end. On SIGTERM or SIGINT the runner
-stops the ranks, puts the job back into the queue without counting the attempt, and exits with 0
-within STOP_SECONDS.
+`deadline_seconds` after their start, or `stall_seconds` after their last progress. Stopped ranks
+end within the limits in `job` and in the executor. On SIGTERM or SIGINT the runner stops the ranks,
+and puts the job back into the queue without counting the attempt. Attempts under Kubernetes or
+Slurm continue without the runner. The runner exits with 0 within STOP_SECONDS.
 """
 
 import os
@@ -44,7 +44,7 @@ class Runner:
 
     def __init__(self, settings: Settings, entry: str) -> None:
         self._settings, self._entry = settings, entry
-        # Job -> the monotonic time from which it may be claimed again.
+        # Maps a job's id to the monotonic time from which the job may be claimed again.
         self._waiting: dict[str, float] = {}
         # The name contains a random part, because a restarted container has the same host name and
         # pid as before.
@@ -54,8 +54,9 @@ class Runner:
     def run(self) -> None:
         """Run jobs until SIGTERM. Waits for space if the volume is full.
 
-        Raises SpoolUnusable if the spool can't be opened or already has a runner, InvalidInput if
-        the settings name devices that don't exist, and Conflict if another volume is mounted.
+        Raises SpoolUnusable if the spool can't be opened or already has a runner. Raises
+        InvalidInput if the settings name devices that don't exist, and Conflict if another volume
+        is mounted.
         """
         with ExitStack() as held:
 
@@ -70,10 +71,10 @@ class Runner:
                 self._run_jobs()
 
     def _run_jobs(self) -> None:
-        """Settle the jobs that an earlier runner left, then run jobs."""
+        """End or adopt the attempts that an earlier runner left, then run jobs."""
         settings = self._settings = with_topology(self._settings)
-        # `_volume` is the volume's identity, not its path, because after a restart of this
-        # container the volume may be mounted elsewhere.
+        # `_volume` identifies the volume without its path, because the volume may be mounted
+        # elsewhere after a restart of this container.
         self._volume = self._mounted_volume()
         self._executor = self._make_executor()
         log.info(
@@ -147,7 +148,7 @@ class Runner:
 
     def _note(self, ended: dict[str, float]) -> None:
         """Remember how long the jobs of the ended attempts have to wait before they are claimed
-        again. `ended`: job -> seconds."""
+        again. `ended`: job id -> seconds to wait."""
         now = time.monotonic()
         self._waiting = {job_id: end for job_id, end in self._waiting.items() if end > now}
         self._waiting |= {job_id: now + pause for job_id, pause in ended.items()}

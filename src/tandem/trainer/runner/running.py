@@ -14,20 +14,20 @@ from tandem.trainer.stop import Stop
 
 
 class RunningJobs:
-    """A context manager. At the end of its `with` block, it waits until all attempts have ended or
-    are left to the next runner.
+    """A context manager of the running jobs. The end of the `with` block waits until all attempts
+    have ended or are left to the next runner.
 
     Attempts that can outlive their runner have one thread each. All other attempts run in the
-    runner's own thread: their processes are children of the runner, and the kernel ends a child
-    when the thread that started it ends (PR_SET_PDEATHSIG).
+    runner's own thread, because the kernel ends a child process when the thread that started it
+    ends (PR_SET_PDEATHSIG).
     """
 
     def __init__(self, most: int, executor: Executor, stop: Stop) -> None:
         """
         Args:
             most: the number of jobs that may run at once.
-            executor: its `stays` says whether attempts can outlive the runner.
-            stop: this object is asked to stop at the end of the block.
+            executor: the executor, whose `stays` says whether attempts can outlive the runner.
+            stop: the object whose `request` is called at the end of the `with` block.
         """
         self._most, self._threads, self._stop = most, executor.stays, stop
         self._running = dict[Future[float], JobRun]()
@@ -48,7 +48,8 @@ class RunningJobs:
         return len(self._running) >= self._most
 
     def start(self, run: JobRun) -> None:
-        """Starts the job's attempt. More than `most` jobs run if an earlier runner left more."""
+        """Starts the job's attempt. More than `most` jobs may run, if an earlier runner left so
+        many."""
         future = Future[float]()
         attempt = partial(liveness.settle, future, run.run)
         self._running[future] = run

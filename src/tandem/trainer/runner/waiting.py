@@ -1,4 +1,4 @@
-"""Reports how long an attempt waits for its ranks to start, and for what it waits."""
+"""Reports how long an attempt waits for its ranks to start, and the reason of the wait."""
 
 import time
 from collections.abc import Callable
@@ -15,8 +15,8 @@ limit, because a reason that contains counts changes all the time."""
 
 
 class Wait:
-    """Reports each reason that lasts as an event `waiting`. The phase in the lease always shows the
-    current reason."""
+    """Writes an event `waiting` for each reason that lasts longer than a few seconds. The phase in
+    the lease always shows the current reason."""
 
     def __init__(self, attempt: Attempt, clock: Callable[[], float]) -> None:
         self._attempt, self._clock = attempt, clock
@@ -35,8 +35,8 @@ class Wait:
                 self._told = str(event.data.get("reason"))
 
     def goes_on(self, reason: str) -> None:
-        """Records that the attempt still waits, with the reason. Never raises an error: a write
-        that the volume refuses is tried again in the next call."""
+        """Records that the attempt still waits, with the reason. Never raises an error, because the
+        next call repeats a write that the volume refused."""
         self.since = self.since or time.time()
         if reason == self._told or self._clock() < self._next:
             return
