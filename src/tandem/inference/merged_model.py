@@ -15,8 +15,9 @@ from tandem.spool.schema import LoraShape
 
 def write_merged_model(directory: Path, base_model: Path, adapter: Path, lora: LoraShape) -> int:
     """Write the base model, merged with an adapter, into a new directory. Return the size of all
-    files in bytes. The files have the base model's names and dtypes, so every program that can load
-    the base model can load these files. Tensors that the adapter does not change keep their bytes.
+    files in bytes. The files have the base model's names and dtypes. Every program that can load
+    the base model can load the merged model. Tensors that the adapter does not change keep their
+    bytes.
 
     Args:
         directory: the new directory; its parent must exist.
@@ -25,9 +26,8 @@ def write_merged_model(directory: Path, base_model: Path, adapter: Path, lora: L
         lora: the adapter's shape.
 
     Raises:
-        InvalidInput (field `base_model`): the base model can't be read, lacks an adapted weight, or
-        has an adapted weight in a shape that does not fit config.json or in a dtype that can't be
-        merged.
+        InvalidInput (field `base_model`): the base model can't be read or lacks an adapted weight;
+        an adapted weight's shape contradicts config.json, or its dtype can't be merged.
         CheckpointDamaged: the adapter is not of shape `lora` for this base model, or a merged
         weight is not finite.
     """

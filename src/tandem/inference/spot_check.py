@@ -1,7 +1,7 @@
-"""Computes the expected values of one random row of every tensor, without torch. vLLM must have
-exactly these values, bit for bit. Log-probs show the function that the weights compute. Rows show
-the weights themselves: they prove that each tensor was written from the base model with the right
-adapter and scale, or from the right model.
+"""Computes the expected values of one random row of every changed matrix, without torch. vLLM must
+have exactly these values, bit for bit. Log-probs test only the function that the weights compute,
+while rows test the weights themselves. Matching rows prove that each matrix was written from the
+base model with the right adapter and scale, or from the right model.
 """
 
 import random

@@ -57,8 +57,8 @@ def model_files(directory: Path) -> dict[str, TensorFile]:
 
 
 def adapter_file(directory: Path, arch: Arch, lora: LoraShape, model: str) -> TensorFile:
-    """The tensors of the adapter in `directory`. Raises CheckpointDamaged if they do not form an
-    adapter of shape `lora` for `arch`.
+    """The tensors of the adapter in `directory`. Raises CheckpointDamaged if the tensors do not
+    form an adapter of shape `lora` for `arch`.
 
     Args:
         model: the name of the model with this architecture, for the message.
@@ -85,9 +85,9 @@ def merge_arrays(
 
     Args:
         base: the weight, [out, in]; or one row of the weight, [in].
-        a: A, [rank, in].
-        b: B, [out, rank]; or the row of B for the same row of the weight, [rank].
-        lora: only its `alpha` and `rank` matter here.
+        a: the matrix A, [rank, in].
+        b: the matrix B, [out, rank]; or B's row for the same row of the weight, [rank].
+        lora: the adapter's shape; only `alpha` and `rank` are used.
         dtype: the result's dtype in the file, a key of DTYPES.
     """
     delta = b.astype(np.float64) @ a.astype(np.float64)

@@ -1,4 +1,5 @@
-"""Collectors run in one thread each and keep their last results. A scrape only reads these results.
+"""Collectors run in one thread each and keep their last results. A scrape only reads the
+collectors' last results.
 
 `tandem_collector_success` shows whether a collector fails or hangs (on a network volume or in a
 driver). A collector that hangs delays neither the scrape nor the other collectors. docs/metrics.md
@@ -73,7 +74,7 @@ class Collector(abc.ABC):
         self.errors: list[str] = []  # errors of the parts that this collection could not collect
         self._gauges = Samples(())
         self._gauges_at = 0.0  # monotonic time of the last gauges
-        self._began: float | None = None  # monotonic start of a running collection, else None
+        self._began: float | None = None  # monotonic start of a running collection; None: none runs
         self._failure: str | None = None  # error of the last collection; "" if it succeeded
         self._seconds: float | None = None
         self._last_success = 0.0  # Unix seconds
@@ -96,8 +97,8 @@ class Collector(abc.ABC):
 
     @contextmanager
     def part(self, what: object) -> Iterator[None]:
-        """Records an exception in the block as an error of this collection; the other parts
-        continue."""
+        """Records an exception of the `with` block as an error of this collection, so that the
+        collection's other parts continue."""
         try:
             yield
         except Exception as error:
@@ -117,7 +118,7 @@ class Collector(abc.ABC):
         threading.Thread(target=run, name=f"collect-{self.name}", daemon=True).start()
 
     def collect_once(self) -> None:
-        """Makes one collection. Never raises an error."""
+        """Makes one collection, and never raises an error."""
         self._began = begin = time.monotonic()
         gauges = Samples(metric for metric in self.metrics if metric.kind == "gauge")
         self.errors = []
@@ -138,7 +139,7 @@ class Collector(abc.ABC):
         self._failure = failure
 
     def families(self) -> Iterator[Family]:
-        """The collected metrics, without perishable ones that are too old."""
+        """The collected metrics, without perishable metrics that are too old."""
         yield from self._gauges.families(
             perishable=time.monotonic() - self._gauges_at <= STALE_SECONDS
         )
@@ -146,7 +147,7 @@ class Collector(abc.ABC):
 
     def describe(self, gauges: Samples) -> None:
         """Sets the metrics COLLECTOR_METRICS for this collector."""
-        # `_began` is read once, because another thread may end the collection and clear it.
+        # `_began` is read once, because another thread may end the collection and clear `_began`.
         began = self._began
         hangs = began is not None and time.monotonic() - began > STALE_SECONDS
         gauges.set(

@@ -112,7 +112,7 @@ class SupervisorCollector(Collector):
 
 
 class VolumesCollector(SpoolCollector):
-    """`directories`: volume -> directory, for the volumes besides the shared one; a missing
+    """`directories`: volume name -> directory, for all volumes except the shared volume. A missing
     directory is not a failure."""
 
     name = "volumes"
@@ -170,8 +170,8 @@ def local_directories() -> dict[str, Path]:
 
 
 def downloads() -> dict[str, Path]:
-    """The directory of downloaded models. Before the first download this directory may not exist;
-    then the nearest existing directory above it is returned."""
+    """The directory of downloaded models. If the directory does not exist before the first
+    download, the result is the nearest existing directory above it."""
     home = Path(os.environ.get("HF_HOME") or _cache() / "huggingface").absolute()
     return {"downloads": next(path for path in (home, *home.parents) if path.is_dir())}
 

@@ -1,12 +1,12 @@
-"""Serves the metrics of the trainer's and the inference container to Prometheus (`python -m
-tandem.metrics.exporter`), and lists the address of each vLLM of the container.
+"""Serves the metrics of a trainer or inference container to Prometheus (`python -m
+tandem.metrics.exporter`). The exporter also lists the address of each vLLM of the container.
 
 The exporter does not depend on the programs that it watches: it imports no torch, creates no CUDA
-context, and writes only the write probe. TANDEM_ROLE (`trainer` or `inference`) selects
-the metrics that the exporter collects; without TANDEM_ROLE the exporter collects the metrics of
-both roles. The exporter starts before the spool and the programs exist; until then
-`tandem_collector_success` is 0. The exporter exits with 0 on SIGTERM, with 2 if the settings are
-wrong, and with 1 if its address is taken.
+context, and writes only a file that probes the shared volume. TANDEM_ROLE (`trainer` or
+`inference`) selects the metrics that the exporter collects; without TANDEM_ROLE the exporter
+collects the metrics of both roles. The exporter can start before the spool and the programs exist;
+`tandem_collector_success` is 0 until they exist. The exporter exits with 0 on SIGTERM, with 2 if
+the settings are wrong, and with 1 if its address is taken.
 """
 
 import json
@@ -57,7 +57,7 @@ def exported_sides() -> tuple[Exporter, ...]:
 def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Collector]:
     # A spool on a full or read-only volume can still be read.
     open_spool = cache(partial(Spool, settings.root))
-    # The container of one side may see the devices of the other side too.
+    # The trainer's container may also see the devices of the inference container, and vice versa.
     selected = getattr(settings, f"{sides[0]}_devices") if len(sides) == 1 else ()
     # A runner that starts Kubernetes Jobs has no GPU; the ranks' GPUs belong to the Jobs' pods.
     device = (
@@ -86,16 +86,15 @@ def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Col
 
 
 class MetricsServer(ThreadingTCPServer):
-    """Serves `page` at `/metrics`. At `/targets` the server lists the vLLM servers of this
-    container, in the format of Prometheus' HTTP service discovery. Raises OSError if the address is
-    taken.
+    """Serves `page` at `/metrics`. `/targets` lists the vLLM servers of this container, in the
+    format of Prometheus' HTTP service discovery. Raises OSError if the address is taken.
 
     The class is not an HTTPServer, because an HTTPServer looks up the host's name when it starts,
     and this lookup may take seconds.
 
     Args:
-        host: the address to listen on, of IPv4 or IPv6.
-        port: 0: a free port, which `server_port` then has.
+        host: the IPv4 or IPv6 address to listen on.
+        port: the port to listen on; 0: any free port, which is then in `server_port`.
         targets: vLLM's name -> its port; if there is only one vLLM, its name is empty.
     """
 
@@ -146,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     @override
     def log_message(self, format: str, *args: Any) -> None:
-        """Logs nothing: a line per scrape would bury all other lines."""
+        """Logs nothing, because one line per scrape would hide all other lines."""
 
 
 def main() -> int:

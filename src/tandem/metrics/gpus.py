@@ -138,7 +138,7 @@ class NvmlCollector(Collector):
         utilization = None if gpu.is_mig else ask("nvmlDeviceGetUtilizationRates", gpu.handle)
         gauge("tandem_gpu_utilization_ratio", utilization and utilization.gpu, 100)
         temperature = ask("nvmlDeviceGetTemperatureV", gpu.whole, nvml.NVML_TEMPERATURE_GPU)
-        if temperature is None:  # older drivers lack this call
+        if temperature is None:  # older drivers lack nvmlDeviceGetTemperatureV
             temperature = ask("nvmlDeviceGetTemperature", gpu.whole, nvml.NVML_TEMPERATURE_GPU)
         gauge("tandem_gpu_temperature_celsius", temperature)
         gauge(

@@ -2,8 +2,8 @@
 the exporter starts.
 
 The cost of a collection does not grow with the number of queued or finished jobs. The collector
-reads only jobs that have begun. Of the jobs that ended before the exporter started, it reads only
-the newest. A directory of finished jobs is listed only after it has changed.
+reads only jobs that have begun. Jobs that ended before the exporter started are not read, except
+the newest. A directory of finished jobs is listed again only after a change.
 """
 
 from contextlib import suppress
@@ -58,8 +58,8 @@ _STEP_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 _MOST_ENDED = 20
 _JOB_BUCKETS = (1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600)
 
-# Key in the event `step` -> name of the gauge tandem_train_<name> for the last optimizer step, and
-# its meaning.
+# Key in the event `step` -> `name` of the gauge tandem_train_<name> for the last optimizer step,
+# and the gauge's meaning.
 _LAST_STEP = {
     "loss": ("loss", "The loss"),
     "grad_norm": ("grad_norm", "Norm of the gradient before clipping"),
@@ -207,7 +207,8 @@ class _Followed:
     offset: int = 0  # bytes of the job's event file that have been read
     attempts: LivingAttempts = field(default_factory=LivingAttempts)
     first_claimed: float | None = None  # Unix seconds
-    # whether the job's terminal event was read; the event is written before the directory moves
+    # whether the job's terminal event was read; the event is written before the job's directory
+    # moves
     ended: bool = False
 
 
@@ -224,7 +225,7 @@ class JobsCollector(SpoolCollector):
         self._listed: dict[Path, tuple[JobDir, ...]] = {}
         self._caught_up = False
         # Receives the counts of events that were written before this process started. Events from
-        # before the start set gauges, but are not counted.
+        # before the exporter's start set gauges, but are not counted.
         self._uncounted = Samples(self.metrics)
         self._last: dict[str, float] = {}  # gauges without labels
         # run -> time of the last step of its running job, Unix seconds
@@ -236,8 +237,8 @@ class JobsCollector(SpoolCollector):
         if not self._caught_up:
             self.try_each(self._begun(spool), lambda job_id: self._follow(spool, job_id))
         found = self._find(spool)
-        # An ended job stays in this list until its directory has moved, so that it is not counted
-        # twice.
+        # An ended job stays in `_followed` until its directory has moved, so that the job is not
+        # counted twice.
         self._followed = {
             known: job for known, job in self._followed.items() if known in found or not job.ended
         }
@@ -254,10 +255,10 @@ class JobsCollector(SpoolCollector):
                 gauges.set(name, value, uuid=uuid)
 
     def _begun(self, spool: Spool) -> list[str]:
-        """Ids of jobs whose attempts began before this process: first the job that ended last, then
-        requeued jobs, then running jobs, so that the gauges finally have the values of the running
-        jobs. `_find` lists the running jobs again, because a requeued job may have been claimed in
-        between."""
+        """Ids of jobs whose attempts began before this process: the job that ended last, requeued
+        jobs, and running jobs. Running jobs come last, so that the gauges have the running jobs'
+        values. `_find` lists the running jobs again, because a requeued job may have been claimed
+        meanwhile."""
         running = [key.id for key in spool.jobs.index.running()]
         requeued = []
         for head in spool.jobs.index.heads():
@@ -270,8 +271,8 @@ class JobsCollector(SpoolCollector):
         """Ids of running jobs, of jobs that ended since the last collection, and of jobs that the
         last collection could not read."""
         index = spool.jobs.index
-        # Running jobs are listed first, so a job that ends in between is in at least one of the two
-        # lists.
+        # Running jobs are listed before ended jobs, so a job that ends in between is in at least
+        # one list.
         found = self._unread | {key.id for key in index.running()}
         listed = index.ended()
         for directory, ended in listed.items() if self._caught_up else ():
@@ -347,7 +348,7 @@ class JobsCollector(SpoolCollector):
 
 
 def _last_ended(spool: Spool) -> list[str]:
-    """A list with the id of the job that ended last, among the jobs that were submitted last; empty
+    """A list with the id of the job that ended last, among the newest ended jobs. The list is empty
     if the current or last runner has ended no job. Jobs of earlier runners have left no memory on
     the devices, because resident ranks end with their runner.
     """
@@ -376,14 +377,14 @@ def _count_phases(counts: Samples, values: object, prefix: str = "") -> None:
 
 
 def _device_memory(released: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Gauge -> UUID -> bytes, from the data of an event `released`. In the event, None stands for a
+    """Gauge -> UUID -> bytes, from the data of an event `released`. None in the event stands for a
     size that could not be measured."""
     before, left, floor, kept = (
         released.get(key) or {} for key in ("before", "devices", "floor", "resident")
     )
     resident = {uuid: size for uuid, size in kept.items() if size is not None}
-    # Two kinds of memory do not count as left by the job: memory below the floor, which belongs to
-    # a sleeping vLLM, and the memory of resident ranks.
+    # Memory below the floor (a sleeping vLLM's) and the memory of resident ranks do not count as
+    # left by the job.
     before, left = beyond(before, floor), beyond(beyond(left, floor), resident)
     measured = {uuid: size for uuid, size in left.items() if size is not None}
     given_back = {

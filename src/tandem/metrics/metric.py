@@ -81,10 +81,9 @@ observed values."""
 class Samples:
     """The series of a set of metrics.
 
-    A counter or histogram has all its series from the start, at 0, if the values of all its labels
-    are known in advance, because PromQL's increase() does not count the event with which a series
-    begins. Every method raises KeyError for an unknown metric, and for labels that the metric does
-    not have.
+    A counter or histogram starts with all its series at 0 if the values of all its labels are known
+    in advance. PromQL's increase() does not count the event with which a series begins. Every
+    method raises KeyError for an unknown metric, and for labels that the metric does not have.
     """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
@@ -111,8 +110,8 @@ class Samples:
         """Adds to a counter.
 
         Args:
-            name, labels: as in `set`.
-            by: at least 0; 0 creates the series.
+            name, labels: the metric's name in PromQL, and all its labels.
+            by: the increment, at least 0; 0 creates the series.
         """
         key = self._key(name, labels)
         with self._lock:
@@ -123,8 +122,8 @@ class Samples:
         """Adds an observed value to a histogram.
 
         Args:
-            name, labels: as in `set`.
-            value: in the unit that the metric's name ends with.
+            name, labels: the metric's name in PromQL, and all its labels.
+            value: the observed value, in the unit with which the metric's name ends.
         """
         key, metric = self._key(name, labels), self._metrics[name]
         with self._lock:

@@ -12,7 +12,7 @@ limited, because each run becomes a label value, and label values stay in Promet
 
 
 class PolicyCollector(SpoolCollector):
-    """`sides`: "trainer" exports the newest step, "inference" the served step."""
+    """`sides`: "trainer" exports the newest step, "inference" exports the served step."""
 
     name = "policy"
     metrics = (
@@ -104,7 +104,7 @@ class CheckpointsCollector(SpoolCollector):
     def __init__(self, open_spool: OpenSpool) -> None:
         super().__init__(open_spool)
         self._newest_step: dict[str, int] = {}  # run -> its newest step
-        # Unix seconds and bytes of the newest checkpoint of all runs.
+        # Time (Unix seconds) and size (bytes) of the newest checkpoint of all runs.
         self._newest: tuple[float, int] | None = None
 
     def collect(self, gauges: Samples) -> None:
@@ -120,6 +120,6 @@ class CheckpointsCollector(SpoolCollector):
             return
         manifest = spool.checkpoints.manifest(run, step)
         self._newest_step[run] = step
-        if manifest.job is not None:  # step 0 of a run is made by no job
+        if manifest.job is not None:  # no job makes step 0 of a run
             size = sum(entry.size for entry in manifest.files.values())
             self._newest = max(self._newest or (0.0, 0), (manifest.created, size))

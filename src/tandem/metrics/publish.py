@@ -97,7 +97,7 @@ class PublishCollector(SpoolCollector):
         # step may be served.
         first = record.step if before is None or before.step > record.step else before.step + 1
         for step in [step for step in spool.checkpoints.steps(run) if first <= step < record.step]:
-            with suppress(NotFound):  # the record was removed in between
+            with suppress(NotFound):  # the step's record was removed meanwhile
                 job = spool.checkpoints.manifest(run, step).job
                 events = [] if job is None else spool.events.read(job)
                 if event := next((event for event in events if event.type == "served"), None):
@@ -114,7 +114,7 @@ class PublishCollector(SpoolCollector):
 
 class MergedCollector(SpoolCollector):
     """Collects whether vLLM has complete and verified merged weights, and how many runs on the
-    volume have merged weights. The collector asks vLLM's server and not the publisher, because the
+    volume have merged weights. The collector asks vLLM's server instead of the publisher. The
     server answers even while the publisher waits for a swap or does not run.
     """
 
@@ -157,15 +157,15 @@ class MergedCollector(SpoolCollector):
         for replica, settings in self._servers.items():
             if replica not in self._clients:
                 self._clients[replica] = VllmClient(settings, timeout=5.0)
-            # If vLLM is starting or gone, this metric is absent, and Prometheus' metric `up` shows
-            # that vLLM does not answer.
+            # If vLLM is starting or gone, `tandem_merged_phase` is absent, and Prometheus' metric
+            # `up` shows that vLLM does not answer.
             with suppress(InferenceUnavailable):
                 current = self._clients[replica].merged()["phase"]
                 for phase in PHASES:
                     gauges.set(
                         "tandem_merged_phase", phase == current, replica=replica, phase=phase
                     )
-        with self.part("runs"):  # this answer of vLLM does not depend on the volume
+        with self.part("runs"):  # a missing volume does not hide vLLM's phase
             gauges.set(
                 "tandem_merged_runs",
                 sum(run.weights == "merged" for run in self.spool().runs.list()),

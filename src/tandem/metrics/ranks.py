@@ -17,8 +17,8 @@ _RANK = _RUN | {"rank": OPEN}
 _RANK_AND_GPU = {"uuid": OPEN, "rank": OPEN}
 
 # The keys of each dictionary are keys of a heartbeat's `memory` or `phases`. `tandem memory` shows
-# the other values of a heartbeat. The other values are not exported, because no alert needs them,
-# and each would be one more series per rank.
+# the other values of a heartbeat. A heartbeat's other values are not exported, because no alert
+# needs them, and each would add a series per rank.
 _ALLOCATOR_BYTES = {
     "allocated": (
         f"Bytes of torch's allocator in tensors{_CPU}.",
@@ -173,8 +173,8 @@ class _AttemptSeries:
     ranks: dict[int, tuple[Beat, float]] = field(default_factory=dict)
 
     def waits(self, seconds: float | None) -> None:
-        """Records for how many seconds the attempt has waited; None if its ranks run. While the
-        attempt waits, no rank counts as silent."""
+        """Records for how many seconds the attempt has waited; `seconds` is None if the attempt's
+        ranks run. While the attempt waits, no rank counts as silent."""
         self.waited = seconds
         if seconds is not None:
             self.seen_since, self.seen_since_monotonic = time.time(), time.monotonic()

@@ -1,10 +1,11 @@
-"""Removes one of several inference servers from the proxy before the server is stopped, and waits
-up to SECONDS until its requests have ended (`python -m tandem.supervise.drain SECONDS`).
+"""Removes one of several inference servers from the proxy before the server is stopped (`python -m
+tandem.supervise.drain SECONDS`). The program waits up to SECONDS until the server's requests have
+ended.
 
 The drain program writes a file with the order to leave the proxy. The server's publisher reads the
 file, and withdraws vLLM's permission to answer. The proxy then sends no more requests to this
-server, and running requests continue. The program never fails, because the server is stopped in any
-case.
+server, and running requests continue. The drain program never fails, because the server is stopped
+in any case.
 """
 
 import sys
@@ -24,10 +25,11 @@ two checks, 0.5 s apart."""
 
 
 def drain(settings: Settings, seconds: float) -> bool:
-    """Waits until the server has no request left. Returns False if `seconds` pass first."""
+    """Waits until the server has no request left. Returns False if requests are left after
+    `seconds`."""
     end = time.monotonic() + seconds
-    # The file still exists after a restart of this container. The file contains a time limit, so
-    # that the file does not keep the next server out of service.
+    # The file survives a restart of this container. The file has a time limit, so that it does not
+    # keep the next server out of service.
     leaving_file(settings.root).write_text(str(time.time() + seconds))
     client = VllmClient(settings, timeout=5.0)
     quiet_since = None

@@ -1,16 +1,16 @@
 """The images' HEALTHCHECK: `python -m tandem.supervise.health [--started | --live]`. Prints one
 line; exits with 0 if it finds no problem, and with 1 if it finds one.
 
-TANDEM_ROLE selects the checks. `controller` must answer /readyz. `trainer` needs a running runner
-that holds the spool's lock. `inference` needs a running publisher, and a vLLM that is up, healthy
-and lists the base model. Without a role, the checks of all three roles are made.
+TANDEM_ROLE selects the checks. The role `controller` must answer /readyz. The role `trainer` needs
+a running runner that holds the spool's lock. The role `inference` needs a running publisher, and a
+healthy vLLM that lists the base model. Without a role, the checks of all three roles are made.
 
-`--started`, for a startup probe: a vLLM that waits for a trainer to give back shared GPUs
-counts as healthy.
+`--started` is for a startup probe: a vLLM that waits until a trainer gives back shared GPUs counts
+as healthy.
 
-`--live`, for a liveness probe, only checks that the programs' own loops still run
-(`tandem.system.liveness`), so that no program is killed while a model loads, a step is published or
-a volume is away. If vLLM's engine hangs, `tandem up` ends it. If a job's ranks hang, the runner
+`--live` is for a liveness probe, and only checks that the programs' own loops still run
+(`tandem.system.liveness`). So no program is killed while a model loads, a step is published or a
+volume is missing. If vLLM's engine hangs, `tandem up` kills vLLM. If a job's ranks hang, the runner
 ends the ranks.
 """
 
@@ -35,8 +35,8 @@ from tandem.vllm_client.names import BASE_MODEL_NAME, READY_ROUTE
 
 _TIMEOUT_SECONDS = 4.0
 # The servers are on this machine, so the opener needs no proxy and no TLS. `urllib`'s
-# `build_opener` would read all certificates, which takes 25 ms of CPU time, and `tandem up` makes
-# eight requests per second until all programs are ready.
+# `build_opener` would read all certificates, which takes 25 ms of CPU time. `tandem up` makes eight
+# requests per second until all programs are ready.
 _OPENER = urllib.request.OpenerDirector()
 for _handler in (
     urllib.request.HTTPHandler(),
@@ -47,12 +47,12 @@ for _handler in (
 
 
 def problems(settings: Settings, role: str, *, started: bool = False) -> list[str]:
-    """The problems of the programs of `role`; empty if all is well.
+    """The problems of the programs of `role`; empty if there are none.
 
     Raises SpoolUnusable or OSError if the volume can't be read.
 
     Args:
-        started: whether this is the check for `--started`.
+        started: whether to check as for a startup probe (`--started`).
     """
     found = [] if role in ("trainer", "inference") else [_get(settings, "controller", "/readyz")[0]]
     if role != "controller":
@@ -70,8 +70,8 @@ def problems(settings: Settings, role: str, *, started: bool = False) -> list[st
         if {"vllm", "proxy"} & set(needed) and not waits:
             found.append(_problem_of_vllm(settings))
         if "vllm" in needed and settings.replica is not None and not started:
-            # vLLM is ready only when it serves every announced step. Without this check, an upgrade
-            # would stop the next server too early.
+            # vLLM is ready only when it serves every announced step. Without the check of
+            # READY_ROUTE, an upgrade would stop the next server too early.
             found.append(_get(settings, "inference", READY_ROUTE)[0])
     return [problem for problem in found if problem]
 

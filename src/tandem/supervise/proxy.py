@@ -1,12 +1,12 @@
-"""Becomes the HAProxy that gives several inference servers one address (`python -m
+"""Replaces its process by HAProxy, which gives several inference servers one address (`python -m
 tandem.supervise.proxy [HOST:PORT ... | --resolve NAME:PORT]`).
 
 The routing rule was measured (docs/performance.md). A rollout stays on the server that has the
 rollout's prefix in its cache and the rollout's turns in the rollout door's memory. The samples of a
-group share their prompt, so they start on the same server, unless this server has much more work
-than the others. Without arguments, the servers are the inference servers that `tandem up` starts
-beside the proxy. With `--resolve`, the servers are all addresses of the name, for example of a
-headless Service. The name is resolved again every second.
+group share their prompt. So a group's samples start on the same server, unless this server has much
+more work than the others. Without arguments, the servers are the inference servers that `tandem up`
+starts beside the proxy. With `--resolve`, the servers are all addresses of a host name, for example
+of a headless Service. The name is resolved again every second.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def haproxy_config(settings: Settings, servers: Sequence[str] = (), resolve: str
 
     Args:
         servers: `<host>:<port>` of each inference server.
-        resolve: one host name and port that stand for all servers.
+        resolve: `<name>:<port>`, where all servers are addresses of the host name.
     """
     host = settings.inference_host
     address = f"[{host}]" if ":" in host else host
@@ -127,7 +127,7 @@ resolvers dns
 
 
 def main() -> None:
-    """Replace this process by HAProxy. Exits 2 on wrong settings."""
+    """Replace this process by HAProxy. Exits with status 2 if the settings are wrong."""
     configure()
     parser = argparse.ArgumentParser(prog="python -m tandem.supervise.proxy")
     parser.add_argument("servers", nargs="*", metavar="HOST:PORT")

@@ -44,7 +44,7 @@ class Program:
     essential: bool = True
     # whether a restart is costly, because the program's state takes minutes to build
     costly: bool = False
-    # The program listens on settings.<port>_port, or on `number`.
+    # The program listens on the port settings.<port>_port, or on the port `number`.
     port: Literal["controller", "inference", "metrics"] | None = None
     number: int | None = None
     environment: tuple[tuple[str, str], ...] = ()  # variables in addition to supervisord's own
@@ -57,12 +57,12 @@ class Program:
 _EXPORTER = Program("exporter", "tandem.metrics.exporter", 5, essential=False, port="metrics")
 _CONTROLLER = Program("controller", "tandem.controller", 8, port="controller")
 _VLLM = Program("vllm", "tandem.inference.server.serve", 20, costly=True, port="inference")
-# The common address of several inference servers.
+# The proxy has the common address of several inference servers.
 _PROXY = Program("proxy", "tandem.supervise.proxy", 5, port="inference")
 _PUBLISHER = Program("publisher", "tandem.inference.publisher", 8)
 # After SIGTERM, the runner stops its ranks, puts the job back into the queue, and gives shared GPUs
-# back. The runner needs at most tandem.trainer.runner.loop.STOP_SECONDS for this. The runner does
-# not contact vLLM, so it gets neither vLLM's address nor its token.
+# back. The runner needs at most tandem.trainer.runner.loop.STOP_SECONDS to stop. The runner does
+# not contact vLLM, so it gets neither vLLM's address nor the admin token.
 _RUNNER = Program(
     "runner",
     "tandem.trainer.runner",
@@ -83,8 +83,8 @@ _LEFTOVER_SECONDS = 13
 
 def programs_of(settings: Settings, role: str) -> tuple[Program, ...]:
     """The programs of a role. Several inference servers are pairs of a vLLM and a publisher, behind
-    a proxy. With TANDEM_REPLICA, this machine has only one of the pairs. Raises InvalidInput if
-    there are not enough GPUs for the servers."""
+    a proxy. With TANDEM_REPLICA, this machine runs only one pair of a vLLM and a publisher. Raises
+    InvalidInput if there are not enough GPUs for the servers."""
     programs = PROGRAMS.get(role, PROGRAMS["all"])
     if settings.local_replicas == 1 or _VLLM not in programs:
         return programs
@@ -101,8 +101,8 @@ def programs_of(settings: Settings, role: str) -> tuple[Program, ...]:
 
 
 def inference_ports(settings: Settings) -> dict[str, int]:
-    """The port of each inference server of this machine, by its name. A single server has an empty
-    name."""
+    """The port of each inference server of this machine, by the server's name. A single server has
+    an empty name."""
     first = settings.inference_port
     if settings.local_replicas == 1:
         return {settings.replica or "": first}
@@ -110,7 +110,7 @@ def inference_ports(settings: Settings) -> dict[str, int]:
 
 
 def replica_variables(settings: Settings) -> list[dict[str, str]]:
-    """For each of several inference servers on this machine, its environment variables. Raises
+    """The environment variables of each of several inference servers on this machine. Raises
     InvalidInput if there are too few GPUs for the servers."""
     count, each = settings.local_replicas, settings.inference_tensor_parallel
     try:
@@ -138,8 +138,8 @@ def replica_variables(settings: Settings) -> list[dict[str, str]]:
 
 
 def supervisord_seconds(programs: Sequence[Program]) -> int:
-    """The most seconds that supervisord takes to stop its programs: supervisord stops one kind of
-    programs after another, and all programs of a kind at the same time."""
+    """The most seconds that supervisord takes to stop its programs. The kinds of programs stop one
+    after another, and all programs of a kind stop at the same time."""
     return sum(max(p.stop_seconds for p in of) for of in _by_kind(programs).values()) + 8
 
 
@@ -179,7 +179,7 @@ def write_config(directory: Path, logs: Path, programs: Sequence[Program]) -> Pa
 
     Args:
         directory: the place of supervisord.conf, of supervisord's socket and of its pid file.
-        logs: the directory for the programs' logs and supervisord's own.
+        logs: the directory for the programs' logs and supervisord's own log.
         programs: programs start in this order and stop in the opposite order; programs of one kind
             start and stop together.
     """
@@ -231,7 +231,7 @@ class Console:
     Args:
         logs: the directory of the logs.
         programs: the programs' names.
-        as_json: every printed line is a JSON object with a key `program`.
+        as_json: whether every printed line is a JSON object with a key `program`.
     """
 
     def __init__(self, logs: Path, programs: Iterable[str], *, as_json: bool) -> None:
@@ -269,11 +269,11 @@ class Console:
 
 
 def how_it_ended(logs: Path, program: str) -> str:
-    """The description of a program's last end in supervisord's log: "exit status 1", "terminated by
-    SIGKILL".
+    """The end of a program's last process as described in supervisord's log, such as "exit status
+    1" or "terminated by SIGKILL".
 
-    Only supervisord's log has the exit status: supervisord forgets a program's exit status when it
-    restarts the program, and its events do not contain the exit status.
+    Only supervisord's log has the exit status. A restart of a program erases its exit status in
+    supervisord, and supervisord's events do not contain exit statuses.
     """
     pattern = rf"(?:exited|stopped): {re.escape(program)} \(([^;\n]+?)(?:; .*)?\)$"
     ends = re.findall(pattern, last_lines(log_path(logs, "supervisord")), re.MULTILINE)
@@ -293,7 +293,7 @@ def statuses(settings: Settings) -> dict[str, Status]:
 
 
 def start_again(settings: Settings, program: str) -> None:
-    """Make supervisord start a program for which it has stopped trying. Does nothing if supervisord
+    """Make supervisord start a program that it has given up restarting. Does nothing if supervisord
     can't do so or doesn't answer."""
     with suppress(*_NO_ANSWER), _rpc(settings) as supervisor:
         supervisor.startProcess(f"{liveness.program_kind(program)}:{program}", False)
@@ -304,7 +304,7 @@ def _rpc(settings: Settings) -> Iterator[Any]:
     path = socket_path(runtime_dir(settings.root, current_role()))
     if not path.exists():
         raise FileNotFoundError(path)
-    # Imported late, because the package is not installed on machines without supervisord.
+    # The package `supervisor` is imported here, because it is not installed on every machine.
     from supervisor.childutils import getRPCInterface
 
     with getRPCInterface({"SUPERVISOR_SERVER_URL": f"unix://{path}"}) as server:

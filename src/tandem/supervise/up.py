@@ -2,24 +2,24 @@
 machine, under one supervisord in the foreground.
 
 supervisord restarts a program that crashes. But supervisord alone would restart a crashing program
-for ever, and supervisord exits with 0 whatever happened to its programs. So this process watches
-supervisord, and the exit status of this process shows how the stack ended:
+for ever, and would exit with 0 whatever happened to its programs. So `tandem up` watches
+supervisord, and the exit status of `tandem up` shows how the programs ended:
 
-     0  stopped by Ctrl-C or SIGTERM
-    70  an essential program could not be started
-    71  an essential program crashed more than MOST_CRASHES times in a row, each within
-        STEADY_SECONDS
-    72  supervisord itself ended
+- 0: Ctrl-C or SIGTERM stopped the programs.
+- 70: An essential program could not be started.
+- 71: An essential program crashed more than MOST_CRASHES times in a row, each time within
+  STEADY_SECONDS.
+- 72: supervisord itself ended.
 
-Once the stack has been ready, it ends with 70 or 71 only if no other running program is costly to
-restart (vLLM, the runner with its job): a failing program must not cost other programs their state.
-While such a program runs, the failing program is restarted for ever.
+Once all programs have been ready, `tandem up` ends with 70 or 71 only if no other running program
+is costly to restart. vLLM and a runner with its job are costly to restart, and must not lose their
+state because another program fails. While vLLM or the runner stays up, another failing program is
+restarted for ever.
 
-In whatever way `tandem up` ends, all processes that it started have ended at most
-`supervisord.stop_seconds()` later. (If supervisord is killed together with `tandem up`, the next
-`tandem up` of this role ends the processes that are left.) `tandem up` may be the first process of
-a container, or have an init process as its parent. `tandem up` adopts and reaps processes that lose
-their parent.
+All processes that `tandem up` started end within `supervisord.stop_seconds()`, in whatever way
+`tandem up` ends. (If supervisord is killed together with `tandem up`, the next `tandem up` of this
+role ends the processes that are left.) `tandem up` may be the first process of a container, or have
+an init process as its parent. `tandem up` adopts and reaps processes that lose their parent.
 """
 
 import os
@@ -75,7 +75,7 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
     or this role runs on this spool already) or SpoolUnusable before it starts anything.
 
     Args:
-        programs: None: the programs of `role` under these settings.
+        programs: the programs to run; None: the programs of `role` under these settings.
     """
     if find_spec("supervisor") is None:
         raise InvalidInput("supervisor is not installed; install tandem-rl[cpu] or tandem-rl[gpu]")
@@ -93,7 +93,7 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
         # Only the local executor runs its ranks on this host.
         if of in names and (of != "runner" or settings.executor == "local"):
             with suppress(DriverFailed):
-                # The constructor raises InvalidInput if this machine lacks the GPUs.
+                # `Devices` raises InvalidInput if this machine lacks the GPUs.
                 Devices(settings, side)
     if "controller" in names:
         settings.check_bind("controller")
@@ -133,8 +133,8 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
 
 def _end_remains(directory: Path, seconds: float, console: Console) -> None:
     """End the processes that a killed `tandem up` left, because they would keep ports and the
-    runner's lock. supervisord stops its programs within `seconds`, but it may have been killed
-    too."""
+    runner's lock. supervisord stops its programs within `seconds`, but supervisord may have been
+    killed too."""
     find = partial(processes.marked, liveness.VARIABLE, str(directory))
     if not (left := find()):
         return
@@ -155,10 +155,10 @@ class _Life:
 
     pid: int = 0
     since: float = 0.0
-    # the number of crashes in a row, without a run of STEADY_SECONDS between two of them
+    # the number of consecutive crashes without a run of STEADY_SECONDS in between
     crashes: int = 0
-    # The time of the last request to supervisord to restart the program, after supervisord had
-    # given the program up; None if supervisord has not given the program up.
+    # The monotonic time at which `start_again` was last called for the program; None if supervisord
+    # has not given the program up.
     tried: float | None = None
 
 
@@ -169,7 +169,7 @@ class Stack:
         role: the container that the programs belong to; "all": the whole deployment.
         logs: the directory of the programs' logs.
         programs: the programs that supervisord starts.
-        console: prints the programs' logs and the stack's own lines.
+        console: prints the programs' logs and the lines of `tandem up` itself.
     """
 
     def __init__(
@@ -187,8 +187,8 @@ class Stack:
         self._directory = runtime_dir(settings.root, role)
         self._signals = 0
         self._ready = False  # whether the stack has been ready at least once
-        # vLLM's admin routes are never open. The user who started the stack doesn't need to know
-        # the token that is generated here.
+        # vLLM's admin routes always need a token. If no token is configured, a random token is
+        # generated, which users don't need to know.
         self._token = settings.secret("admin_token") or secrets.token_urlsafe(32)
 
     def run(self) -> int:
@@ -210,7 +210,7 @@ class Stack:
             self._stop()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # Files left by a `tandem up` that was killed.
+        # A `tandem up` that was killed leaves its socket and liveness files behind.
         for stale in (supervisord.socket_path(self._directory), *self._directory.glob("*.alive")):
             stale.unlink(missing_ok=True)
         config = supervisord.write_config(
@@ -230,8 +230,9 @@ class Stack:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                # Ctrl-C reaches only this process. On SIGTERM, supervisord stops the programs in
-                # their order. If this process is killed, the kernel sends SIGTERM to supervisord.
+                # Ctrl-C reaches only `tandem up`. On SIGTERM, supervisord stops the programs in the
+                # opposite order of their start. If `tandem up` is killed, the kernel sends SIGTERM
+                # to supervisord.
                 start_new_session=True,
                 preexec_fn=partial(  # noqa: PLW1509
                     processes.die_with_parent, parent, signal.SIGTERM
@@ -263,7 +264,8 @@ class Stack:
         return 0
 
     def _check(self, program: Program, status: Status) -> int:
-        """Counts a program's crashes. Returns the exit status if the stack must end, else 0."""
+        """Counts a program's crashes. Returns the exit status if the stack must end, and 0 if the
+        stack continues."""
         life, now = self._lives[program.name], time.monotonic()
         if status.state == "FATAL":
             if life.tried is None:
@@ -292,7 +294,8 @@ class Stack:
         return program.essential and not (self._ready and stays_up)
 
     def _count_crash(self, program: Program, life: _Life) -> bool:
-        """Whether a program that can end the stack has crashed too often in a row."""
+        """Counts a crash. Returns whether the stack must end because the program has crashed too
+        often in a row."""
         life.crashes = 1 if time.monotonic() - life.since > STEADY_SECONDS else life.crashes + 1
         if life.crashes <= MOST_CRASHES + 1:
             how = supervisord.how_it_ended(self._logs, program.name)

@@ -39,8 +39,8 @@ class Sample:
 
 
 def parse(text: str) -> Sample:
-    """Reads Prometheus' text format. If vLLM has no series that count tokens yet, it has had no
-    requests."""
+    """Reads Prometheus' text format. A vLLM without series that count tokens has had no requests
+    yet."""
     requests, tokens, counts_tokens, asleep = 0.0, 0.0, False, False
     for name, labels, value in _SERIES.findall(text):
         number = float(value)
@@ -79,9 +79,9 @@ class Progress:
 
         Args:
             now: monotonic seconds.
-            vllm: its pid and start time.
-            sample: vLLM's work; None if it doesn't answer. Before its first answer, vLLM counts as
-                loading and is not killed.
+            vllm: the pid and start time of vLLM's process.
+            sample: vLLM's work; None if vLLM doesn't answer. Before its first answer, vLLM counts
+                as loading and is not killed.
             paused: returns whether vLLM is paused; called only if no other reason explains the
                 stall.
             may_sleep: returns whether vLLM may sleep; called only if vLLM sleeps.
@@ -118,7 +118,7 @@ class Watchdog(threading.Thread):
     may take seconds.
 
     Args:
-        say: prints a line.
+        say: a function that prints a line.
         program: the name of vLLM's program in supervisord.
         port: the port at which this vLLM listens; None: TANDEM_INFERENCE_PORT.
     """
@@ -171,13 +171,13 @@ class Watchdog(threading.Thread):
             answer = self._http.get("/is_paused")
             return answer.status_code == 200 and answer.json()["is_paused"] is True
         except (httpx.HTTPError, ValueError, LookupError, TypeError):
-            return False  # an engine that hangs doesn't answer /is_paused either
+            return False  # an engine that hangs doesn't answer /is_paused
 
     def _may_sleep(self) -> bool:
         """Whether vLLM sleeps for a good reason. Without shared GPUs, vLLM may always sleep: the
         client that put it to sleep will wake it. On shared GPUs, vLLM may sleep only while there is
-        a hold whose deadline has not passed: then a trainer holds the GPUs, or the publisher is
-        about to wake vLLM."""
+        a hold whose deadline has not passed. Before the deadline, a trainer has the GPUs, or the
+        publisher is about to wake vLLM."""
         if self._settings.gpu_mode == "dedicated":
             return True
         try:

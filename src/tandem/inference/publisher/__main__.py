@@ -42,7 +42,8 @@ def main() -> None:
         liveness.beat("publisher")
         try:
             if publisher is None:
-                # Two publishers would unload each other's adapters, and overwrite served.json.
+                # Two publishers on one spool would unload each other's adapters and overwrite
+                # served.json.
                 held.close()
                 held.enter_context(_publisher_lock(Spool(settings.root), settings.replica))
                 publisher = Publisher(settings, client)
@@ -60,8 +61,8 @@ def main() -> None:
 
 def _publisher_lock(spool: Spool, replica: str | None) -> AbstractContextManager[None]:
     """The lock of the spool's only publisher; with `replica`, the lock of this replica's publisher.
-    Raises SpoolUnusable if the spool has publishers of both kinds, because each would overwrite the
-    other's announcements."""
+    Raises SpoolUnusable if publishers with and without a replica name use the spool: each kind
+    would overwrite the other's announcements."""
     if replica is None:
         if others := ", ".join(spool.replicas.fresh()):
             raise SpoolUnusable(

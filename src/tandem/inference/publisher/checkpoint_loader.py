@@ -44,19 +44,19 @@ class ServedCheckpoint:
     told: bool = False
 
     def with_manifest(self, manifest: tuple[int, int] | None) -> "ServedCheckpoint":
-        """Records that the checkpoint's manifest was read. `manifest`: the `manifest_identity` that
-        the file had right before."""
+        """Records that the checkpoint's manifest was read. `manifest`: the `manifest_identity` of
+        the manifest's file right before the read."""
         self.record = self.record.model_copy(update={"manifest": manifest})
         return self
 
 
 class CheckpointRefused(Exception):
-    """A checkpoint can't be served. The message gives the reason."""
+    """A checkpoint can't be served. The error's message gives the reason."""
 
 
 class CheckpointNotVisible(Exception):
-    """Files of a new checkpoint are not visible yet. The message says until when the publisher
-    tries again."""
+    """Files of a new checkpoint are not visible yet. The error's message gives the time until which
+    the publisher retries the load."""
 
 
 @dataclass
@@ -73,8 +73,8 @@ class Refusal:
 
 @dataclass
 class CheckpointLoader:
-    """Loads and verifies checkpoints. `tolerance`: the rule of verification; `base_model`: vLLM's
-    base model, for the message of a refusal."""
+    """Loads and verifies checkpoints. `tolerance`: the rule for the largest allowed error of
+    log-probs; `base_model`: vLLM's base model, named in the message of a refusal."""
 
     spool: Spool
     client: VllmClient
@@ -112,9 +112,9 @@ class CheckpointLoader:
         CheckpointRefused.
 
         Raises CheckpointNotVisible for a new checkpoint whose files are missing. The publisher
-        tries such a checkpoint again in every turn. A refused checkpoint is tried again when its
-        files change, or when vLLM's server is lost. If the checkpoint was refused because vLLM
-        answered with status 500, it is also tried again after a pause.
+        tries to load a checkpoint with missing files again in every pass of its loop. A refused
+        checkpoint is tried again when its files change, or when vLLM's server is lost. A checkpoint
+        that was refused because of vLLM's status 500 is also tried again after a pause.
 
         Args:
             name: the model's name in vLLM, `<run>@<step>`.
@@ -128,7 +128,7 @@ class CheckpointLoader:
                 and served.record.manifest == identity
                 and self._lists(name, served.path)
             ):
-                # The manifest is not read again in every turn, because reading takes milliseconds.
+                # An unchanged manifest is not read again, because reading takes milliseconds.
                 return served
             manifest = self.spool.checkpoints.manifest(run.name, step)
             path = self.transport.copies.path(name, manifest, run)
@@ -177,8 +177,8 @@ class CheckpointLoader:
     def _try_to_serve(
         self, run: RunSpec, manifest: Manifest, name: str, path: Path
     ) -> ServedCheckpoint:
-        """Runs `_load_and_verify`, and repeats it if vLLM answers 500, because a single such answer
-        does not prove that the checkpoint is bad."""
+        """Runs `_load_and_verify`, and repeats it if vLLM answers with status 500. A single status
+        500 does not prove that the checkpoint is bad."""
         for attempt in range(1, TRIES):
             try:
                 return self._load_and_verify(run, manifest, name, path)
@@ -246,8 +246,9 @@ class CheckpointLoader:
     def _refuse(
         self, name: str, stats: FileStats, reason: str, *, passing: bool = False
     ) -> CheckpointRefused:
-        """Unload the checkpoint, if vLLM has it, and remember the refusal for these files.
-        `passing`: whether the cause may disappear without a change of the files."""
+        """Unload the checkpoint if vLLM has it, and remember the refusal with the stats of the
+        checkpoint's files. `passing`: whether the cause of the refusal may disappear without a
+        change of the files."""
         if name in self.transport.listed:
             self.unload(name)
         before = self._refused.get(name)

@@ -11,8 +11,9 @@ _EVERY = ("0.0.0.0", "::")
 
 
 def vllm_place(settings: Settings) -> VllmPlace:
-    """The address of vLLM's host: the host in TANDEM_INFERENCE_URL if other machines can use it; if
-    that host means this machine itself (loopback or 0.0.0.0), this machine's address."""
+    """The address of vLLM's host, for other machines. The address is the host in
+    TANDEM_INFERENCE_URL, or this machine's own address if that host is loopback, `0.0.0.0` or
+    `::`."""
     host = str(urlsplit(settings.resolved_inference_url).hostname)
     here = is_loopback(host) or host in _EVERY
     return VllmPlace(address=reachable_address() if here else host, network=network_name())

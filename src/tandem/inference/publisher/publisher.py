@@ -1,6 +1,6 @@
 """Follows the runs on the spool: loads each run's newest good checkpoints into vLLM, and unloads
-old checkpoints. Runs that were trained or sampled last come first, so that after a restart they
-don't wait for runs that nobody uses.
+old checkpoints. The publisher loads recently trained or sampled runs first, so that they don't wait
+for unused runs after a restart.
 
 The publisher compares the spool with vLLM's list of models, and carries out the loads and unloads
 that are missing. The publisher keeps no state that it needs after a restart: its memory only saves
@@ -59,7 +59,7 @@ class Publisher:
         self._weights = settings.weights
         self._keep = settings.keep_served if settings.weights == "adapter" else 1
         self._client = client
-        # the GPUs that vLLM shares with the trainer; None if it has its own
+        # the GPUs that vLLM shares with the trainer; None if vLLM has its own GPUs
         self._shared: LentGpus | None = None
         if settings.gpu_mode == "shared":
             self._shared = LentGpus(self._spool, client, Devices(settings, "inference"))
@@ -121,8 +121,8 @@ class Publisher:
         self._records.turn_begins()
         if self._transport.refresh() or not self._records_checked:
             self._records_checked = self._withdraw_records()
-            # vLLM or this publisher has just started. First the newest step of each run is loaded,
-            # so that the older steps of one run do not delay another run.
+            # This code runs after a start of vLLM or of this publisher. The newest step of each run
+            # is loaded first, so that the older steps of one run do not delay another run.
             if self._keep > 1:
                 self._publish_all(keep=1)
         wanted = self._publish_all(self._keep)
@@ -136,18 +136,19 @@ class Publisher:
         self._records.turn_done(wanted.keys())
 
     def _publish_all(self, keep: int) -> dict[str, set[str]]:
-        """Have the newest `keep` steps of each run served by vLLM. Returns for each run the names
-        that must stay loaded."""
+        """Make vLLM serve the newest `keep` steps of each run. Returns for each run the names of
+        the steps that must stay loaded."""
         wanted: dict[str, set[str]] = {}
-        # Run -> the time of the last change of its checkpoints before it was published.
+        # Run -> the time (Unix seconds) of the last change of its checkpoints that this call has
+        # published.
         published: dict[str, float] = {}
-        again = False  # whether the last load was for a run that already had a turn
+        again = False  # whether the last load was for a run that was already in `published`
         while (changed := self._changes()).keys() - published.keys():
             loads = self._loader.loads
             for run in sorted(changed, key=lambda run: -max(changed[run], self._usage.last(run))):
-                # Between two loads of other runs, a run may be published only once more. Without
-                # this limit, a run whose steps are made faster than vLLM loads them would keep the
-                # other runs waiting, and this loop would not end.
+                # After a load for a run in `published`, the next load must be for a run that is not
+                # in `published`. Without this rule, the loop would never end if a run makes steps
+                # faster than vLLM loads them.
                 if published.get(run) == changed[run] or (again and run in published):
                     continue
                 liveness.beat("publisher")
@@ -156,8 +157,8 @@ class Publisher:
                 wanted[run] = self._try_to_publish(run, keep)
                 if self._loader.loads > loads:
                     again = is_again
-                    # The load took time, so the order is computed again: a run with a new
-                    # checkpoint comes first.
+                    # The order of the runs is computed again after each load, because another run
+                    # may have a new checkpoint.
                     break
         return wanted
 
@@ -173,8 +174,8 @@ class Publisher:
                     changes[run] = self._spool.checkpoints.changed(run)
             except (TandemError, ValidationError, OSError) as error:
                 self._log_change(run, f"run {run} can't be published: {error}")
-        # vLLM has the merged weights of only one run. The other runs on the spool were made under
-        # an earlier deployment.
+        # vLLM has the merged weights of only one run. Other runs with merged weights were made
+        # under an earlier deployment.
         if self._weights == "merged" and len(changes) > 1:
             run = max(changes, key=lambda run: self._specs[run].created)
             return {run: changes[run]}
@@ -227,7 +228,7 @@ class Publisher:
     def _is_in_chain(self, name: str) -> bool:
         """Whether the step is in its run's chain of checkpoints. A step whose checkpoint was
         removed because of its age also counts as in the chain. A step that a rollback discarded
-        does not count."""
+        does not count as in the chain."""
         run = run_of(name)
         try:
             return run in self._specs and int(
@@ -238,7 +239,7 @@ class Publisher:
 
     def _withdraw_records(self) -> bool:
         """Remove the records of steps that vLLM does not list, for example after a restart of vLLM.
-        Returns False if that failed."""
+        Returns False if the records can't be removed."""
         try:
             self._spool.check()
             self._records.withdraw(self._transport.listed)
@@ -249,15 +250,15 @@ class Publisher:
         return True
 
     def _publish_run(self, run: RunSpec, keep: int) -> set[str]:
-        """Have the newest `keep` good steps of a run served by vLLM. Returns the names of these
-        steps, which must stay loaded."""
+        """Make vLLM serve the newest `keep` good steps of a run. Returns the names of the steps
+        that must stay loaded."""
         wanted = self._records.keep(run.name)
         kept: list[Served] = []  # the newest first
-        # The newest refused step, if it is newer than all kept steps.
+        # The newest refused step, if this step is newer than all steps in `kept`.
         refused: Refused | None = None
-        # If steps are refused, older steps are tried, at most two more steps per turn than `keep`.
-        # If no step can be served, the next turn tries older steps, because the publisher remembers
-        # the refused steps and does not load them again.
+        # If steps are refused, older steps are tried, but one call loads at most `keep + 2` steps.
+        # If no step can be served, the next call tries still older steps: refused steps are
+        # remembered and not loaded again.
         most_steps, most_loads = keep + 2, self._loader.loads + keep + 2
         invisible = ""
         for looked, step in enumerate(reversed(self._spool.checkpoints.steps(run.name))):
@@ -278,8 +279,8 @@ class Publisher:
                 continue
             wanted.add(name)
             kept.append(served.record)
-            # Clients wait for the record of served steps, so it is written before older steps are
-            # loaded.
+            # The record of served steps is written before older steps are loaded, because clients
+            # wait for this record.
             self._records.put(run.name, self._serves(run.name, kept), refused)
             self._records.tell(run.name, served)
         if not kept and refused is not None:
@@ -308,7 +309,7 @@ class Publisher:
         return kept + [old for old in self._loader.serving(run) if old.step < kept[-1].step]
 
     def _served(self, run: str) -> Served | None:
-        """The record of the served step, unless a rollback discarded that step."""
+        """The record of the run's newest served step; None if a rollback discarded this step."""
         record = self._records.served(run)
         if record is not None:
             try:

@@ -25,10 +25,10 @@ class Records(Protocol):
         """
 
     def tell(self, run: str, served: ServedCheckpoint) -> None:
-        """Records for the step's job that vLLM serves the step."""
+        """Records in the events of the step's job that vLLM serves the step."""
 
     def keep(self, run: str) -> set[str]:
-        """Names that vLLM must keep, even if the publisher would unload them."""
+        """The names of steps that must stay loaded, even if the publisher would unload them."""
 
     def unload(self, run: str, name: str) -> bool:
         """Remove a step from the records before the step is unloaded from vLLM. Returns False if
@@ -42,8 +42,8 @@ class Records(Protocol):
         """Called before the publisher reads vLLM's list of models."""
 
     def turn_done(self, runs: Collection[str]) -> None:
-        """Called at the end of a turn, when vLLM serves the right steps of all runs. `runs`: the
-        names of all runs."""
+        """Called at the end of the publisher's pass over all runs, when vLLM serves the right
+        steps. `runs`: the names of all runs."""
 
 
 class OnlyServer:
@@ -86,15 +86,15 @@ class OnlyServer:
                 self._spool.served.withdraw(run)
 
     def turn_begins(self) -> None:
-        """Nothing to do, because readiness is recorded only if there are several servers."""
+        """Does nothing, because readiness is recorded only if there are several servers."""
 
     def turn_done(self, runs: Collection[str]) -> None:
-        """Nothing to do, because there is no other replica."""
+        """Does nothing, because there is no other replica."""
 
 
 def tell_job(spool: Spool, job: str, served: Served) -> None:
-    """Append `served` to the events of the checkpoint's job. The event is appended only once,
-    however often the checkpoint is loaded."""
+    """Append the event `served` to the events of the checkpoint's job. The event is appended only
+    once, however often the checkpoint is loaded."""
     with spool.job_lock(job):
         events = spool.events.read(job)
         # If a job has no events, its records were removed.

@@ -1,14 +1,14 @@
-"""The publisher's records for one of several vLLM servers, and its permission for that vLLM to
-answer.
+"""The publisher's records for one of several vLLM servers, and the permission with which this vLLM
+answers requests.
 
 A replica is *ready* when it serves every announced step. The replica's vLLM answers requests only
 while the replica is ready (`inference.server.readiness`). No step is announced before every ready
 replica has verified it. One lock protects three actions: a replica becomes ready, a replica stops
-being ready, and a step is announced. So no client asks a ready replica for a step that the replica
-lacks, and with merged weights no client gets an answer from an older step.
+being ready, and a step is announced. So a ready replica has every announced step that a client may
+ask for. With merged weights, no client gets an answer from a step older than the announced step.
 
-vLLM's permission to answer ends by itself before the other replicas consider this replica dead. So
-if a publisher stops, or loses the volume, its vLLM stops answering.
+vLLM's permission to answer requests expires before the other replicas consider this replica dead.
+So if a publisher stops, or loses the volume, its vLLM stops answering.
 """
 
 import os
@@ -45,13 +45,14 @@ requests."""
 
 
 class Member:
-    """The records of one of several vLLM servers. A thread renews the records while vLLM loads a
-    step.
+    """The records of one of several vLLM servers. A thread renews this replica's record, even while
+    vLLM loads a step.
 
     Args:
         client: the client of this replica's vLLM.
-        settings: `replica` must be set.
-        place: where ranks reach this vLLM to send weights; None: ranks send it no weights.
+        settings: the settings of this replica; `replica` must be set.
+        place: the address to which ranks send whole weights for this vLLM; None: ranks send no
+        weights.
     """
 
     def __init__(
@@ -71,13 +72,14 @@ class Member:
             beat=time.time(),
             why="it starts",
         )
-        # Times by the monotonic clock of this machine, which vLLM on the same machine also uses.
+        # The time of the record's last write and the end of vLLM's permission, on this machine's
+        # monotonic clock. vLLM on the same machine uses the same clock.
         self._beaten = self._lease = 0.0
-        # The ids of two vLLM processes: the process that answered in this turn, and the process
-        # that became ready.
+        # The ids of two vLLM processes: the process that answered last, and the process that became
+        # ready.
         self._asked = self._joined = ""
-        # For each run, the steps that other replicas serve and this replica does not, each with the
-        # monotonic time since which this replica is behind.
+        # For each run, the newer steps that only other replicas serve, each with the monotonic time
+        # at which this replica first saw that it lacks the step.
         self._behind: dict[str, dict[int, float]] = {}
         # For each run, the verified steps for which the event `served` was written to the step's
         # job.
@@ -103,7 +105,7 @@ class Member:
             self._announce(run)
 
     def tell(self, run: str, served: ServedCheckpoint) -> None:
-        """Nothing to do here, because the replica that announces a step writes the event to the
+        """Does nothing, because the replica that announces a step writes the event `served` to the
         step's job."""
 
     def keep(self, run: str) -> set[str]:
@@ -145,7 +147,7 @@ class Member:
                 self._drop("its vLLM has started again")
 
     def turn_done(self, runs: Collection[str]) -> None:
-        """Become ready, if this replica has the announced steps."""
+        """Mark this replica as ready if it serves the announced steps."""
         if self._record.ready:
             return
         with self._replicas.lock():
@@ -187,9 +189,9 @@ class Member:
                 self._trouble = str(error)
 
     def beat(self) -> None:
-        """Renew this replica's record. Stop being ready if the server is about to be stopped, or if
-        this replica lags behind the others. Then announce for each run the steps on which the ready
-        replicas agree."""
+        """Renew this replica's record. Mark the replica as not ready if its server is about to be
+        stopped, or if the replica lags behind the others. Announce, for each run, the steps on
+        which the ready replicas agree."""
         self._spool.check()
         with self._replicas.lock():
             if self._record.ready and time.monotonic() - self._beaten > DEAD_SECONDS - 5:
@@ -205,8 +207,8 @@ class Member:
             self._replicas.forget_dead()
 
     def _leaves(self) -> str:
-        """The reason to stop answering if the server is about to be stopped (`supervise.drain`),
-        else ""."""
+        """The reason to stop answering requests if the server is about to be stopped
+        (`supervise.drain`), or an empty string."""
         with suppress(OSError, ValueError):
             if time.time() < float(leaving_file(self._spool.root).read_text()):
                 return "it is about to be stopped"
@@ -246,14 +248,15 @@ class Member:
         return max((served.step for served in record.steps if has(run, served)), default=-1)
 
     def _leave(self, why: str) -> None:
-        """Stop being ready in three steps: inform the proxy, then make vLLM refuse requests, then
-        record that this replica is not ready, so that the other replicas no longer wait for it."""
+        """Take this replica out of service in three steps: inform the proxy, then make vLLM refuse
+        requests, then record that this replica is not ready. The other replicas don't wait for a
+        replica that is not ready."""
         self._tell_vllm(min(self._lease, time.monotonic() + DRAIN_SECONDS))
         if time.monotonic() >= self._lease:
             self._set(ready=False, why=why)
 
     def _drop(self, why: str) -> None:
-        """Stop being ready immediately, because vLLM has nothing loaded."""
+        """Mark this replica as not ready immediately, because vLLM has nothing loaded."""
         self._tell_vllm(0.0)
         self._set(ready=False, why=why)
 

@@ -1,21 +1,21 @@
 """Controls a vLLM that shares its GPUs with the trainer. vLLM sleeps while a trainer holds the
 GPUs, and is awake at all other times.
 
-The publisher alone puts vLLM to sleep and wakes it. The runner asks for the GPUs by writing a hold,
+Only the publisher puts vLLM to sleep and wakes it. The runner asks for the GPUs by writing a hold,
 the record `jobs/hold.json`, with the phase `sleeping`. The runner gives the GPUs back by removing
-the hold; a removal works even on a full volume. The publisher answers in a record (`SharedVllm`).
-The publisher looks for a hold only between its own turns, never during a load. So vLLM never falls
-asleep while an adapter is being loaded: loading an adapter into a sleeping vLLM would end the
-engine.
+the hold; a removal works even on a full volume. The publisher answers the runner in the record
+`SharedVllm`. The publisher looks for a hold only between two passes of its loop, never while it
+loads a step. So vLLM never falls asleep while an adapter is being loaded: loading an adapter into a
+sleeping vLLM would crash the engine.
 
-A hold is live while the runner that wrote it has the runner lock and has renewed the hold within
-`TANDEM_LEASE_SECONDS` (`spool/locks.py`). A runner that starts again has another name, so its
-predecessor's hold is not live. Under a live hold no program wakes vLLM, starts it or loads an
-adapter. The publisher wakes a vLLM that sleeps without a live hold. Before it wakes vLLM, the
-publisher waits until the memory in use is back at the hold's `floor` (bytes in use while vLLM
-sleeps and no rank runs), or until the hold's deadline has passed. If vLLM is already awake, a hold
-whose runner is lost is removed immediately, because the memory in use is vLLM's. A publisher that
-starts again reads the hold and the answer of the previous publisher, and continues from there. If
+A hold is live if its runner has the runner lock and has renewed the hold within
+`TANDEM_LEASE_SECONDS` (`spool/locks.py`). A restarted runner has a new name, so the hold of the
+previous runner is not live. While a hold is live, no program wakes vLLM, starts vLLM or loads an
+adapter. The publisher wakes vLLM if it sleeps and no hold is live. Before the publisher wakes vLLM,
+it waits until the GPU memory in use is back at the hold's `floor`, or until the hold's deadline has
+passed. The `floor` is the number of bytes in use while vLLM sleeps and no rank runs. If vLLM is
+already awake, the hold of a lost runner is removed immediately, because the memory in use is
+vLLM's. A restarted publisher continues from the hold and from the previous publisher's answer. If
 vLLM still sleeps `TANDEM_VLLM_STALL_SECONDS` after the last hold, `tandem up` restarts vLLM,
 because the publisher could not wake it.
 """
@@ -44,13 +44,13 @@ class LentGpus:
         # A publisher that was killed may already have answered the runner's request for the GPUs.
         before = spool.inference.shared()
         self._answer = before.answer if before is not None else None
-        self._seen: Hold | None = None  # the hold that the last turn found
+        self._seen: Hold | None = None  # the hold that the last call of `turn` found
         self._trouble = ""
 
     def turn(self) -> str:
-        """Put vLLM to sleep if a runner asks for the GPUs (by a live hold), or else wake vLLM.
-        Record vLLM's state. Returns an empty string if vLLM is awake and stays awake until the next
-        call; if not, the reason.
+        """Put vLLM to sleep if a live hold asks for the GPUs; wake vLLM if no hold is live. Record
+        vLLM's state. Returns why vLLM is not awake; empty if vLLM is awake and stays awake until
+        the next call.
 
         Raises the errors of VllmClient if vLLM can't be woken.
         """
@@ -76,7 +76,7 @@ class LentGpus:
     def wait(self, seconds: float) -> None:
         """Waits `seconds`, or until a runner asks for the GPUs or gives them back."""
         end = time.monotonic() + seconds
-        with suppress(TandemError, OSError):  # the next turn reports the error
+        with suppress(TandemError, OSError):  # the next call of `turn` reports the error
             while time.monotonic() < end and same_attempt(self._spool.hold.get(), self._seen):
                 time.sleep(_POLL_SECONDS)
             return
@@ -98,8 +98,8 @@ class LentGpus:
     def _put_to_sleep(self) -> tuple[Literal["asleep", "gone", "refused"], str]:
         """The outcome of the attempt to put vLLM to sleep, and the reason if vLLM does not
         sleep."""
-        # A vLLM that is still starting looked for a hold before this hold existed. Such a vLLM
-        # would become awake while the job has the GPUs.
+        # A vLLM that is still starting has not seen this hold, and would be awake while the job has
+        # the GPUs.
         if not self._client.healthy():
             return "refused", "vLLM stopped being ready"
         try:
@@ -119,9 +119,9 @@ class LentGpus:
         """Remove a hold on the GPUs that is not live, and wake vLLM. Returns the reason if vLLM
         can't be woken yet, and an empty string if vLLM is awake.
 
-        The method waits, over several calls, until the memory of the lost trainer is back at the
-        hold's floor, or until the hold's deadline has passed. Then the method wakes vLLM. If vLLM
-        is already awake, the method does not wait, because the memory in use is vLLM's own.
+        The method wakes vLLM only if the GPU memory in use is back at the hold's floor, or if the
+        hold's deadline has passed. If vLLM is already awake, the method does not wait, because the
+        memory in use is vLLM's own.
         """
         if hold is not None:
             # A hold without a `floor` was written before any rank had started, so no rank's memory
@@ -133,9 +133,9 @@ class LentGpus:
                     f"{hold.runner}, which held the GPUs for job {hold.job}, is lost, and {busy}"
                     " bytes are in use"
                 )
-            # The hold is removed before the wake, because the watchdog restarts a vLLM that can't
-            # be woken, but only if there is no hold. If the volume refuses the removal, vLLM is
-            # woken nevertheless.
+            # The hold is removed before vLLM is woken. The watchdog restarts a vLLM that can't be
+            # woken only if there is no hold. If the volume refuses the removal, vLLM is woken
+            # nevertheless.
             with suppress(SpoolUnusable):
                 self._spool.hold.clear()
         if self._client.is_sleeping():

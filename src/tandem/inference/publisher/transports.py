@@ -5,12 +5,12 @@
 `VllmClient`. docs/architecture.md, "How to add something", lists the parts that a new transport for
 whole weights needs.
 
-vLLM (0.32) reads an adapter's files again after it has evicted the adapter from its cache, and its
-engine ends if the files are gone. So vLLM loads copies of the adapters on this machine. A rollback
-or an unreachable volume does not affect the copies. A copy's path contains a hash of its content.
-vLLM lists the path of each adapter, so a restarted publisher recognises which checkpoint vLLM has,
-even if a rollback has replaced the checkpoint under the same name. vLLM's prefix cache also
-distinguishes the old and the new checkpoint by the path (`VllmClient.prefix_cache_keyed_by_path`).
+vLLM (0.32) reads the files of an evicted adapter again when a request needs the adapter. If the
+files are gone, vLLM's engine crashes. So vLLM loads adapters from copies on its own machine. A
+rollback or an unreachable volume does not affect the copies. A copy's path contains a hash of its
+content. vLLM lists the path of each adapter. The path shows a restarted publisher which checkpoint
+vLLM has, even if a rollback has replaced the checkpoint. vLLM's prefix cache also distinguishes the
+old and the new checkpoint by the path (`VllmClient.prefix_cache_keyed_by_path`).
 """
 
 import hashlib
@@ -70,8 +70,8 @@ class AdapterCopies:
         return Path(path).parent == self._directory
 
     def path(self, name: str, manifest: Manifest, run: RunSpec) -> Path:
-        """The path of this checkpoint's copy, whether it exists or not. Raises CheckpointDamaged if
-        the manifest lists no adapter.
+        """The path of this checkpoint's copy, whether the copy exists or not. Raises
+        CheckpointDamaged if the manifest lists no adapter.
 
         Args:
             name: the checkpoint's name in vLLM, `<run>@<step>`.
@@ -115,7 +115,7 @@ class AdapterCopies:
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._directory))
         try:
             for file in ADAPTER_FILES:
-                # the check below names the missing file
+                # `verify_files` names the missing file
                 with suppress(FileNotFoundError, NotPlainError):
                     copy_plain(checkpoint / file, partial / file, most=manifest.files[file].size)
             verify_files(partial, files)
@@ -152,8 +152,8 @@ class AdapterCopies:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Removes a copy. The copy is renamed first, so that a publisher that is killed during the
-        removal leaves no partial copy under the copy's name."""
+        """Removes a copy. The copy is renamed first, so that an interrupted removal leaves no
+        partial copy under the copy's name."""
         self._checked.discard(path)
         with suppress(OSError):
             removed = Path(tempfile.mkdtemp(prefix=".removed-", dir=self._directory))
@@ -171,9 +171,9 @@ def _have_sizes(directory: Path, files: Manifest) -> bool:
 
 
 class LoraTransport:
-    """The adapters of one vLLM server. `listed`: name -> path of every model that vLLM lists, as of
-    the last `refresh` plus this object's own changes; `name`: the transport's name in records;
-    `identity`: the vLLM model that step 0 must equal, because its adapter changes nothing."""
+    """The adapters of one vLLM server. `listed`: name -> path of each model that vLLM listed at the
+    last `refresh`, with this object's changes since; `name`: the transport's name in records;
+    `identity`: the name of the vLLM model that step 0 must equal."""
 
     name, identity = "lora", BASE_MODEL_NAME
 
@@ -196,8 +196,8 @@ class LoraTransport:
         self.listed, self._loaded = {}, {}
 
     def load(self, name: str, path: Path, _run: RunSpec, _checkpoint: Manifest) -> dict[str, float]:
-        """Load a copied adapter under a name that is not listed yet. Returns no seconds, because
-        this load has no separate parts."""
+        """Load a copied adapter under a name that is not listed yet. Returns no durations, because
+        the load of an adapter has no separate parts."""
         self._flush_prefix_cache(name, path)
         self._client.load_lora(name, str(path))
         self.listed[name] = str(path)
@@ -206,8 +206,8 @@ class LoraTransport:
         return {}
 
     def announce(self, name: str, path: Path) -> None:
-        """Announces that the weights are verified. Nothing to do: vLLM lets clients use an adapter
-        as soon as it lists the name."""
+        """Announces that the weights are verified. Does nothing, because clients can use an adapter
+        as soon as vLLM lists its name."""
 
     def unload(self, name: str, *, deleted: bool = False) -> None:  # noqa: ARG002
         """Unloads a name. Running requests finish with the adapter that they began with."""
@@ -217,13 +217,13 @@ class LoraTransport:
             self._loaded[name] = path
 
     def _flush_prefix_cache(self, name: str, path: Path) -> None:
-        """Drop the cached blocks of an earlier adapter with this name. The blocks outlive the
-        adapter if vLLM keys blocks by the name."""
+        """Drop the prefix cache's blocks of an earlier adapter with this name. The blocks outlive
+        the adapter if vLLM keys cached blocks by the adapter's name."""
         is_new = self._loaded is not None and self._loaded.get(name, str(path)) == str(path)
         if is_new or self._client.prefix_cache_keyed_by_path():
             return
         deadline = time.monotonic() + FLUSH_SECONDS
-        # A request that still runs with the old adapter would write blocks again after the reset.
+        # A request that still runs with the old adapter would cache blocks again after the reset.
         while name in self._client.adapters_in_use() or not self._client.reset_prefix_cache():
             if time.monotonic() > deadline:
                 raise InferenceUnavailable(
@@ -235,10 +235,10 @@ class LoraTransport:
 class MergedTransport:
     """vLLM's own weights, which belong to one checkpoint at a time. If the job's ranks offer whole
     weights, the weights come from the ranks or from the files that the ranks have written. If the
-    ranks offer none, vLLM's workers merge the adapter, or read a whole model's files."""
+    ranks offer no weights, vLLM's workers merge the adapter, or read a whole model's files."""
 
     # vLLM has no second model to compare with, so `identity` is empty. The comparison of rows
-    # proves the weights.
+    # verifies the weights.
     name, identity = "merge", ""
 
     def __init__(
@@ -249,8 +249,8 @@ class MergedTransport:
         self.listed: dict[str, str] = {}
         # The models that the last `refresh` found; `load` changes `listed` but not this mapping.
         self._refreshed: dict[str, str] = {}
-        # After a swap for which running requests did not end in time: the monotonic time until
-        # which no swap is ordered, and the reason.
+        # The monotonic time before which no swap is ordered, and the reason. The next swap is
+        # delayed if running requests did not end in time.
         self._waits = 0.0, ""
 
     def refresh(self) -> bool:
@@ -268,9 +268,9 @@ class MergedTransport:
         self._waits = 0.0, ""
 
     def load(self, name: str, path: Path, run: RunSpec, checkpoint: Manifest) -> dict[str, float]:
-        """Swap the weights, and compare some rows of every tensor with the expected values. New
-        requests wait from the swap until `announce`. Raises InferenceRefused if vLLM has other
-        weights after the swap, InferenceUnavailable if vLLM can't swap now."""
+        """Swap the weights, and compare one row of each changed matrix with the expected values.
+        New requests wait from the swap until `announce`. Raises InferenceRefused if vLLM has wrong
+        weights after the swap, and InferenceUnavailable if vLLM can't swap now."""
         until, why = self._waits
         if time.monotonic() < until:
             raise InferenceUnavailable(why)
@@ -327,7 +327,7 @@ class MergedTransport:
     def _order(self, swap: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """vLLM's answer to `swap`. With TANDEM_SWAP_REQUESTS=wait, new requests wait until the
         running requests have ended. If the running requests do not end in time, the next swap is
-        delayed by the time of this attempt, so that new requests are answered in between."""
+        delayed by as long as this attempt took. vLLM answers new requests during this delay."""
         begin = time.monotonic()
         try:
             return _alive(swap)
@@ -343,7 +343,7 @@ class MergedTransport:
 
     def _offered(self, run: RunSpec, checkpoint: Manifest) -> list[dict[str, Any]]:
         """The sources from which vLLM's workers may get whole weights, the best source first. The
-        checkpoint's own files are not among these sources."""
+        checkpoint's own files are not in the result."""
         if self._settings.way == "merge" or checkpoint.job is None:
             return []
         sources, deadline = list[dict[str, Any]](), time.monotonic() + self._settings.swap_seconds
@@ -373,8 +373,8 @@ class MergedTransport:
         return sources
 
     def _offer(self, job: str) -> dict[str, Any]:
-        """The offer of the job's ranks to send weights. Empty if the ranks made no offer, no longer
-        run, or have already ended the transfer (event `sent`)."""
+        """The offer of the job's ranks to send weights. The offer is empty if the ranks made none,
+        no longer run, or have ended the transfer (event `sent`)."""
         offers = [
             event for event in self._spool.events.read(job) if event.type in ("offered", "sent")
         ]
@@ -388,8 +388,8 @@ class MergedTransport:
         self._client.announce_merged(str(path))
 
     def unload(self, name: str, *, deleted: bool = False) -> None:
-        """Return to the weights that were verified before. With `deleted`, return to the base
-        model's weights, and serve no model to clients."""
+        """Return to the previously verified weights. With `deleted`, return to the base model's
+        weights, and serve no model to clients."""
         self._client.revert_merged(self.listed[name], to_base=deleted)
         self.refresh()
 

@@ -30,7 +30,7 @@ class Usage:
     def __init__(self, client: VllmClient, file: Path) -> None:
         self._client, self._file = client, file
         self._next_look = 0.0
-        self._last: dict[str, float] = {}  # run -> Unix seconds
+        self._last: dict[str, float] = {}  # run -> time of its last use, Unix seconds
         with suppress(OSError, ValidationError):
             self._last = _LAST.validate_json(file.read_bytes())
 
@@ -79,11 +79,11 @@ class Retention:
         wanted: Collection[str],
         existing: Collection[str],
     ) -> list[str]:
-        """The names in `listed` that can be unloaded now. A name that is not `<run>@<step>` of one
-        of `runs` belongs to another program and stays.
+        """The names in `listed` that can be unloaded now. A name that is not `<run>@<step>` with a
+        run in `runs` belongs to another program and stays loaded.
 
         Args:
-            existing: the names of the steps that are in the chains of `runs`.
+            existing: the names of the steps that are in the checkpoint chains of `runs`.
         """
         candidates = [name for name in listed if name not in wanted and run_of(name) in runs]
         self._idle_since = {
@@ -94,7 +94,8 @@ class Retention:
         now = time.monotonic()
         in_use = self.client.adapters_in_use()
         expired: list[str] = []
-        # vLLM lists adapters in the order in which they were loaded, so the oldest go first.
+        # vLLM lists adapters in the order of their loads, so the oldest adapters are unloaded
+        # first.
         for name in candidates:
             if name in in_use:
                 self._idle_since.pop(name, None)

@@ -1,8 +1,9 @@
 """Checks that vLLM computes the same log-probs for a checkpoint as the trainer. vLLM's workers
 prove that they have the checkpoint's tensors. Each worker compares its adapter with the file, bit
-for bit (`held_adapter.py`). For merged weights, rows are compared with the expected values
-(`SpotCheck`). Log-probs prove that vLLM computes with these tensors, and from the same base model.
-No checkpoint is served without the proof of the tensors and the proof of the log-probs.
+for bit (`held_adapter.py`). For merged weights, rows of the tensors are compared with the expected
+values (`SpotCheck`). Matching log-probs prove that vLLM computes with the checkpoint's tensors and
+with the same base model. A checkpoint is served only after its tensors and its log-probs are
+verified.
 """
 
 import math
@@ -48,8 +49,9 @@ amount, but wrong weights change all tokens.
 @dataclass(frozen=True)
 class Verification:
     """The result of a verification. `error`: mean |served - expected| over all log-probs, in nats;
-    `tokens`: their number; `allowed`: the limit for the mean error of the closest tokens, in nats.
-    The closest tokens are the share COMPARED of all tokens with the smallest errors."""
+    `tokens`: the number of log-probs; `allowed`: the limit for the mean error of the closest
+    tokens, in nats. The closest tokens are those with the smallest errors; their share of all
+    tokens is COMPARED."""
 
     error: float
     allowed: float
@@ -58,7 +60,7 @@ class Verification:
 
 class WrongWeights(Exception):
     """vLLM does not serve a checkpoint's weights, or Tandem can't verify that vLLM serves them. The
-    message gives the reason."""
+    error's message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ class Tolerance:
     """The rule for the largest error at which a step is served, in nats.
 
     The rule estimates rounding from vLLM's error of the base model on the same tokens, and from the
-    distance by which the checkpoint moved these tokens' log-probs. `bench/verification.py` measures
-    the rule, and docs/performance.md has the table of results.
+    distance between the checkpoint's and the base model's log-probs. `bench/verification.py`
+    measures the rule, and docs/performance.md has the table of results.
     """
 
     rounding: float
@@ -82,7 +84,7 @@ class Tolerance:
     def allowed(self, base_error: float, moved: float) -> float:
         """The limit for a checkpoint in nats. `base_error`: vLLM's mean error of the base model, 0
         if vLLM does not serve the base model; `moved`: mean distance between the checkpoint's and
-        the base model's log-probs. Both arguments are in nats."""
+        the base model's log-probs. `base_error` and `moved` are in nats."""
         return min(max(self.rounding, BASE_ERRORS * base_error) + MOVED_SHARE * moved, self.limit)
 
 
@@ -93,24 +95,24 @@ def movement(
     contexts: Sequence[Hashable],
 ) -> tuple[float, float] | None:
     """The position of the served log-probs on the line from a reference (0) to the checkpoint's own
-    log-probs (1), and the position's standard error. None if checkpoint and reference are equal.
+    log-probs (1), and the position's standard error. None if the checkpoint's and the reference's
+    log-probs are equal.
 
     The standard error treats the residuals of different contexts as independent (Liang and Zeger
     1986).
 
     The position is the least-squares coefficient a of `served - reference = a (checkpoint -
-    reference)`. Rounding may route a few tokens of a mixture to other experts, in vLLM or in the
-    trainer, before or after the step. Tokens with other experts move by any amount. To limit the
-    influence of these tokens on the coefficient a, both sides of each token's equation are divided
-    by |checkpoint - reference|, or by the third quartile of |checkpoint - reference| if that is
-    larger. Then the left side of each equation is clipped to at most 1 above or below x / 2, where
-    x is the divided right side without a.
+    reference)`. Rounding may route a few tokens of a mixture of experts to other experts, in vLLM
+    or in the trainer, before or after the step. The log-probs of rerouted tokens may change by any
+    amount. To limit the influence of rerouted tokens, both sides of each token's equation are
+    divided by a scale. The scale of a token is |checkpoint - reference|, or the third quartile of
+    these distances if that is larger. The left side of each scaled equation is clipped to at most 1
+    above or below x / 2, where x is the scaled right side without a.
 
     Args:
         served, checkpoint, reference: log-probs of the same tokens, [tokens], in nats.
         contexts: [tokens]. Tokens with the same entry in `contexts` have correlated errors, because
-            rounding moves a token by the same amount in each sequence that contains the same
-            prompt.
+            rounding moves a token by the same amount in all sequences with the same prompt.
     """
     direction = [c - r for c, r in zip(checkpoint, reference, strict=True)]
     moved = [abs(d) for d in direction if d]
@@ -144,15 +146,15 @@ def verify(
     `identity` if there is no probe (step 0).
 
     The mean error of the closest tokens must be within `tolerance`. The served log-probs must also
-    be nearer to the log-probs of this checkpoint than to those of the previous checkpoint and of
-    the base model, unless rounding hides the difference.
+    be nearer to this checkpoint's log-probs than to the previous checkpoint's and the base model's.
+    Differences as small as rounding lead to no refusal.
 
     Args:
         client: a client of the vLLM server.
         model: name under which vLLM serves the checkpoint.
         probe: the probe in the checkpoint's manifest; None for step 0.
-        tolerance: rule for the largest error.
-        identity: name of a model that equals step 0.
+        tolerance: the rule for the largest allowed error.
+        identity: name of the vLLM model that step 0 must equal.
         beside: name under which vLLM serves the base model beside `model`; empty if vLLM does not
             serve the base model.
 
@@ -201,10 +203,10 @@ def _with_long(
     probe: LongProbe,
     longest: int,
 ) -> Verification:
-    """The result for all tokens, including the long sequence. `longest`: the longest prompt that
-    vLLM accepts; positions beyond it are not compared. In the long sequence, the mean error may be
-    LONG_TOLERANCE times as large as in the short sequences, because the few compared tokens after a
-    long prefix have more rounding.
+    """The result for the tokens of the short sequences and of the long sequence. `longest`: the
+    longest prompt that vLLM accepts; positions beyond it are not compared. The allowed mean error
+    is LONG_TOLERANCE times as large in the long sequence, because tokens after a long prefix have
+    more rounding.
     """
     positions = [position for position in probe.positions if position < longest]
     if not positions:
@@ -251,8 +253,8 @@ def _error(
 
 
 def _closest_mean(one: Sequence[float], other: Sequence[float]) -> float:
-    """The mean |one - other| of the closest tokens, in nats. The closest tokens are the share
-    COMPARED of all tokens with the smallest differences."""
+    """The mean |one - other| of the closest tokens, in nats. The closest tokens are those with the
+    smallest differences; their share of all tokens is COMPARED."""
     errors = sorted(abs(a - b) for a, b in zip(one, other, strict=True))
     closest = errors[: math.ceil(COMPARED * len(errors))]
     return sum(closest) / len(closest)

@@ -35,7 +35,7 @@ def error(
     field: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> JSONResponse:
-    """The answer for an error, in the form of the controller's errors.
+    """The HTTP response for an error, in the form of the controller's errors.
 
     Args:
         kind: the error's type, such as "conflict".

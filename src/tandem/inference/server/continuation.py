@@ -1,11 +1,12 @@
 """Makes vLLM continue the tokens that a session of the rollout door has sampled, and records the
 next sampled tokens.
 
-vLLM renders each request's whole history. The client sends back the text of the sampled tokens, and
-the template may render this text differently: a call's `false` as `False`, other white space,
-thoughts left out, no stop string. If the session has the tokens of the history's last answer, these
-tokens are used instead of rendered text. A mark replaces the answer in the history, vLLM renders
-this history, and the text after the mark is tokenized and appended to the sampled tokens.
+For each request, vLLM renders the whole history of messages. The client sends back the text of the
+sampled tokens, and the chat template may render this text differently. Possible differences are
+`False` for a call's `false`, other white space, missing thoughts, and a missing stop string. If the
+session has the tokens of the history's last answer, these tokens are used instead of rendered text.
+vLLM renders the history with a mark in place of the last answer. The text after the mark is
+tokenized and appended to the sampled tokens.
 
 Each request's `Recording` is a context variable, because vLLM's code between the rollout door and
 the engine runs in the request's context on every route.
@@ -33,7 +34,7 @@ from tandem.inference.server.sessions import (
 recording: ContextVar["Recording | None"] = ContextVar("recording", default=None)
 
 _MARK, _PROBE = f"TANDEM{uuid4().hex}", f"PROBE{uuid4().hex}"
-# Options that affect only the end of the prompt.
+# Options of the chat template that affect only the end of the prompt.
 _OF_THE_END = frozenset({"tokenize", "add_generation_prompt", "continue_final_message"})
 
 Render = Callable[[Any, Any], Awaitable[tuple[Any, Any]]]
@@ -41,7 +42,7 @@ Render = Callable[[Any, Any], Awaitable[tuple[Any, Any]]]
 
 @dataclass
 class SampledSequence:
-    """One sequence that the engine has made."""
+    """One sequence that the engine has sampled."""
 
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("d"))
@@ -121,7 +122,7 @@ class Recording:
         """Record the prompt's tokens. Call `broken` if the prompt does not begin with the tokens of
         the turn that the request should continue."""
         self.prompt, self.samples = prompt, {}
-        if self.conversation is None:  # vLLM renders GPT-OSS by Harmony
+        if self.conversation is None:  # vLLM renders chats for GPT-OSS in the Harmony format
             answered = any(_sampled(message) for message in self.messages)
             if answered and self.session.turns and self.session.deepest(prompt) is None:
                 self.broken("template")
@@ -170,7 +171,7 @@ def follow(engine: Any) -> None:
             original: AsyncIterator[Any] = generate(prompt, params, *args, **kwargs)
             return original
         if params.logprobs is None:
-            params.logprobs = 0  # vLLM returns only the log-probs of the sampled tokens
+            params.logprobs = 0  # with 0, vLLM returns only the sampled tokens' log-probs
             request.only_ids = True
         delta = params.output_kind.name == "DELTA"
         return request.record(generate(prompt, params, *args, **kwargs), stops, delta=delta)
@@ -236,8 +237,9 @@ def _begin(messages: Sequence[Any], end: int) -> int:
 
 
 def _marked(answer: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages that replace the answer and contain a mark, to be tried in turn. The mark is in the
-    arguments of the answer's calls. If the answer has no calls, the mark is its text."""
+    """Candidates for the messages with a mark that replace the answer in the history. The mark is
+    in the arguments of the answer's calls. If the answer has no calls, the mark is the message's
+    text."""
     arguments = json.dumps({"mark": _MARK})
     calls = [
         {**call, "function": {**call["function"], "arguments": arguments}}
@@ -251,8 +253,8 @@ def _marked(answer: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _parsable(message: Any) -> Any:
-    """The message with broken arguments of calls replaced, so that vLLM can parse them. In the
-    prompt, the sampled tokens replace the broken calls."""
+    """The message with `{}` in place of calls' malformed arguments, so that vLLM can parse the
+    message. In the prompt, the sampled tokens replace the malformed calls."""
     if not malformed(message):
         return message
     calls = [

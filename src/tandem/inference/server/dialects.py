@@ -1,7 +1,7 @@
 """The dialects of the rollout door: OpenAI's chat completions and Responses, Anthropic's Messages.
-vLLM answers requests in all of these dialects itself. This module reads two things for the rollout
-door: options that would change the distribution, and the assistant's message of an answer in the
-form of chat completions.
+vLLM itself answers requests in these three dialects. This module finds options that would change
+the sampling distribution, and converts the assistant's message of an answer into the form of chat
+completions.
 """
 
 import json
@@ -36,7 +36,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def refused(path: str, options: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first option that the rollout door refuses, and the reason; None if it refuses none."""
+    """The first option that the rollout door refuses, and the reason; None if it refuses no
+    option."""
     params = options.get("sampling_params")
     asked = {**options, **(params if isinstance(params, dict) else {})}
     if path == RESPONSES and isinstance(text := options.get("text"), dict):
@@ -58,7 +59,8 @@ def refused(path: str, options: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def unforced(options: Mapping[str, Any]) -> dict[str, Any]:
     """The request without two options: `strict` in the schemas of tools, and a thinking budget.
-    Agent frameworks send these options by default, and vLLM would enforce them by a grammar."""
+    Agent frameworks send `strict` and a thinking budget by default, and vLLM would enforce both by
+    a grammar."""
     changed = dict(options)
     if isinstance(tools := options.get("tools"), list):
         changed["tools"] = [_not_strict(tool) for tool in tools]
@@ -177,7 +179,7 @@ def _of_items(items: Any) -> dict[str, Any]:
 
 
 def _of_blocks(blocks: Any) -> dict[str, Any]:
-    """The message of the content blocks of Anthropic's Messages."""
+    """The message in the content blocks of Anthropic's Messages API."""
     text, reasoning, calls = "", "", []
     for block in blocks:
         match block.get("type"):

@@ -30,13 +30,12 @@ def family_arguments(model: str, dtype: str, *, on_cpu: bool) -> list[str]:
         return []
     if arch.mla is not None and on_cpu:
         return _latent_arguments(arch.mla, arch.model_type)
-    # Training rows contain only text. The vision tower would take memory, and images could not be
-    # trained.
+    # Training rows contain only text. The vision tower would only take memory.
     vision = arch.weight_prefix != "model."
     argv = ["--language-model-only"] if vision else []
     if (growth := arch.query_growth) is not None:
-        # vLLM 0.32 reads the scaling of queries with the position only from the key
-        # `llama_4_scaling`. Hugging Face's configs do not have this key.
+        # vLLM 0.32 reads the position-dependent scaling of queries only from the key
+        # `llama_4_scaling`. Hugging Face's configs do not have the key `llama_4_scaling`.
         of_text: dict[str, Any] = {
             "llama_4_scaling": {
                 "beta": growth.rate,
@@ -55,8 +54,8 @@ def family_arguments(model: str, dtype: str, *, on_cpu: bool) -> list[str]:
     if on_cpu and dtype != "bfloat16":
         problem = f"vLLM computes {arch.model_type} on the CPU in bfloat16 only"
         raise InvalidInput(f"{problem}; set TANDEM_DTYPE=bfloat16", field="TANDEM_DTYPE")
-    # vLLM caches states of prefixes only if it splits prefills, and on the CPU prefills are not
-    # split.
+    # vLLM caches a delta net's states of prefixes only if it splits prefills, and on the CPU
+    # prefills are not split.
     return argv + (["--no-enable-prefix-caching"] if on_cpu else [])
 
 
@@ -67,5 +66,6 @@ def _latent_arguments(mla: LatentAttention, model_type: str) -> list[str]:
         needed = f"vLLM serves {model_type} on the CPU where it is {CPU_LATENT}"
         raise InvalidInput(f"{problem}; {needed}", field="base_model")
     # vLLM 0.32's RoPE kernel rotates the queries of several heads wrongly if the two dimensions of
-    # a rotated pair are adjacent. The option selects torch's code, which is correct.
+    # a rotated pair are adjacent. The option `-rotary_embedding` selects torch's code, which is
+    # correct.
     return ["--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']

@@ -2,7 +2,7 @@
 
 The controller calls a model `ft:<base>:<organization>:<suffix>:<run>@<step>`. In vLLM, the model's
 name is only the last part, `<run>@<step>`. The middleware replaces the long name in a request by
-the last part. The answer names the model by the last part.
+`<run>@<step>`. The answer names the model `<run>@<step>`.
 """
 
 import json
@@ -36,7 +36,7 @@ class FineTunedNames:
         async def receive_whole() -> Message:
             nonlocal message
             first, message = message, None
-            # Calls after the first one ask whether the client is still connected.
+            # Later calls of `receive_changed` ask whether the client is still connected.
             return first or await receive()
 
         await self.app(scope, receive_whole, send)

@@ -4,7 +4,8 @@ tandem.inference.server.guard.AdminGuard`.
 vLLM (0.26 to 0.33) checks its API key only on `/v1`, `/v2`, `/inference` and `/cohere`, and every
 sampling client has that key. Routes that change the served weights (`/v1/load_lora_adapter`,
 `/pause`, `/update_weights`, ...) need the admin token in this guard. The guard has a list of
-allowed routes, so a route that a new vLLM version adds stays closed until it is added to the list.
+allowed routes. A route that a new vLLM version adds needs the admin token until it is added to the
+list.
 """
 
 import hmac
@@ -33,16 +34,17 @@ the guard checks it on these paths."""
 
 
 class AdminGuard:
-    """Requires the admin token on every path that is neither public, nor a probe's path, nor in
-    API_KEY_PATHS, nor a path that FINISH matches. Without a configured admin token, the guard
-    refuses all requests that require it.
+    """Requires the admin token on every path, except PUBLIC_PATHS, PROBE_PATHS, API_KEY_PATHS and
+    the paths that FINISH matches. If no admin token is configured, the guard refuses all requests
+    that require the admin token.
 
-    Without a configured API key, every path except liveness and metrics answers only requests to
-    localhost, and no requests from a web page of another site. The controller has the same rule.
+    If no API key is configured, every path except liveness and metrics accepts only requests to
+    localhost, and refuses requests from a web page of another site. The controller has the same
+    rule for requests without an API key.
 
-    The token comes from `TANDEM_ADMIN_TOKEN` or from the file that `TANDEM_ADMIN_TOKEN_FILE` names,
-    the API key from `VLLM_API_KEY`. An unreadable token file raises OSError and so stops the start
-    of vLLM.
+    The admin token comes from `TANDEM_ADMIN_TOKEN`, or from the file that `TANDEM_ADMIN_TOKEN_FILE`
+    names. The API key comes from `VLLM_API_KEY`. An unreadable token file raises OSError and so
+    stops the start of vLLM.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -69,12 +71,13 @@ class AdminGuard:
         ):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
-            # In ASGI, a close before the accept refuses a handshake. The server answers 403.
+            # In ASGI, a close message before the accept message refuses a WebSocket handshake. The
+            # client of a refused handshake gets status 403.
             await receive()
             await send({"type": "websocket.close", "code": 1008, "reason": "admin token required"})
         elif scope["type"] == "http":
             await error(401, "unauthorized", self._refusal(route_path(scope)))(scope, receive, send)
-        # The guard drops every other type of scope, because it has no rule for it.
+        # The guard ignores scopes of other types, because it has no rule for them.
 
     def _allows(self, scope: Scope) -> bool:
         if scope[ADMIN] or scope["type"] != "http":
@@ -118,16 +121,16 @@ def _asks_for_the_key(path: str) -> bool:
 
 
 def _matches(given: bytes, secret: str) -> bool:
-    """Whether a given value equals a secret; an empty secret equals nothing. Digests are compared,
-    which also hides the secret's length."""
+    """Whether a given value equals a secret; an empty secret equals nothing. Digests of the two
+    values are compared, which also hides the secret's length."""
     return bool(secret) and hmac.compare_digest(
         sha256(given).digest(), sha256(secret.encode()).digest()
     )
 
 
 def _single_header(scope: Scope, name: str) -> bytes:
-    """The value of a header that occurs exactly once. Empty if the header occurs several times,
-    because it would be unclear which value counts."""
+    """The value of a header that occurs exactly once. The result is empty if the header occurs
+    several times, because it would be unclear which value counts."""
     values: list[bytes] = [
         value for key, value in scope.get("headers", ()) if key.lower() == name.encode()
     ]

@@ -1,9 +1,9 @@
 """ASGI middleware in vLLM's API server, inside the guard. The middleware serves the merged weights
 of one run as the model `<run>@<step>`.
 
-The publisher swaps weights, verifies the weights and announces them. From the swap to the
-announcement new requests wait, so no client samples from unverified weights. Running requests
-continue, and their answers name the weights that sampled each token (`weight_versions.py`).
+The publisher swaps weights, verifies the weights and announces them. New requests wait from the
+swap to the announcement, so no client samples from unverified weights. Running requests continue,
+and their answers name the weights that sampled each token (`weight_versions.py`).
 """
 
 import asyncio
@@ -47,9 +47,9 @@ _CHECK_SECONDS = 1.0  # seconds between two checks that the engine is alive, whi
 @dataclass(frozen=True)
 class Version:
     """One version of the weights. `path`: the adapter's path, or a name for the content of whole
-    weights; `scale`: the adapter's scale; `transport`: the way by which the weights came to vLLM;
-    `again`: the source from which vLLM can get the same weights again (a source of
-    `worker/landing.py`)."""
+    weights; `scale`: the adapter's scale; `transport`: "merge", "nccl" or "volume", the way by
+    which the weights came to vLLM; `again`: the source from which vLLM can get the same weights
+    again (a source of `worker/landing.py`)."""
 
     name: str
     path: str
@@ -139,7 +139,8 @@ class MergedServer:
                 self._changed.notify_all()
 
     def _request_id(self, headers: Headers) -> str:
-        """The client's own request id, unless a running request has the same id."""
+        """The client's own request id, or a new id if the client sent none or if a running request
+        has the same id."""
         given = headers.get("x-request-id", "")
         if given and all(other.id != given for other in self._in_flight):
             return given
@@ -203,9 +204,9 @@ class MergedServer:
         return {}
 
     async def _revert(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Restores the weights that were announced last, because the publisher refuses the weights
-        at `path`. `to_base`: the run of the weights was deleted, so the base model's weights are
-        restored, and no run is served."""
+        """Restores the last announced weights, because the publisher refuses the current weights.
+        `to_base`: the run of the weights was deleted, so the base model's weights are restored, and
+        no run is served."""
         async with self._swap:
             if order["path"] != self.current.path or (
                 self.phase == "served" and not order.get("to_base")
@@ -249,7 +250,7 @@ class MergedServer:
 
     async def _write(self, version: Version, requests: str, deadline: float) -> dict[str, Any]:
         """Swap the weights between two engine steps. If the swap fails, the old weights stay in
-        use, or the phase is `torn`."""
+        use; if they can't be restored, the phase is `torn`."""
         before: MergedPhase = self.phase
         await self._set("swapping")
         begin = time.monotonic()
@@ -272,13 +273,13 @@ class MergedServer:
         return {"drain_seconds": swapped - begin, "swap_seconds": outcome["seconds"]}
 
     async def _order_swap(self, version: Version, deadline: float) -> dict[str, Any]:
-        """Has the engine swap the weights. The engine starts no swap after the deadline. So if no
-        answer has come GRACE_SECONDS after the deadline, the engine hangs, and the weights count as
-        torn."""
+        """Makes the engine swap the weights. The engine starts no swap after the deadline. If no
+        answer has come GRACE_SECONDS after the deadline, the engine is considered hung, and the
+        weights count as torn."""
         in_engine = {request: request.in_engine for request in self._in_flight}
         arguments = (version.path, version.name, deadline)
 
-        # `_call` calls this function before any token that was sampled after the swap is passed on.
+        # `tell` runs before any token that was sampled after the swap is passed on to a client.
         def tell(answers: list[dict[str, Any]]) -> None:
             if "tokens" in answers[0] and version.path != self.current.path:
                 for request in self._in_flight:
@@ -306,8 +307,8 @@ class MergedServer:
         tell: Callable[[list[dict[str, Any]]], None] | None = None,
     ) -> list[dict[str, Any]]:
         """The answer of each worker or, for `swap`, of the engine (`worker/extension.py`). Raises
-        SwapFailed: status 503 if no answer came in time, 422 if an answer is an error. `tell` is
-        called with the answers as soon as they arrive."""
+        SwapFailed with status 422 if an answer is an error, and with status 503 if no answer came
+        in time. `tell` is called with the answers as soon as they arrive."""
 
         async def ask() -> list[dict[str, Any]]:
             answers: list[dict[str, Any]] = await self._engine.collective_rpc(

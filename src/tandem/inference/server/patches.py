@@ -16,9 +16,9 @@ from typing import Any
 
 def install_merged_weights(attach: Callable[[Any], None], swap: Callable[..., Any]) -> None:
     """Makes workers call `attach` after they have loaded the model, while vLLM's memory pool for
-    weights is active, because a sleeping engine offloads only this pool. Makes the engine call
-    `swap` between two steps; `swap` updates the engine's requests. If a swap ran while a request
-    was on its way into the engine, the request's block hashes are computed again.
+    weights is active. A sleeping engine offloads only this pool. Makes the engine call `swap`
+    between two steps; `swap` updates the engine's requests. If a swap ran while a request was on
+    its way into the engine, the request's block hashes are computed again.
     """
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_worker import Worker
@@ -80,8 +80,8 @@ def hash_root() -> bytes | None:
 
 
 def replace_hash_root() -> None:
-    """Replaces the value from which vLLM computes the hashes of all cached blocks, so that no
-    request finds a cached block that was computed by other weights."""
+    """Replaces the root value of the hashes of cached blocks, so that no request finds a cached
+    block that was computed by other weights."""
     from vllm.v1.core import kv_cache_utils
 
     kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(os.urandom(32))
@@ -90,8 +90,8 @@ def replace_hash_root() -> None:
 def renew_hashes(request: Any) -> None:
     """Renews the block hashes of a request that enters the engine, if they are out of date. Another
     thread has hashed the request's blocks, starting from the root `tandem_root`. If a swap has run
-    since then, `hash_root()` returns another root. Without new hashes, the request would find
-    cached blocks that other weights have computed."""
+    since this hashing, `hash_root()` returns another root. Without new hashes, the request would
+    find cached blocks that other weights have computed."""
     if getattr(request, "tandem_root", None) != hash_root():
         hash_again(request)
 
@@ -167,9 +167,9 @@ def install_plain_cpu_kernels(
 
 
 def fork_the_engine(begin: Callable[[], None]) -> None:
-    """Makes the API server start its engine by a fork. The engine calls `begin` first. A fork is
-    safe on the CPU (and is vLLM's default as a library), because only one thread runs Python and no
-    thread has computed."""
+    """Makes the API server start its engine by a fork. The forked engine calls `begin` first. A
+    fork is safe on the CPU, because only one thread runs Python and no thread has started to
+    compute. vLLM as a library forks by default."""
     from vllm.v1.engine import utils as engine_utils
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -180,13 +180,14 @@ def fork_the_engine(begin: Callable[[], None]) -> None:
         run_engine(*args, **kwargs)
 
     EngineCoreProc.run_engine_core = staticmethod(run_changed_engine)
-    # vLLM sets the variable for the start method to "spawn".
+    # vLLM sets the environment variable for the start method to "spawn".
     engine_utils.get_mp_context = functools.partial(multiprocessing.get_context, "fork")
 
 
 def tell_failed_adapters() -> None:
     """Makes a worker return an error as its answer if it can't load an adapter, or if the loaded
-    tensors differ from the adapter's file. The engine then raises the error."""
+    tensors differ from the adapter's file. The engine raises an error that a worker has
+    returned."""
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -215,8 +216,8 @@ def tell_failed_adapters() -> None:
 
 
 def hide_flashinfer_without_nvcc() -> None:
-    """Makes an import of FlashInfer raise ImportError, as if it were not installed, if FlashInfer
-    can't compile its kernels."""
+    """Makes every import of FlashInfer raise ImportError if FlashInfer can't compile its
+    kernels."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
@@ -225,13 +226,14 @@ def hide_flashinfer_without_nvcc() -> None:
 
     if not has_flashinfer():
         sys.modules["flashinfer"] = None  # type: ignore[assignment]
-        # without this variable, vLLM imports FlashInfer and does not catch the ImportError
+        # unless VLLM_USE_FLASHINFER_SAMPLER is 0, vLLM imports FlashInfer and does not catch the
+        # ImportError
         os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
 
 
 def switch_expert_lora_off() -> None:
-    """On the CPU and on Blackwell, makes mixtures of experts use kernels without adapters, unless
-    adapters may change experts."""
+    """On the CPU and on Blackwell, makes mixtures of experts use kernels without support for
+    adapters, unless adapters may change experts."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu() and not current_platform.is_device_capability_family(100):

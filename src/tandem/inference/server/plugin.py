@@ -6,27 +6,28 @@ garbage less often, and installs the code for merged weights (`worker/`). The pl
 around five faults of vLLM 0.32, mostly with functions of `patches.py`:
 
 - `kill -9` of the API server leaves the engine process behind for ever, with all of the GPU's
-  memory. (The orphan can't be found by its environment, because it overwrites its environment.)
-  Every engine process asks the kernel to die with its parent.
+  memory. (The orphaned engine can't be found by its environment, because it overwrites its
+  environment.) Every engine process asks the kernel to die with its parent.
 - With `--enable-lora`, vLLM runs every mixture of experts in kernels for adapters, even if no
   adapter changes experts. The kernels for adapters are written in Triton, and the CPU has no Triton
-  kernels. On Blackwell the kernels for adapters require an adapter that changes experts, and
-  without one the engine ends. On the CPU and on Blackwell, the plugin therefore reports to vLLM
-  that experts have no LoRA.
-- On the CPU, vLLM copies an adapter's weights, padded to the largest rank, for each token: a real
-  model samples 11 times as slowly. Also, in a batch with tokens of an adapter, tokens of the base
-  model get the adapter in the last slot: the base model's slot is -1, and torch takes -1 as an
-  index from the end. The plugin multiplies each adapter once with all of its tokens.
+  kernels. On Blackwell the kernels for adapters crash the engine unless an adapter changes experts.
+  On the CPU and on Blackwell, the plugin therefore reports to vLLM that experts have no LoRA.
+- On the CPU, vLLM copies an adapter's weights, padded to the largest rank, for each token. The
+  copies make a real model sample 11 times as slowly. Also, the base model's tokens in a batch with
+  an adapter's tokens get the adapter in the last slot. The base model's slot is -1, which torch
+  takes as the index of the last slot. The plugin multiplies each adapter once with all of its
+  tokens.
 - If a worker raises an error, the executor does not read the answers of later workers, and takes
-  these answers as answers to the next call. So a worker that can't load an adapter does not raise
-  the error, but returns it as its answer.
-- FlashInfer compiles its kernels with nvcc, and container images and many machines have no nvcc.
-  Without nvcc, vLLM nevertheless chooses some of these kernels: for the sums over tensor-parallel
-  GPUs (0.26 did not), and for attention on Blackwell. The first use of such a kernel ends the
-  engine. The plugin hides FlashInfer if it can't compile, so that vLLM chooses other kernels.
+  these answers as answers to the next call. So a worker that can't load an adapter returns the
+  error as its answer.
+- FlashInfer compiles its kernels with nvcc, which container images and many machines do not have.
+  Even without nvcc, vLLM chooses FlashInfer's kernels for the sums over tensor-parallel GPUs (0.26
+  did not), and for attention on Blackwell. The first use of a kernel that can't be compiled crashes
+  the engine. The plugin hides FlashInfer if FlashInfer can't compile its kernels, so that vLLM
+  chooses other kernels.
 
-On the CPU, the plugin also makes the API server fork its engine. vLLM would start a new process
-that imports torch and vLLM again, which takes 8 of the 17 seconds of a start.
+On the CPU, the plugin also makes the API server fork its engine. A new process instead of a fork
+would import torch and vLLM again, which takes 8 of the 17 seconds of a start.
 """
 
 import functools
@@ -52,8 +53,8 @@ almost nothing."""
 
 
 def register() -> None:
-    """Apply the patches that this process needs: an API server, an engine or a worker. On the CPU,
-    also change how the API server starts its engine."""
+    """Apply the patches that this process needs as an API server, an engine or a worker. On the
+    CPU, also change how the API server starts its engine."""
     parent = multiprocessing.parent_process()
     if parent is None or multiprocessing.current_process().name.startswith(API_SERVER):
         patches.bound_http_requests()  # imports uvicorn, which other processes don't need
@@ -94,13 +95,13 @@ def _fork_the_engine_on_the_cpu() -> None:
 
 def _begin_engine() -> None:
     _give_up_the_port()
-    # vLLM does not call the plugins here, because it assumes that they were called before the fork
+    # vLLM calls no plugins in a forked engine, because it assumes that they ran before the fork
     register()
 
 
 def _give_up_the_port() -> None:
     """Close the API server's port, which a forked process inherits. If the engine kept the port
-    open, a client that connects while the server shuts down would wait until the engine ends."""
+    open, a client that connects during the server's shutdown would wait until the engine ends."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
         # one of the descriptors belonged to the listing of the directory, and is closed now
@@ -109,7 +110,7 @@ def _give_up_the_port() -> None:
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6):
-                    # The descriptor is replaced and not closed: the server's socket object also
-                    # exists in this process, and would later close the same number.
+                    # The descriptor is replaced instead of closed, because the server's socket
+                    # object in this process would later close the same number.
                     os.dup2(null, descriptor)
     os.close(null)

@@ -2,10 +2,10 @@
 middleware decides whether this vLLM answers requests.
 
 The publisher of this vLLM permits it to answer requests for a few seconds at a time
-(`inference.publisher.replica`). Without permission requests get 503. The permission ends by itself
-if the publisher is silent. A vLLM that has just started has no permission. `GET /tandem/ready`
-answers with status 503 a little before the permission ends, so that the proxy stops sending
-requests in time.
+(`inference.publisher.replica`). Without permission, requests are answered with status 503. The
+permission expires if the publisher does not renew it. A vLLM that has just started has no
+permission. `GET /tandem/ready` answers with status 503 a little before the permission ends, so that
+the proxy stops sending requests in time.
 """
 
 import json
@@ -26,9 +26,10 @@ OPEN = PROBE_PATHS | {"/v1/models"}
 class Readiness:
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        # Each process has its own id, so a permission for an earlier process does not apply.
+        # Each vLLM process has its own id, so a permission for an earlier process does not apply.
         self.instance = secrets.token_hex(8)
-        # a time of the monotonic clock, which the publisher on this machine shares
+        # the end of the permission, on the monotonic clock that the publisher on this machine
+        # shares
         self.until = 0.0
 
     def answers(self, margin: float = 0.0) -> bool:

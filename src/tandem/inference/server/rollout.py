@@ -2,16 +2,16 @@
 training. `/rollout/inference/v1/generate` is vLLM's route from token ids to token ids.
 
 The rollout door is ASGI middleware inside the guard, which checks the API key. The rollout door
-asks vLLM for token ids and log-probs, and puts the prompt's token ids and the model's name into
-each choice (in a stream, into its first chunk). So each choice contains all data that
-`turn_from_openai` needs.
+asks vLLM for token ids and log-probs. The door puts the prompt's token ids and the model's name
+into each choice (in a stream, into its first chunk). So each choice of an answer contains all data
+that `turn_from_openai` needs.
 
-With the header X-Session-ID each turn continues the sampled tokens of the previous turn
+In a session (header X-Session-ID), each turn continues the sampled tokens of the previous turn
 (`continuation.py`), and the server keeps the turns. `POST /rollout/sessions/{id}/finish` returns
-the kept turns as a trajectory. For the API dialects whose clients can't send tokens back, the
-header is required. In a session, a chat answer that is not streamed gets its tokens and log-probs
-from the session's record instead of from vLLM. vLLM would make several Python objects for each
-token. For a longer answer, making these objects is most of the API server's work.
+the kept turns as a trajectory. The header X-Session-ID is required in the API dialects whose
+clients can't send tokens back. In a session, a chat answer that is not streamed gets its tokens and
+log-probs from the session's record instead of from vLLM. vLLM would make several Python objects for
+each token, which is most of the API server's work for a longer answer.
 """
 
 import json
@@ -96,7 +96,7 @@ class RolloutDoor:
         async def receive_changed() -> Message:
             nonlocal message
             first, message = message, None
-            # Calls after the first one ask whether the client is still connected.
+            # Later calls of `receive_changed` ask whether the client is still connected.
             return first or await receive()
 
         if session is None or inner not in (CHAT, RESPONSES, MESSAGES):
@@ -218,8 +218,8 @@ _OF_TOKENS = frozenset({"logprobs", "return_token_ids", "return_tokens_as_token_
 
 
 def _may_add_tokens(path: str, options: Options) -> bool:
-    """Whether the rollout door can add the tokens to an answer: the answer is complete, and has
-    log-probs only of the sampled tokens."""
+    """Whether the rollout door can add the tokens to an answer. The answer must not be streamed,
+    and must have log-probs of the sampled tokens only."""
     more = ("stream", "top_logprobs", "logprob_token_ids")
     return path == CHAT and not any(options.get(name) for name in more)
 
@@ -247,8 +247,8 @@ _LEAST_LOGPROB = -9999.0
 
 
 def _in_vllms_names(message: Any) -> Any:
-    """A message of the history with vLLM's name for the reasoning. vLLM reads an answer's reasoning
-    under a single name, and silently drops the other names that clients use."""
+    """A message of the history with its reasoning under vLLM's name. vLLM reads an answer's
+    reasoning under a single name, and silently drops the other names that clients use."""
     if isinstance(message, dict) and (reasoning := reasoning_of(message)):
         return {**message, "reasoning": reasoning}
     return message
@@ -260,8 +260,8 @@ def _complete(answer: Options) -> Options:
             "prompt_token_ids"
         )
         choice["model"] = answer.get("model")
-        # Up to 0.32, vLLM's /inference/v1/generate names tokens by numbers; `renderers` expects the
-        # older names.
+        # As of 0.32, vLLM's /inference/v1/generate identifies tokens by numbers; `renderers`
+        # expects the older names `token_id:<number>`.
         content = (choice.get("logprobs") or {}).get("content") or ()
         for entry, token in zip(content, choice.get("token_ids") or (), strict=False):
             entry.setdefault("token", f"token_id:{token}")
@@ -286,7 +286,7 @@ def _problem(path: str, options: Options, session: str | None) -> tuple[str, str
 
 def _forks(options: Options) -> tuple[str, str] | None:
     """The field that would make vLLM render other tokens than the sampled tokens, and the reason;
-    None if there is none."""
+    None if no field would do so."""
     messages = options.get("messages")
     answers = [
         (i, message)

@@ -1,9 +1,9 @@
 """Starts vLLM (`python -m tandem.inference.server.serve`): this process becomes the vLLM server
 that the settings describe.
 
-Before that, the process kills the processes that an earlier vLLM left, and waits until vLLM's GPUs
-are free. vLLM allocates a share of a GPU's total memory. If another process uses this memory, vLLM
-fails after a minute of loading.
+Before vLLM starts, this process kills the processes that an earlier vLLM left, and waits until
+vLLM's GPUs are free. vLLM allocates a share of a GPU's total memory, and fails after a minute of
+loading if another process uses this memory.
 """
 
 import fcntl
@@ -35,13 +35,13 @@ The variable's value names the spool and the port."""
 
 
 class CannotStartNow(TandemError):
-    """vLLM can't start now, but may later."""
+    """vLLM can't start now, but may start later."""
 
 
 def main() -> None:
-    """Replace this process by vLLM, so that signals and exit status are vLLM's own. Exits with
-    status 2 if the settings are wrong, and with status 1 if vLLM can't start now but may start
-    later."""
+    """Replace this process by vLLM, so that vLLM receives the signals and sets the exit status.
+    Exits with status 2 if the settings are wrong, and with status 1 if vLLM can't start now but may
+    start later."""
     configure()
     try:
         settings = load_settings()
@@ -93,7 +93,7 @@ def _withdraw_records(settings: Settings) -> None:
 
 
 def wait_for_gpu(settings: Settings, *, free_seconds: float = FREE_SECONDS) -> dict[str, str]:
-    """Kill the leftover processes of an earlier vLLM with this spool and port. Then wait until no
+    """Kill the leftover processes of an earlier vLLM with this spool and port. Wait until no
     trainer holds the GPUs and the GPUs' memory is free.
 
     Returns the marker variable for the environment of the vLLM that starts now. Holds a lock until
@@ -137,8 +137,8 @@ def _wait_for_trainer(settings: Settings) -> None:
         while spool.hold.live():
             time.sleep(_POLL_SECONDS)
     except SpoolUnusable as error:
-        # Without the volume the runner does not work either, so there is no trainer to wait for.
-        # The memory in use is measured after this function in any case.
+        # A runner can't work without the volume, so there is no trainer to wait for. The memory in
+        # use is measured after this function in any case.
         log.warning("can't see whether a trainer holds the GPUs", error=error)
 
 

@@ -2,8 +2,8 @@
 memory.
 
 The key of a turn is a digest of the conversation up to and including the turn's answer. So each
-turn's tokens are stored once, and a session may branch: several samples of a prompt, sub-agents,
-edits.
+turn's tokens are stored once, and a session may branch, for example by several samples of a prompt,
+sub-agents or edits.
 """
 
 import json
@@ -65,7 +65,7 @@ class SampledTurn:
         return [*self.prompt(), *self.tokens]
 
     def trained(self) -> dict[str, Any]:
-        """The turn in the form of a trajectory's turn."""
+        """The turn as a dict, in the form that turns have in a trajectory."""
         _, at, step = self.model.rpartition("@")
         return {
             "prompt_token_ids": self.prompt(),
@@ -111,9 +111,8 @@ class SentMessages:
 
 
 def plain(run: Sequence[Message]) -> dict[str, Any]:
-    """A message, or consecutive messages of the assistant, in a normal form: without leading and
-    trailing white space and without ids, with the reasoning in its own key and calls' arguments
-    parsed."""
+    """A message, or consecutive messages of the assistant, in a normal form. Outer white space and
+    ids are removed, the reasoning has its own key, and calls' arguments are parsed."""
     text = "".join(_text(one.get("content")) for one in run).strip()
     role = run[0].get("role")
     if role != "assistant":
@@ -135,7 +134,7 @@ def digest_with(before: bytes, message: Mapping[str, Any]) -> bytes:
 
 
 def reasoning_of(message: Message) -> str | None:
-    """An assistant's reasoning, under vLLM's name or the names of other servers and clients."""
+    """An assistant's reasoning, from the key that vLLM or another server or client uses for it."""
     names = ("reasoning", "reasoning_content", "thinking")
     texts = (message.get(name) for name in names)
     return next((text for text in texts if isinstance(text, str) and text), None)
@@ -200,9 +199,9 @@ class RolloutSession:
         return turn, conversation.ends[at + 1]
 
     def expected(self, conversation: SentMessages) -> SampledTurn | None:
-        """The turn that the client has probably edited, if `find` returns None. The turn followed
-        the same messages, or has the same answer after other messages, or is the last known turn at
-        the conversation's beginning. None if no turn fits."""
+        """The turn that the client has probably edited, if `find` returns None. The candidates are,
+        in this order, a turn after the same messages, a turn with the same answer, and the last
+        known turn at the conversation's beginning. None if no turn fits."""
         if (at := conversation.last_answer) is None:
             return None
         asked, given = conversation.digests[at], conversation.messages[at]
@@ -221,8 +220,8 @@ class RolloutSession:
         self.size += turn.size
 
     def deepest(self, ids: Sequence[int]) -> SampledTurn | None:
-        """The turn whose tokens (prompt and answer) are the beginning of `ids`; if several are, the
-        longest. None if no turn fits."""
+        """The longest turn whose tokens (prompt and answer) are the beginning of `ids`. None if no
+        turn fits."""
         found, longest = None, 0
         for turn in self.turns:
             known = turn.all_tokens()
@@ -256,7 +255,7 @@ def reason_of_break(turn: SampledTurn, given: Mapping[str, Any]) -> str:
 
 
 class Sessions:
-    """All sessions, in bounded memory."""
+    """All sessions of the rollout door, in bounded memory."""
 
     def __init__(self, most: int = MOST_SESSIONS, tokens: int = MOST_TOKENS) -> None:
         self._most, self._tokens, self._size = most, tokens, 0

@@ -1,7 +1,7 @@
 """Adds to each answer the names of the weights that sampled its tokens. The names are in the header
 `x-tandem-weights`. If the weights were swapped during the request, the field `weight_versions`
-contains, for each sequence and each version of the weights, the index of the first token that this
-version sampled."""
+lists the versions of the weights for each sequence. Each version has the index of the first token
+that it sampled."""
 
 import asyncio
 import json
@@ -50,8 +50,8 @@ class InFlight:
 
     def _of_this_request(self, tokens: dict[str, int]) -> dict[Sequence, int]:
         """Selects the sequences of this request. vLLM names a sequence `chatcmpl-<id>`,
-        `generate-tokens-<id>` or `cmpl-<id>-<prompt>`, with the prefix `<sample>_` if there are
-        several samples, and with a suffix of 8 random hexadecimal digits."""
+        `generate-tokens-<id>` or `cmpl-<id>-<prompt>`. The name has a prefix `<sample>_` if there
+        are several samples, and a suffix of 8 random hexadecimal digits."""
         of = re.escape(self.id)
         name = re.compile(
             rf"(?:(\d+)_)?(?:(?:chatcmpl|generate-tokens)-{of}|cmpl-{of}-(\d+))(?:-[0-9a-f]{{8}})?"

@@ -26,14 +26,14 @@ after each operation. With Python's default, each wait takes 5 ms."""
 
 
 class MergedWorker:
-    """Mixed into vLLM's worker by `--worker-extension-cls`."""
+    """A class that `--worker-extension-cls` mixes into vLLM's worker."""
 
     tandem_weights: MergedWeights | LandingWeights
 
     def tandem_call(self, method: str, *args: Any) -> dict[str, Any]:
-        """Calls the method `method` of the weights object. An error is returned as an answer and
-        not raised, because vLLM's executor stops at the first worker that raises an error, and
-        takes the answers of the other workers for answers to the next call."""
+        """Calls the method `method` of the weights object. An error is returned as an answer
+        instead of raised. vLLM's executor stops at the first worker that raises an error, and takes
+        the other workers' answers for answers to the next call."""
         try:
             return {"result": getattr(self.tandem_weights, method)(*args)}
         except Exception as error:
@@ -70,8 +70,8 @@ def attach(worker: Any) -> None:
     )
     if on_gpu:
         # vLLM 0.26 adds up the memory that it has registered, so the memory of the copy must be
-        # added to this sum. vLLM 0.32 measures the memory in use. Neither version accounts for the
-        # memory that a swap needs.
+        # added to this sum. vLLM 0.32 measures the memory in use. Neither version of vLLM accounts
+        # for the memory that a swap needs.
         runner.model_memory_usage += weights.device_bytes
         worker.requested_memory -= weights.spare_bytes
 
@@ -100,8 +100,7 @@ def apply_experts(
         hidden_states: [tokens, in].
         w1: [experts, 2 * ffn, in], gate above up.
         w2: [experts, out, ffn].
-        topk_weights, topk_ids: [tokens, k], the numbers of each token's experts, and the weights of
-        these experts.
+        topk_weights, topk_ids: [tokens, k], the weights and the numbers of each token's experts.
     """
     output.zero_()
     for expert in topk_ids.unique().tolist():
@@ -118,14 +117,15 @@ def swap(
     name: str,
     deadline: float,
 ) -> dict[str, Any]:
-    """Swaps the weights. Runs in the engine, between two steps. Afterwards either all workers have
-    the weights of `version`, or all workers have the old weights, unless the result is `torn`.
+    """Swaps the weights. The swap runs in the engine's process, between two engine steps. Unless
+    the result is `torn`, all workers have the weights of `version` after the swap, or all workers
+    have the old weights.
 
     Returns `seconds` and `tokens` if the swap succeeded; `tokens` is the number of tokens that each
-    sequence has from the old weights. Returns `late` if the deadline has passed, or if vLLM sleeps:
-    then the program that ordered the swap has died, and a trainer has the GPU. Returns `error` if
-    the swap failed and the old weights are restored. Returns `torn`, and ends all requests, if the
-    old weights can't be restored.
+    sequence has from the old weights. Returns `late` if the deadline has passed, or if vLLM sleeps.
+    vLLM sleeps during a swap only if the program that ordered the swap has died and a trainer has
+    the GPU. Returns `error` if the swap failed and the old weights are restored. Returns `torn`,
+    and ends all requests, if the old weights can't be restored.
 
     Args:
         call: the engine's `collective_rpc`.
@@ -172,8 +172,8 @@ def _tend(core: Any, name: str) -> dict[str, int]:
             # vLLM 0.32 sets `num_output_placeholders` to 0 when it evicts a request, but still
             # delivers the tokens in flight, whose number is not known. So the tokens in flight are
             # discarded and sampled again from the new weights. If vLLM returns routed experts, the
-            # tokens are kept, because the connector for this data can't take a request back before
-            # it has seen the tokens.
+            # tokens in flight are kept: the connector for routed experts can't take a request back
+            # before it has seen these tokens.
             stale = getattr(request, "num_stale_output_tokens", 0)
             if stale and getattr(scheduler, "aux_output_connector", None) is None:
                 request.drop_stale_output = True

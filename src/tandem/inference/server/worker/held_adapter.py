@@ -1,7 +1,7 @@
 """Compares a worker's adapter, bit for bit, with the adapter's file.
 
 Log-probs can't prove that the adapter is complete: rounding to bfloat16 changes log-probs more than
-a missing layer does. vLLM silently ignores tensors of an adapter whose names it does not expect.
+a missing layer does. vLLM silently ignores an adapter's tensors if their names are unexpected.
 """
 
 import json
@@ -22,15 +22,16 @@ NAMED = 3  # the maximum number of differences that a message lists
 
 
 class Held(NamedTuple):
-    """One matrix of an adapter, with its place in a layer of vLLM. For experts: the stacked
-    matrices of all experts of a layer.
+    """One matrix of an adapter, with its place in a layer of vLLM. For experts, the matrices of all
+    experts of a layer are stacked.
 
-    Attributes:
-        name: the names of module and matrix in the file.
-        buffer: [..., rows, columns] in vLLM's slot; larger than the matrix if the adapter's rank is
-            below vLLM's maximum.
-        matrix: the file's matrix after vLLM's cast, scale and cut. None if the file does not have
-            the matrix; the buffer must then be zero.
+    `name`: the names of module and matrix in the file.
+
+    `buffer`: [..., rows, columns] in vLLM's slot; larger than the matrix if the adapter's rank is
+    below vLLM's maximum.
+
+    `matrix`: the file's matrix after vLLM's cast, scale and cut. None if the file lacks the matrix,
+    in which case the buffer must be zero.
     """
 
     name: str
@@ -55,9 +56,9 @@ def check(worker: Any, request: Any) -> int:
         worker: vLLM's `Worker`, of any tensor-parallel rank.
         request: vLLM's `LoRARequest`, whose path is the adapter's directory.
 
-    Returns the number of modules in the file. Raises ValueError with the first differences: a
-    module of the file that no layer took, a matrix with other values, or a layer with values for a
-    matrix that the file does not have.
+    Returns the number of modules in the file. Raises ValueError that lists the first differences. A
+    difference is a module of the file that no layer took, a matrix with other values, or values for
+    a matrix that the file lacks.
     """
     directory = Path(request.lora_path)
     config = json.loads(read_plain(directory / CONFIG_FILE, most=CONFIG_BYTES))
@@ -75,7 +76,7 @@ def check(worker: Any, request: Any) -> int:
         taken |= {part for part in parts if part in modules}
         of = _experts if experts else _linear
         wrong += filter(None, (held.wrong() for held in of(layer, slot, parts, modules, scale)))
-    # A module whose B is zero, as at step 0, has no effect.
+    # An adapter's module whose matrix B is zero (as at step 0) has no effect.
     ignored = [name for name in modules if name not in taken and modules[name][1].any()]
     wrong = [f"no layer took {name}" for name in ignored] + wrong
     if wrong:
@@ -94,7 +95,8 @@ def _modules(file: Path, model: Any) -> dict[str, tuple[torch.Tensor, torch.Tens
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
-    for renames in ("get_rename_mapper", "get_unstacked_mapper"):  # vLLM 0.26: only the second
+    # vLLM 0.26 has only `get_unstacked_mapper`.
+    for renames in ("get_rename_mapper", "get_unstacked_mapper"):
         if hasattr(mapper, renames):
             mapper = getattr(mapper, renames)()
             break
@@ -134,7 +136,7 @@ def _linear(
 def _slices(
     layer: Any, parts: list[str], modules: dict[str, tuple[torch.Tensor, torch.Tensor]]
 ) -> list[tuple[str, slice]]:
-    """For each buffer of the layer: the module whose B is in the buffer, and the rows of this B
+    """For each buffer of the layer, the module whose matrix B is in the buffer, and the rows of B
     that the buffer contains. A delta net's `in_proj_qkv` takes three buffers, which come before the
     buffer of `in_proj_z`."""
     buffers = layer.lora_b_stacked

@@ -1,6 +1,6 @@
 """Receives whole weights into a second copy while the live weights are in use. A swap exchanges the
-copy and the live weights, between two engine steps. After a swap the copy has the old weights. So
-until the next version arrives, a second swap returns to the old weights.
+copy and the live weights, between two engine steps. After a swap, the copy has the old weights.
+Until the next version arrives, a second swap restores the old weights.
 """
 
 import contextlib
@@ -59,15 +59,15 @@ class Content:
 
 @dataclass
 class Arrival:
-    """A version that is being written into the second copy. `way` is empty until the whole version
-    has arrived."""
+    """A version that is being written into the second copy. `way`: the way by which the version
+    came; empty until the whole version has arrived."""
 
     version: str
     source: Source | None = None
     way: str = ""
     error: str = ""
     stopped: bool = False  # whether the thread that writes this version must stop
-    # The monotonic time of the last sign of life from the processes that send; infinite if no other
+    # The monotonic time of the last sign of life from the sending processes; infinite if no other
     # process sends.
     last: float = math.inf
 
@@ -175,8 +175,8 @@ class LandingWeights(ModelWeights):
                 log.warning("The weights of %s did not arrive", arrival.version, exc_info=True)
 
     def _bring(self, arrival: Arrival, scale: float) -> frozenset[Rectangle]:
-        """Write the tensors that differ from the base model. Returns the rectangles of these
-        tensors."""
+        """Write the tensors that differ from the base model into the second copy. Returns the
+        rectangles of the written tensors."""
         source = arrival.source
         if source is None:
             factors = {} if arrival.version == BASE else self._factors(arrival.version, scale)
@@ -213,7 +213,7 @@ class LandingWeights(ModelWeights):
         self, arrival: Arrival, rectangle: Rectangle, part: Part, values: torch.Tensor
     ) -> int:
         """Write the elements of `part` that lie in `rectangle` into the second copy. Returns the
-        number of these elements."""
+        number of written elements."""
         box = (slice(None), *rectangle.in_tensor) if rectangle.stacked else rectangle.in_tensor
         source, target = [], []
         for has, wants in zip(part.in_tensor, box, strict=True):
@@ -299,13 +299,13 @@ def receive(
     """Yields each part that the ranks send, with its values. The values are valid only until the
     next part is taken.
 
-    Raises torch's error if a rank or another worker has died or stopped, and RuntimeError if the
-    ranks have started to send and this server is not among the receivers.
+    Raises torch's error if a rank or another worker has died or stopped. Raises RuntimeError if the
+    ranks have started to send without this server among the receivers.
 
     Args:
         source: an offer (`trainer/rank/publication.py`), with the name of this worker's server.
         rank: this worker's number among the `workers` of the server.
-        beat: called whenever a buffer or another sign of the ranks has arrived.
+        beat: called whenever a buffer or another sign of life from the ranks has arrived.
     """
     store = join_meeting(Path(source["meeting"]))
     address = own_address(source["address"])

@@ -44,8 +44,8 @@ def stored_tensors(model: str) -> dict[str, torch.Tensor]:
 
 
 def file_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file by name, memory-mapped. Raises InvalidInput as
-    `read_header` does."""
+    """The tensors of a safetensors file by name, memory-mapped. Raises the InvalidInput of
+    `read_header`."""
     entries = read_header(path)
     with open_plain(path, links="any") as file:
         # The pages are private and writable, because torch warns about memory that is read-only.
@@ -96,13 +96,13 @@ class ModelWeights:
         )
         self._pinned: torch.Tensor | None = None  # buffer for reading an adapter's file
         self._reading = threading.Lock()
-        # All adapters are read on one stream, because torch's allocator can reuse memory that was
-        # freed on a stream only for the same stream.
+        # All adapters are read on one CUDA stream, because torch's allocator reuses memory only on
+        # the stream that freed it.
         self._reader = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of GPU memory that the copy takes."""
+        """Bytes of GPU memory that the second copy takes."""
         return sum(copy.nbytes for copy in self._copy.values() if copy.is_cuda)
 
     @property
@@ -160,8 +160,9 @@ class ModelWeights:
 
     @torch.inference_mode()
     def _factors(self, directory: str, scale: float) -> Factors:
-        """The factors of an adapter in PEFT's format. The factors are on the device when the
-        function returns. Raises CannotWrite if the adapter does not fit."""
+        """The matrices A and B and the scale of an adapter in PEFT's format. The factors are on the
+        device when the function returns. Raises CannotWrite if the adapter does not fit the
+        model."""
         factors: Factors = {}
         path = Path(directory, WEIGHTS_FILE)
         entries = read_header(path)
@@ -234,8 +235,7 @@ class MergedWeights(ModelWeights):
 
     def stage(self, version: str, scale: float, _source: dict[str, Any] | None = None) -> None:
         """Start a thread that reads an adapter onto the device. `staged` reports when the adapter
-        has arrived. Other adapters are forgotten, except the adapters of the two versions that were
-        in use last.
+        has arrived. Only this adapter and the adapters of the two last used versions are kept.
 
         Args:
             version: the adapter's directory.
@@ -262,9 +262,8 @@ class MergedWeights(ModelWeights):
     def swap(self, version: str) -> None:
         """Make a staged version the current weights. Call this method between two engine steps, on
         the thread that runs the steps. Raises RuntimeError if the version is not staged; the
-        weights are then unchanged. If an error happens while the weights are written, they are torn
-        (partly old and partly new) until a later swap, to the old version or to another version,
-        succeeds."""
+        weights are then unchanged. An error while the weights are written leaves them torn (partly
+        old and partly new) until a later swap succeeds."""
         if not self.staged(version):
             raise RuntimeError(f"the adapter of {version} is not staged")
         self._write(self._staged[version].result())
@@ -309,6 +308,6 @@ def pinned_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes as uint8. The last dimension grows by the factor of the element size in
+    """The tensor's bytes as uint8. The last dimension is multiplied by the element size in
     bytes."""
     return tensor.contiguous().view(torch.uint8)

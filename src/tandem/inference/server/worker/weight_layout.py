@@ -19,13 +19,13 @@ _UNQUANTISED = (
 
 
 class CannotWrite(Exception):
-    """The weights of this model can't be replaced in place. The message names the layer."""
+    """The weights of this model can't be replaced in place. The error's message names the layer."""
 
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A rectangle of one Hugging Face tensor, and its place in a parameter of vLLM. For experts:
-    the same rectangle of every expert's tensor, stacked in one parameter.
+    """A rectangle of one Hugging Face tensor, and its place in a parameter of vLLM. For experts,
+    the same rectangle of every expert's tensor is stacked in one parameter.
 
     `names`: the tensor's name; for experts, one name for each index of the parameter's first
     dimension.
@@ -33,7 +33,7 @@ class Rectangle:
 
     parameter: str
     names: tuple[str, ...]
-    in_parameter: tuple[slice, ...]  # place in the parameter; for experts, in each matrix
+    in_parameter: tuple[slice, ...]  # place in the parameter; for experts, in each expert's matrix
     in_tensor: tuple[slice, ...]  # place in the Hugging Face tensor
     stacked: bool = False
 
@@ -49,9 +49,9 @@ def weight_layout(model: torch.nn.Module) -> list[Rectangle]:
     """The rectangles of all tensors of the checkpoint, as far as they are on this worker, in the
     order of the model's modules.
 
-    Raises CannotWrite for quantised weights, for experts that are distributed over workers, for
-    fused layers that Tandem does not know, and for a parameter that vLLM has removed or whose place
-    in the checkpoint is unknown.
+    Raises CannotWrite for quantised weights, for experts that are distributed over workers, and for
+    unknown fused layers. Raises CannotWrite if vLLM has removed a parameter, or if a parameter's
+    place in the checkpoint is unknown.
     """
     # `named_parameters` lists each parameter once. So a tied lm_head, which is the same parameter
     # as the embedding, is not listed a second time.
@@ -92,8 +92,8 @@ def _rectangles(path: str, module: Any) -> Iterator[Rectangle]:
 
 
 def _rows(path: str, module: Any, length: int) -> Iterator[tuple[str, slice, slice]]:
-    """The Hugging Face tensors whose rows are in the parameter. For each tensor: its path, the rows
-    of the parameter, and the same rows' place in the tensor."""
+    """The Hugging Face tensors whose rows are in the parameter. Yields each tensor's path, its rows
+    in the parameter, and these rows' place in the tensor."""
     parent, _, name = path.rpartition(".")
     match type(module).__name__:
         case "QKVParallelLinear":
@@ -118,7 +118,8 @@ def _rows(path: str, module: Any, length: int) -> Iterator[tuple[str, slice, sli
             yield path, slice(0, end - begin), slice(begin, end)
             return
         case _:
-            yield path, slice(None), slice(None)  # a row-parallel layer, a router, a norm
+            # A row-parallel layer, a router or a norm is not cut by rows.
+            yield path, slice(None), slice(None)
             return
     begin = 0
     for source, rows, rank in parts:
