@@ -1,5 +1,5 @@
-"""Settings of one deployment, from the environment (`TANDEM_*`). Secrets come from variables or
-from files."""
+"""Settings of one deployment, from the environment (`TANDEM_*`). Secrets come from environment
+variables or from files."""
 
 import math
 import re
@@ -28,7 +28,7 @@ Way = Literal["merge", "nccl", "volume"]
 
 
 class Settings(BaseSettings):
-    """Every setting of a deployment. docs/settings.md describes each setting.
+    """Every setting of a deployment. The page docs/settings.md describes each setting.
 
     The alias of a variable is the name that Tandem's ancestor (OpenPipe/ART) used for it.
     """
@@ -154,11 +154,11 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _launch_by_the_ancestors_names(self) -> Self:
-        """Sets `launch` from ART's settings `exit_after_job` and `docker`; nothing else reads them.
+        """Sets `launch` from ART's `exit_after_job` and `docker`, which no other code reads.
 
-        `exit_after_job`: false means resident ranks; true means ranks that exit.
-        `docker`: true means bare torchrun. torchrun also starts resident ranks. A given `launch`
-        overrides `docker`. A given `launch` must not contradict `exit_after_job`.
+        If `exit_after_job` is false, torchrun starts resident ranks; if it is true, ranks exit. If
+        `docker` is true, torchrun starts new ranks for each job. A value of `launch` overrides
+        `docker`. A value of `launch` must not contradict `exit_after_job`.
         """
         if "launch" not in self.model_fields_set:
             launch = "torchrun" if self.docker else self.launch
@@ -198,8 +198,8 @@ class Settings(BaseSettings):
         return self
 
     def _check_ranks(self) -> None:
-        """Checks that the settings of ranks fit one another. `planning.checks.check_sizes` compares
-        the sizes with the model."""
+        """Checks that the number of ranks and the parallel sizes are consistent.
+        `planning.checks.check_sizes` compares the parallel sizes with the model."""
         ranks, of = self.trainer_ranks, f"TANDEM_TRAINER_RANKS={self.trainer_ranks}"
         model = ("tensor_parallel", "context_parallel", "pipeline_parallel")
         for names in (model, ("pipeline_parallel", "expert_tensor_parallel", "expert_parallel")):
@@ -283,7 +283,7 @@ class Settings(BaseSettings):
 
     @property
     def local_replicas(self) -> int:
-        """The number of inference servers on this machine. With `replica` set, the number is 1."""
+        """The number of inference servers on this machine; 1 if `replica` is set."""
         return 1 if self.replica is not None else self.inference_replicas
 
     @property
@@ -297,8 +297,8 @@ class Settings(BaseSettings):
         return self.inference_url or f"http://{host}:{self.inference_port}"
 
     def model_path(self) -> str:
-        """The base model's path in this container, or its hub name. Raises InvalidInput if none is
-        set."""
+        """The base model's path in this container, or its hub name. Raises InvalidInput if no base
+        model is set."""
         if self.base_model is None:
             raise InvalidInput(
                 "not set: name a Hugging Face directory or a hub name", field="TANDEM_BASE_MODEL"
@@ -306,7 +306,7 @@ class Settings(BaseSettings):
         return resolve_model(self.root, self.base_model)
 
     def check_bind(self, server: Literal["controller", "inference"] = "controller") -> None:
-        """Raises InvalidInput if other machines may reach the server and no key is set."""
+        """Raises InvalidInput if other machines may reach the server and no API key is set."""
         host = self.controller_host if server == "controller" else self.inference_host
         if not self.api_keys and not is_loopback(host):
             problem = f"no API key is set, and {host} can be reached from other machines"
@@ -315,14 +315,14 @@ class Settings(BaseSettings):
 
     @property
     def api_keys(self) -> list[str]:
-        """The deployment's API keys, separated by commas or whitespace, so that a file may hold one
-        per line."""
+        """The deployment's API keys. Commas or whitespace separate the keys in the variable or
+        file, so that a file may have one key per line."""
         return list(self.named_keys)
 
     @property
     def named_keys(self) -> dict[str, str]:
-        """API key → the key's name. A key in a file may have a name (`name:key`). Other keys have
-        an empty name. A name may have several keys, so that a key can be replaced without a gap."""
+        """Maps each API key to its name in the file (`name:key`), by default empty. Several keys
+        may have the same name, so that an old and a new key can be valid at once."""
         entries = [key for key in re.split(r"[,\s]+", self.secret("api_key") or "") if key]
         if self.api_key is not None:
             return dict.fromkeys(entries, "")
@@ -339,15 +339,15 @@ class Settings(BaseSettings):
 
     @property
     def inference_key(self) -> str | None:
-        """The first API key, for vLLM's environment: other users can read a process's command line,
-        but not its environment. vLLM accepts only this key; `inference.server.api_keys` accepts the
-        other keys."""
+        """The first API key, the only key that vLLM itself accepts. The module
+        `inference.server.api_keys` accepts the other keys. A key on vLLM's command line would be
+        visible to other users, so vLLM gets the first key in its environment."""
         return next(iter(self.api_keys), None)
 
     def secret(self, name: Literal["api_key", "admin_token"]) -> str | None:
         """The secret's value, from its variable or from the file that the variable `<NAME>_FILE`
-        names; None if neither variable is set. Raises InvalidInput if the file can't be read, or a
-        header can't carry the value."""
+        names; None if neither variable is set. Raises InvalidInput if the file can't be read, or if
+        the value has characters that an HTTP header can't carry."""
         value: SecretStr | None = getattr(self, name)
         path: Path | None = getattr(self, f"{name}_file")
         field = f"TANDEM_{name.upper()}"
@@ -369,7 +369,7 @@ class Settings(BaseSettings):
                 raise InvalidInput(
                     f"{path} is not text; write the secret in base64 or hex", field=field
                 ) from error
-        # Each key may be on its own line.
+        # Each API key may be on its own line.
         parts = text.split() if name == "api_key" else [text]
         if not all(part.isascii() and part.isprintable() for part in parts):
             raise InvalidInput(
@@ -379,8 +379,8 @@ class Settings(BaseSettings):
 
 
 def load_settings() -> Settings:
-    """The deployment's settings from the environment. Raises InvalidInput that names the first
-    wrong variable."""
+    """The deployment's settings from the environment. Raises InvalidInput with the name of the
+    first wrong variable."""
     try:
         return Settings()
     except ValidationError as error:
@@ -394,7 +394,7 @@ def resolve_model(root: Path, base_model: str) -> str:
     """The path of a run's `base_model` if it is a directory under the spool's `root`, else
     `base_model` itself."""
     inside = root / base_model
-    with suppress(OSError):  # `base_model` is too long for a path
+    with suppress(OSError):  # OSError if `base_model` is too long for a path
         if not Path(base_model).is_absolute() and inside.is_dir():
             return str(inside)
     return base_model

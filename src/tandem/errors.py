@@ -22,10 +22,10 @@ PATTERN_WORDS: dict[str, str] = {}
 class TandemError(Exception):
     """The base class of all errors that Tandem raises on purpose.
 
-    `code` is a stable word for programs: the `type` in HTTP errors and in failed jobs. `field` is
-    the dotted path of the wrong input (`groups.3.trajectories.0.reward`) or the name of the wrong
-    setting, if there is one. `retriable`: whether trying the same job again can help. In a
-    subclass, class arguments set the attributes that differ from the base class.
+    `code` is a stable identifier for programs, and is the `type` of HTTP errors and of failed jobs.
+    `field` is the dotted path of the wrong input (`groups.3.trajectories.0.reward`) or the name of
+    the wrong setting, if there is one. `retriable`: whether trying the same job again can help. In
+    a subclass, class arguments set the attributes that differ from the base class.
     """
 
     code = "error"
@@ -53,8 +53,8 @@ class InvalidInput(TandemError, code="invalid_input", http_status=422):
 
 
 class NothingToLearn(InvalidInput, code="nothing_to_learn"):
-    """Every group of the job was dropped (its rewards are equal, or it is too long), or no
-    optimizer step of the job changed the policy."""
+    """The job can't change the policy. Either every group was dropped, because its rewards are
+    equal or the group is too long, or no optimizer step changed the policy."""
 
 
 class RequestTooLarge(InvalidInput, code="request_too_large", http_status=413): ...
@@ -75,13 +75,13 @@ class Unauthorized(TandemError, code="unauthorized", http_status=401): ...
 
 
 class CheckpointDamaged(TandemError, code="checkpoint_damaged"):
-    """A checkpoint file is missing, truncated or altered. The job fails; the adapter is never
-    silently reset."""
+    """A checkpoint file is missing, truncated or altered. A job that needs the checkpoint fails.
+    The adapter is never silently reset."""
 
 
 class RunDamaged(CheckpointDamaged, code="run_damaged"):
-    """A run's own files are missing or damaged. Lists leave the run out; other runs are not
-    affected."""
+    """A run's `run.json` is missing or damaged, or the run has no checkpoint. Lists of runs leave
+    out a damaged run. Other runs are not affected."""
 
 
 class SpoolUnusable(TandemError, code="spool_unusable", http_status=503, retriable=True):
@@ -89,8 +89,8 @@ class SpoolUnusable(TandemError, code="spool_unusable", http_status=503, retriab
 
 
 class VolumeFull(SpoolUnusable):
-    """The volume has no space left. A program that needs space for its start waits until there
-    is space."""
+    """The volume has no space left. A program that can't start without free space waits until there
+    is free space."""
 
     ERRNOS = errno.ENOSPC, errno.EDQUOT
     """The errno values that mean a full volume."""
@@ -104,7 +104,8 @@ class JobFailed(TandemError, code="job_failed"):
     """A job ended `failed` or `cancelled`. Clients that wait for a job raise this error.
 
     Args:
-        message: ends with the last lines of the job's log, if there are any.
+        message: describes the error, and ends with the last lines of the job's log if there are
+            any.
         reason: the type of the job's error (`rank_crashed`, `deadline`, `cancelled`, ...).
     """
 
@@ -117,13 +118,14 @@ class JobFailed(TandemError, code="job_failed"):
 
 
 class NotServed(TandemError, code="not_served"):
-    """The publisher refused a checkpoint (StepRefused), or did not serve it in the given time.
-    Clients that wait for a step raise this error."""
+    """vLLM does not serve a checkpoint. Either the publisher refused the checkpoint (StepRefused),
+    or the client's timeout has passed. Clients that wait for a step raise this error."""
 
 
 class StepRefused(NotServed, code="step_refused"):
     """The publisher refused a checkpoint. Clients that wait for the step raise this error. The
-    checkpoint may be served later: after a restart of vLLM all refused checkpoints are tried again.
+    checkpoint may be served later, because the publisher tries all refused checkpoints again after
+    a restart of vLLM.
 
     Args:
         served: the run's step that vLLM serves; None: vLLM serves no step of the run.
@@ -141,17 +143,17 @@ class Unreachable(TandemError, code="unreachable", http_status=503, retriable=Tr
 
 
 def from_validation_error(error: "ValidationError") -> InvalidInput:
-    """pydantic's first error as InvalidInput, with the place of the error as its field."""
+    """Converts pydantic's first error to InvalidInput, with the place of the error as `field`."""
     errors = error.errors()
-    # The place leaves out the tags of unions, which are not keys of a request.
+    # The place of the error leaves out the tags of unions, which are not keys of a request.
     return invalid_input(
         errors, [part for part in errors[0]["loc"] if not str(part).startswith("as ")]
     )
 
 
 def invalid_input(errors: Sequence[Mapping[str, Any]], path: Sequence[str | int]) -> InvalidInput:
-    """pydantic's first error as InvalidInput, with `path` as its field. The message also says how
-    many other errors there are."""
+    """Converts pydantic's first error to InvalidInput, with `path` as `field`. The message also
+    gives the number of further errors."""
     first = errors[0]
     known = _WORDS.get(first["type"]) or PATTERN_WORDS.get(first.get("ctx", {}).get("pattern", ""))
     message = known or str(first["msg"]).removeprefix("Value error, ")

@@ -1,15 +1,16 @@
-"""The spool: the volume that controller, trainer and inference share. `Spool` opens the spool; all
-access goes through it.
+"""The spool: the volume that controller, trainer and inference share. The class `Spool` opens the
+spool, and all access to the spool goes through this class.
 
 `queue.py` claims jobs, ends them and puts them back for the next attempt; `job_checks.py` checks a
-job before it is queued. `session_jobs.py` queues the jobs of sessions. `recovery.py` settles the
-jobs that a lost runner left, and removes temporary files of dead processes. `attempt.py` names the
-files of one attempt, and `fence.py` ends an attempt for good. `replicas.py` announces the steps
-that several inference servers have in common; `inference.py` records the state and the address of
-vLLM. `sessions.py` stores the sessions, whose clients train by single calls; `requests.py` stores
-these calls. `tunings.py` stores the files and jobs of OpenAI's API. `locks.py` has the leases of
-jobs and the hold, which reserves shared GPUs for the trainer; `removal.py` removes files that the
-settings don't keep. No other package builds a path on the volume.
+job before it is queued. `session_jobs.py` queues the jobs of sessions. `recovery.py` ends or
+requeues the jobs that a dead runner left, and removes temporary files of dead processes.
+`attempt.py` names the files of one attempt, and `fence.py` permanently ends an attempt.
+`replicas.py` announces the steps that several inference servers have in common; `inference.py`
+records the state and the address of vLLM. `sessions.py` stores the sessions, whose clients train by
+single API calls. `requests.py` stores the calls of sessions. `tunings.py` stores the files and jobs
+of OpenAI's API. `locks.py` has the leases of jobs and the hold, which reserves shared GPUs for the
+trainer. `removal.py` removes files that the settings `keep_*` don't keep. No other package builds a
+path on the volume.
 
     <root>/
       spool.json                          marks the directory as a spool and names its version
@@ -77,65 +78,68 @@ settings don't keep. No other package builds a path on the volume.
       jobs/inference.json                 with TANDEM_TRANSPORT=nccl: the publisher says where vLLM
                                           is; of several servers each says it in replicas/<id>.json
 
-Checks: the hashes in an adapter's manifest are hashes of the bytes that the rank had in memory. The
+Checks: a rank computes the hashes in an adapter's manifest from the bytes in its memory. The
 adapter's file is not read back to compute the hashes, because the data would come from the page
 cache. If all weights are trained, several ranks write the files of the weights, and these files are
 read back to compute their hashes. The next job and the publisher compare the files that they read
-with these hashes.
+with the hashes in the manifest.
 
-Commit by rename (`fs.py`): a name that exists is complete. On NFS, a reader opens the parent
-directory before it relies on the absence of a name. `checkpoints.py` commits a checkpoint, and
-`runs.py` writes its manifest. A submission writes a job's directory under a temporary name, and one
-rename creates the job. When the job has ended, the files that only a living job needs are removed.
-Then one rename moves the job's directory to `jobs/ended/`. The directory's new name contains the
-job's state.
+Commit by rename (`fs.py`): a file or directory that has its final name is complete. On NFS, a
+reader opens the parent directory before it relies on the absence of a name. `checkpoints.py`
+commits a checkpoint, and `runs.py` writes its manifest. A submission writes a job's directory under
+a temporary name, and one rename creates the job. When a job has ended, the files that only a queued
+or running job needs are removed. One rename then moves the job's directory to `jobs/ended/`. The
+name of a directory in `jobs/ended/` contains the job's state.
 
-Names contain the order of jobs: a job's key contains its submission time, base step, run and id. So
-the queue, lists and counts of jobs are computed from names, and a program opens only the files of
-the jobs that it needs. A claim takes the oldest queued job whose run has no running job. A program
-that needs the running jobs reads the jobs that `jobs/active/` names. A name in `jobs/active/` is
-written before the job's state changes, and removed after the job is queued again or has ended. The
-next claim removes a name in `jobs/active/` whose job no longer runs. A directory that has not
-changed is not listed again (`listing` in `paths.py`, `Index` in `jobs.py`). The lists of names are
-caches: a process may drop them at any time.
+The names of directories give the order of jobs: a job's key contains its submission time, base
+step, run and id. The queue, lists and counts of jobs are computed from the keys. A program
+therefore opens only the files of the jobs that it needs. A claim takes the oldest queued job whose
+run has no running job. A program that needs the running jobs reads the jobs that `jobs/active/`
+names. A name in `jobs/active/` is written before the job's state changes from `queued`, and removed
+after the job is queued again or has ended. The next claim removes a name in `jobs/active/` whose
+job no longer runs. A directory that has not changed is not listed again (`listing` in `paths.py`,
+`Index` in `jobs.py`). The lists of names are caches: a process may drop them at any time.
 
-Removal by rename (`removal.py`): the controller removes files that the settings don't keep. A run,
-a checkpoint or an ended job is renamed to a temporary name, and then its files are removed.
+Removal by rename (`removal.py`): the controller removes files that the settings `keep_*` don't
+keep. A run, a checkpoint or an ended job is renamed to a temporary name, and then its files are
+removed.
 
 Damage stays local. The directory of a job whose `job.json` can't be read is moved to
-`jobs/damaged/`, and the job ends as `failed` with `job_damaged`. A job's file with keys that only a
-newer version knows is left unchanged, and its job waits. Such files exist during an upgrade, while
-the trainer still runs the old image. Lists leave out names that are not the name of a job, and runs
-without a readable `run.json`. The log, `tandem_spool_damaged` and `tandem doctor` report such
-damage. `python -m tests.fuzz.files` damages one file after another and lets every program read it.
+`jobs/damaged/`, and the job ends as `failed` with `job_damaged`. A `job.json` with keys that only a
+newer version knows is left unchanged, and its job waits. Files of a newer version exist during an
+upgrade, while the trainer still runs the old image. Lists of jobs leave out directories whose names
+are not the name of a job. Lists of runs leave out runs without a readable `run.json`. The log, the
+metric `tandem_spool_damaged` and `tandem doctor` report damaged files. `python -m tests.fuzz.files`
+damages one file after another and lets every program read it.
 
-Ids are ULIDs or the client's own. Two submissions with the same id and the same content are one
-job; with the same id and other content, the second is a conflict. A job for base step N starts from
-checkpoint N and makes checkpoint N + 1. If checkpoint N + 1 exists and this job made it, the job is
-done. A job with a result is called decided. The job has ended once its terminal event is written.
-If a process died after it wrote the result and before it wrote the terminal event, the next process
-that finds the job completes the change.
+A job's id is a ULID or an id that the client chose. Two submissions with the same id and the same
+content are one job. A second submission with the same id and other content is refused as a
+conflict. A job for base step N starts from checkpoint N and makes checkpoint N + 1. If the
+checkpoint after a job's base step exists and this job made it, the job is done. A job with a result
+is called decided. The job has ended once its terminal event is written. If a process dies after the
+job's result and before the terminal event, the next process that finds the job writes the terminal
+event.
 
-The fence (`fence.py`): before an attempt ends without success, its staged directories lose their
-names. Then the attempt's directory is removed. The removal is repeated until the volume confirms
-that the directory no longer exists. A commit is a rename out of the attempt's directory, so either
-the commit or the fence succeeds, never both. The fence also stops a rank that was frozen and
-continues a day later, even if the rank's NFS client still has the old names in its cache. After the
-fence, the checkpoint is looked for again: if it exists, the job succeeded. A rank whose attempt was
-ended can't append events (`Attempt.event`), and readers of events skip the events of ended
-attempts.
+The fence (`fence.py`): before an attempt ends without success, the directories that would become
+its checkpoint are renamed. The fence then removes the attempt's directory. The fence repeats the
+removal until the volume confirms that the attempt's directory no longer exists. A commit is a
+rename out of the attempt's directory, so either the commit or the fence succeeds, never both. The
+fence also stops a rank that was suspended and continues a day later. The rank's NFS client may
+still have the old names in its cache. After the fence, a program looks for the attempt's checkpoint
+again; if it exists, the job has succeeded. A rank whose attempt was ended can't append events
+(`Attempt.event`). Readers of events skip events that an attempt wrote after its end.
 
 Locks are fcntl locks on separate files (`locks.py`): `runs/<run>/lock`, `jobs/locks/`. The runner
 holds `jobs/runner.lock`, and a second runner is refused. The publisher holds
-`jobs/locks/publisher`; a second publisher reports the holder and waits. With several inference
-servers, each server has its own name and its own publisher, which holds the server's lock
-`replicas/<id>.lock`.
+`jobs/locks/publisher`; a second publisher logs which publisher holds the lock, and waits. If there
+are several inference servers, each server has its own publisher. The publisher of one of several
+servers holds the lock `replicas/<id>.lock`.
 
-Events are appended under the job's lock. Readers tolerate a half-written last line.
+Events are appended under the job's lock. Readers of events ignore a half-written last line.
 
-Volumes of the previous format (`schema_version` 1 in `spool.json`) are refused. Runs are the same
-in both formats. To upgrade a volume: once all jobs have ended, remove `spool.json` and `jobs/`, and
-start the new version.
+Volumes of the previous format (`schema_version` 1 in `spool.json`) are refused. The previous and
+the present format store runs in the same way. To upgrade a volume, let all jobs end, remove
+`spool.json` and `jobs/`, and start the new version.
 """
 
 import json
@@ -169,7 +173,7 @@ from tandem.spool.tunings import Tunings, Uploads
 
 
 def real_root(root: Path | str) -> Path:
-    """The spool's directory with all links resolved, so that a link inside the spool can be
+    """The spool's directory with all links resolved. A link inside the spool can then be
     distinguished from a link in the path to the spool."""
     return Path(os.path.realpath(root))
 
@@ -205,15 +209,16 @@ class Spool:
     @classmethod
     def create(cls, root: Path | str) -> "Spool":
         """Makes the directories that a spool lacks, and opens it. Raises SpoolUnusable if the
-        volume refuses to do so; another call then makes the directories that are still missing."""
+        volume refuses to make a directory. Another call makes the directories that are still
+        missing."""
         paths = Paths(real_root(root))
         with fs.volume_errors(paths.root):
             if fs.exists(paths.version_file):
                 _check_version(paths)
             for directory in paths.directories:
                 fs.make_dir(directory)
-            # The lock files are made now, so that a full disk can't keep a process from locking
-            # later.
+            # The lock files are made together with the spool, so that a full disk can't keep a
+            # process from locking later.
             for file in paths.locks:
                 if not fs.exists(file):
                     file.touch()
@@ -229,7 +234,8 @@ class Spool:
         _check_version(self.paths)
 
     def check_writable(self) -> None:
-        """Raises SpoolUnusable if a small file can't be written now. Leaves no file behind."""
+        """Raises SpoolUnusable if a small test file can't be written now. The test file is removed
+        again."""
         with (
             fs.volume_errors(self.root),
             TemporaryFile(dir=self.root, prefix=fs.TEMPORARY, buffering=0) as file,
@@ -238,8 +244,9 @@ class Spool:
             os.fsync(file.fileno())
 
     def damage(self) -> dict[str, list[str]]:
-        """Damaged entries that lists leave out, by kind: `job` (set aside), `name` (a directory
-        among the jobs' directories whose name is not a job's name), `run`. Each entry is a path."""
+        """The damaged entries that lists leave out, by kind. The kind `job` has the directories of
+        damaged jobs. The kind `name` has paths whose names are not valid names of jobs. The kind
+        `run` has the paths of damaged runs, each with its problem."""
         jobs = [str(self.paths.damaged / name) for name in listing(self.paths.damaged)]
         names = [str(path) for path in self.jobs.index.junk()]
         runs = [
@@ -248,23 +255,24 @@ class Spool:
         return {"job": jobs, "name": names, "run": runs}
 
     def job_lock(self, job_id: str) -> AbstractContextManager[int]:
-        """Serialises changes of a job and its events. Take this lock after `runs.lock`, never
-        before."""
+        """The lock for changes of a job and its events. A caller that also needs `runs.lock` must
+        take `runs.lock` before this lock."""
         return file_lock(self.paths.job_lock(job_id))
 
     def runner_lock(self, runner: str) -> AbstractContextManager[None]:
-        """The lock that the only runner of the spool holds while it lives. If there is another
-        runner, raises SpoolUnusable with that holder's name."""
+        """The lock that the only runner of the spool holds while it lives. If another runner holds
+        the lock, raises SpoolUnusable with that runner's name."""
         return hold_runner_lock(self.paths, runner)
 
     def publisher_lock(self) -> AbstractContextManager[None]:
-        """The lock that the only publisher of the spool holds while it lives. If there is another
-        publisher, raises SpoolUnusable with that holder's name."""
+        """The lock that the only publisher of the spool holds while it lives. If another publisher
+        holds the lock, raises SpoolUnusable with that publisher's name."""
         return hold_publisher_lock(self.paths)
 
     def runner(self) -> RunnerInfo | None:
-        """The runner that holds the runner lock, or held it last; None if no runner ever did. The
-        runner itself must not call this method."""
+        """The runner that holds the runner lock, or held it last; None if no runner ever held the
+        lock. The runner itself must not call this method, because the call would release its
+        lock."""
         return runner_info(self.paths)
 
 

@@ -12,10 +12,10 @@ from tandem.spool.schema import Beat, EventType
 @dataclass(frozen=True)
 class Attempt:
     """One attempt to run a job. Runner, launcher and ranks get the paths of the attempt's files
-    from this object.
+    from an `Attempt`.
 
-    The files are in the directory `work`. A claim creates the directory, and the attempt's end
-    removes it.
+    The attempt's files are in the directory `work`. The claim of the job creates `work`, and the
+    end of the attempt removes `work`.
     """
 
     spool: Spool
@@ -30,21 +30,21 @@ class Attempt:
         return self.spool.paths.work_dir(self.job, self.number)
 
     def log(self, rank: int) -> Path:
-        """A rank's stdout and stderr."""
+        """The file with a rank's stdout and stderr."""
         return self.work / f"rank.{rank}.log"
 
     def beat(self, rank: int) -> Path:
-        """A rank's heartbeat, a `Beat`."""
+        """The file with a rank's heartbeat, a `Beat`."""
         return self.work / f"beat.{rank}"
 
     def error(self, rank: int) -> Path:
-        """The `JobError` of a rank that raised an error."""
+        """The file with the `JobError` of a rank that raised an error."""
         return self.work / f"error.{rank}.json"
 
     @property
     def left(self) -> Path:
-        """A file that exists when the ranks of a session's job have left and all of their work is
-        done."""
+        """The file that rank 0 writes when the ranks of a session's job end normally, after the
+        job's last checkpoint."""
         return self.work / "left"
 
     @property
@@ -64,7 +64,7 @@ class Attempt:
         return self.work / "meeting"
 
     def event(self, kind: EventType, **data: Any) -> None:
-        """Append an event of this attempt to the job's events. Raises Conflict if the attempt was
+        """Appends an event of this attempt to the job's events. Raises Conflict if the attempt was
         ended."""
         with self.spool.job_lock(self.job):
             self.check()
@@ -84,7 +84,7 @@ class Attempt:
             raise Conflict(f"attempt {self.number} of job {self.job!r} was ended", field="attempt")
 
     def beats(self) -> dict[int, Beat]:
-        """The last heartbeat of each rank that has a readable one."""
+        """The last heartbeat of each rank whose heartbeat can be read."""
         beats: dict[int, Beat] = {}
         for rank, path in sorted(self._of_ranks("beat").items()):
             if (beat := fs.read_undamaged(path, Beat, sure=False)) is not None:
@@ -103,10 +103,10 @@ class Attempt:
         return {int(rank): path for rank, path in paths.items() if rank.isdigit()}
 
     def remove_staged(self) -> None:
-        """Remove the unfinished files of the ranks of an ended attempt.
+        """Removes the files of an ended attempt that were not committed.
 
         Staged files may fill the volume, and the record of the attempt's end needs space on the
-        volume. Finished files are safe, because a commit has moved them out of the attempt's
-        directory.
+        volume. Committed files are not affected, because the commit has moved them out of the
+        attempt's directory.
         """
         fence.take_staged(self.work)

@@ -1,5 +1,5 @@
 """Checkpoints (`runs/<run>/checkpoints/<8 digits>/`) and whole merged weights
-(`runs/<run>/merged/<8 digits>-<12 hex digits>/`). The 12 hexadecimal digits identify the
+(`runs/<run>/merged/<8 digits>-<12 hex digits>/`). The 12 hexadecimal digits in a name identify the
 checkpoint.
 
 A checkpoint's directory and a directory of merged weights are immutable once they have their final
@@ -40,11 +40,13 @@ class Checkpoints:
         return self._runs.directory(run) / "checkpoints"
 
     def steps(self, run: str) -> list[int]:
-        """The run's steps, ascending. Raises NotFound (field `run`) if the run does not exist."""
+        """The steps of the run's checkpoints, ascending. Raises NotFound (field `run`) if the run
+        does not exist."""
         return [int(name) for name in listing(self._dir(run)) if _is_step(name)]
 
     def discarded(self, run: str) -> list[Path]:
-        """The checkpoints that rollbacks took out of the chain: `<step>-<ULID of the rollback>`."""
+        """The directories of the checkpoints that rollbacks discarded: `<step>-<ULID of the
+        rollback>`."""
         directory = self._runs.directory(run) / "discarded"
         return [directory / name for name in listing(directory)]
 
@@ -104,15 +106,15 @@ class Checkpoints:
         return directory
 
     def manifest(self, run: str, step: int) -> Manifest:
-        """The manifest. Raises NotFound if the checkpoint does not exist, CheckpointDamaged if the
-        manifest is missing, is unreadable or belongs to another checkpoint."""
+        """The manifest. Raises NotFound if the checkpoint does not exist. Raises CheckpointDamaged
+        if the manifest is missing, is unreadable or belongs to another checkpoint."""
         path = self.path(run, step) / MANIFEST
         try:
             manifest = fs.read_record(path, Manifest)
         except ValidationError as error:
             raise CheckpointDamaged(f"{path} is truncated or altered ({error})") from error
         if manifest is None:
-            self.path(run, step)  # NotFound if the checkpoint was removed meanwhile
+            self.path(run, step)  # raises NotFound if the checkpoint was removed meanwhile
             raise CheckpointDamaged(f"{path} is missing")
         if (manifest.run, manifest.step) != (run, step):
             raise CheckpointDamaged(
@@ -122,8 +124,8 @@ class Checkpoints:
 
     def manifest_identity(self, run: str, step: int) -> tuple[int, int] | None:
         """The identity (inode, mtime in ns) of the manifest's file. The identity changes when the
-        manifest is written again. None if there is no manifest. Raises NotFound if the checkpoint
-        does not exist."""
+        manifest is written again. Returns None if there is no manifest. Raises NotFound if the
+        checkpoint does not exist."""
         with suppress(FileNotFoundError):
             status = (self.path(run, step) / MANIFEST).stat()
             return status.st_ino, status.st_mtime_ns
@@ -143,7 +145,7 @@ class Checkpoints:
 
     def verify(self, run: str, step: int) -> Manifest:
         """Compares every file with the manifest, and returns the manifest. Raises CheckpointDamaged
-        that names each damaged file."""
+        with the name of each damaged file."""
         manifest = self.manifest(run, step)
         verify_files(self.path(run, step), manifest)
         return manifest
@@ -158,18 +160,18 @@ class Checkpoints:
         check: Callable[[], None] = lambda: None,
         **details: Any,
     ) -> Manifest:
-        """Makes `staged_dir` the checkpoint `step`, by one rename. If the commit fails,
-        `staged_dir` stays where it was.
+        """Commits the directory `staged_dir` as the checkpoint `step`, by one rename. If the commit
+        fails, `staged_dir` stays where it was.
 
-        Raises Conflict (field `step`) if the step exists or does not follow the newest, and
-        InvalidInput if the directory holds anything but plain files.
+        Raises Conflict (field `step`) if `step` is not the newest step plus 1. Raises InvalidInput
+        if the directory contains a link or a special file.
 
         Args:
             staged_dir: any directory under the root.
-            sha256: the known hashes, which the writers of these files computed; all other files are
-                read to compute their hashes.
+            sha256: file name -> SHA-256, for files whose writers computed the hash. All other files
+                are read to compute their hashes.
             check: called right before the rename; it may raise an error to refuse the commit.
-            details: the manifest's other fields.
+            details: the values of further fields of the manifest.
         """
         target = self._dir(run) / step_name(step)
         newest = self.newest(run)
@@ -199,7 +201,7 @@ class Checkpoints:
 
     def made_by(self, job: Job) -> bool:
         """Whether the job's checkpoint exists and this job made it. A session's job makes any
-        number of checkpoints, so a checkpoint does not show that such a job is done."""
+        number of checkpoints, so a checkpoint does not show that a session's job is done."""
         if isinstance(job.spec, SessionJob):
             return False
         try:
@@ -210,8 +212,8 @@ class Checkpoints:
     def rollback(self, run: str, step: int) -> list[int]:
         """Moves every checkpoint after `step` into `runs/<run>/discarded/`, newest first; returns
         their steps. Raises Conflict (field `step`) if jobs of the run are queued or running,
-        because they build on these checkpoints. A crash in the middle leaves a shorter chain
-        without gaps; another call completes the rollback."""
+        because these jobs build on the checkpoints. A crash during the rollback leaves a shorter
+        chain without gaps. Another call completes the rollback."""
         if self._runs.get(run).session is not None:
             problem = f"run {run!r} is of a session, whose requests can't be undone"
             raise Conflict(f"{problem}; fork it from this step", field="run")
@@ -225,7 +227,7 @@ class Checkpoints:
                 try:
                     for other in later:
                         fs.remove_file(self._pins(run) / step_name(other))
-                    # The volume keeps the order of renames, so a single sync after all of them is
+                    # The volume keeps the order of renames, so one fsync after all renames is
                     # enough.
                     for other in later:
                         name = step_name(other)
@@ -236,16 +238,17 @@ class Checkpoints:
             return later
 
     def fork(self, run: str, step: int, new: RunSpec) -> RunSpec:
-        """Makes a run whose step 0 is a copy of this checkpoint, optimizer state included. The copy
-        is verified.
+        """Creates a run whose step 0 is a copy of this checkpoint, optimizer state included. Every
+        copied file is compared with the manifest.
 
-        Raises Conflict (field `name`) if `new.name` exists, InvalidInput if `new` has another base
-        model or LoRA shape, CheckpointDamaged if the checkpoint or its copy is damaged, and
-        NotFound if the run or the checkpoint does not exist. The source run may change during the
-        copy, because open files outlive their names.
+        Raises Conflict (field `name`) if the run `new.name` exists. Raises InvalidInput if `new`
+        has another base model or LoRA shape. Raises CheckpointDamaged if the checkpoint or its copy
+        is damaged. Raises NotFound if the run or the checkpoint does not exist. The source run may
+        change during the copy, because the source's files are opened before the copy and stay
+        readable after their removal.
 
         Args:
-            new: the new run; its `forked_from` is set here.
+            new: the new run's specification; `fork` sets its `forked_from`.
         """
         with ExitStack() as opened:
             with self._runs.lock(run):
@@ -263,8 +266,9 @@ class Checkpoints:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     with target.open("xb") as out:
                         shutil.copyfileobj(file, out, _COPY_BYTES)
-                    # Each file is verified right after its copy, because `recovery.sweep` removes
-                    # files that have not changed for an hour.
+                    # Each file is verified right after its copy, because a verification at the end
+                    # could last long. `recovery.sweep` removes a copy in which no file has changed
+                    # for an hour.
                     self._check_copy(checkpoint, run, manifest, name)
 
             sha256 = {name: entry.sha256 for name, entry in manifest.files.items()}
@@ -285,12 +289,12 @@ class Checkpoints:
             verify_files(copy, manifest.model_copy(update={"files": {name: manifest.files[name]}}))
         except CheckpointDamaged:
             with suppress(NotFound):
-                self.verify(run, manifest.step)  # names the source if the source is damaged
+                self.verify(run, manifest.step)  # raises an error if the source is damaged
             raise
 
     def _open(self, run: str, step: int, name: str, size: int) -> IO[bytes]:
         try:
-            # `most` refuses a longer file, which is damaged and would be copied whole
+            # A file that is longer than `size` is damaged, so `open_plain` refuses to open it.
             return open_plain(self.path(run, step) / name, most=size)
         except (FileNotFoundError, NotPlainError):
             self.verify(run, step)
@@ -298,8 +302,9 @@ class Checkpoints:
 
 
 class MergedFiles:
-    """Complete merged weights as Hugging Face models. The `manifest.json` of merged weights is the
-    checkpoint's manifest, but lists the files of the merged weights."""
+    """The complete merged weights of checkpoints, as Hugging Face models. The `manifest.json` of
+    merged weights is a copy of the checkpoint's manifest that lists the files of the merged
+    weights."""
 
     def __init__(
         self, runs: Runs, served: ServedRecords, replicas: Callable[[str], Collection[int]]
@@ -315,23 +320,23 @@ class MergedFiles:
         return self._runs.directory(run) / "merged"
 
     def steps(self, run: str) -> dict[Path, int]:
-        """The directories of whole weights, each with its step. Raises NotFound if the run does not
-        exist."""
+        """Directory -> step, for the whole merged weights of the run's checkpoints. Raises NotFound
+        if the run does not exist."""
         directory = self._dir(run)
         return {directory / name: int(name[:8]) for name in listing(directory) if _is_merged(name)}
 
     def _path(self, checkpoint: Manifest) -> Path:
         """The directory of the checkpoint's whole weights. The directory's name contains 12
-        hexadecimal digits that identify the checkpoint, so the weights of a discarded checkpoint of
-        the same step have another name."""
+        hexadecimal digits that identify the checkpoint. Two checkpoints of the same step therefore
+        have different directories of weights."""
         made = hashlib.sha256(f"{checkpoint.job} {checkpoint.created!r}".encode()).hexdigest()[:12]
         return self._dir(checkpoint.run) / f"{step_name(checkpoint.step)}-{made}"
 
     def commit(self, staged: Path, checkpoint: Manifest) -> int:
-        """Makes `staged`, a directory on the volume, the merged weights of the checkpoint. Removes
-        older merged weights, except the weights of the served step and of the previous step.
-        Returns the size of the merged weights in bytes. If the commit fails, `staged` stays where
-        it was. If the checkpoint already has merged weights, they are not replaced.
+        """Commits `staged`, a directory on the volume, as the merged weights of the checkpoint.
+        Removes older merged weights, except the weights of the served step and of the previous
+        step. Returns the size of the merged weights in bytes. If the commit fails, `staged` stays
+        where it was. If the checkpoint already has merged weights, they are not replaced.
         """
         run, target = checkpoint.run, self._path(checkpoint)
         directory = target.parent
@@ -356,7 +361,7 @@ class MergedFiles:
     def find(self, checkpoint: Manifest) -> Path | None:
         """Finds the directory with the whole weights of this checkpoint, and compares every file in
         the directory with the manifest. Returns the directory; None if it does not exist. Raises
-        CheckpointDamaged that names each damaged file."""
+        CheckpointDamaged with the name of each damaged file."""
         directory = self._path(checkpoint)
         manifest = fs.read_undamaged(directory / MANIFEST, Manifest)
         if manifest is None or (manifest.job, manifest.created) != (
@@ -370,15 +375,15 @@ class MergedFiles:
 
 @remembered
 def _bytes_of_all(directory: Path) -> int:
-    """Bytes of all files in the subdirectories. The results are cached by name, because a
-    subdirectory with a final name never changes."""
+    """The size in bytes of all files in the directory's subdirectories. The size of each
+    subdirectory is cached, because a subdirectory with a final name never changes."""
     return sum(_bytes_of(directory / name) or 0 for name in listing(directory))
 
 
 @remembered
 def _bytes_of(directory: Path) -> int:
-    """Bytes of all files below the directory. Broken links, and files that vanish during the count,
-    are skipped."""
+    """The size in bytes of all files below the directory. Broken links, and files that vanish
+    during the count, are skipped."""
     total = 0
     for here, _, files in os.walk(directory):
         for name in files:

@@ -23,8 +23,8 @@ _TAIL_BYTES = 65536
 
 
 class Events:
-    """Any process may append events to any job. `seq` counts 0, 1, 2, … without gaps across all
-    processes."""
+    """Any process may append events to any job. The `seq` of a job's events is 0, 1, 2, … without
+    gaps, whichever processes append the events."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -37,12 +37,12 @@ class Events:
         attempt: int = 0,
         **data: Any,
     ) -> Event:
-        """Adds one event, durably. If a dead writer left the last line unterminated, ends that line
-        first. Raises SpoolUnusable if the volume refuses the write; the file is then unchanged.
-        Raises NotFound (field `id`) if the job does not exist.
+        """Adds one event, durably. If a dead process left the last line without a newline, adds the
+        newline first. Raises SpoolUnusable if the volume refuses the write; the file is then
+        unchanged. Raises NotFound (field `id`) if the job does not exist.
 
         Args:
-            attempt: the attempt's number, from 1; 0: the event is of no attempt.
+            attempt: the attempt's number, from 1; 0 if the event belongs to no attempt.
             data: must be representable as JSON; NaN and infinities become null.
         """
         with file_lock(self._paths.job_lock(job_id)):
@@ -82,11 +82,11 @@ class Events:
 
     def _opened(self, path: Path) -> BinaryIO:
         """The event file, opened for appending. Anything at the path that is not a regular file is
-        removed: such damage must not prevent the job's end from being recorded."""
+        removed, so that the job's end can be recorded."""
         try:
             fd = descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-            # Readers ignore a file of more than EVENTS_BYTES, so nobody would see an appended
-            # event. So a larger file is emptied.
+            # An event file of more than EVENTS_BYTES is emptied, because readers ignore such a file
+            # and would not see the appended event.
             if os.fstat(fd).st_size > EVENTS_BYTES:
                 os.ftruncate(fd, 0)
         except NotPlainError:
@@ -107,9 +107,8 @@ class Events:
     def since(
         self, job_id: str, offset: int, limit: int | None = None
     ) -> tuple[list[Event], int, int]:
-        """The events of the complete lines from an offset on, the offset from which to continue,
-        and the file's size when it was read, in bytes. Reads at least one complete line, if the
-        file has one.
+        """The events of the complete lines from `offset` on, the offset for the next call, and the
+        file's size in bytes. Reads at least one complete line if the file has one after `offset`.
 
         Args:
             offset: the first byte to read, at the beginning of a line.

@@ -2,9 +2,9 @@
 even if its processes continue much later.
 
 An attempt makes its checkpoint by a rename out of its own directory. The fence renames the
-directory that would become the checkpoint. So the file system decides which of the two renames
-comes first, independent of any client's cache. A program that ends an attempt looks for the
-attempt's checkpoint after the fence.
+directory that would become the checkpoint. So the file system decides whether the commit's rename
+or the fence's rename comes first. No client's cache affects the order of the two renames. A program
+that ends an attempt looks for the attempt's checkpoint after the fence.
 """
 
 import time
@@ -19,11 +19,11 @@ _TRIES, _PAUSE_SECONDS = 50, 0.1
 
 
 def end(directory: Path) -> None:
-    """Ends for good the attempt whose files are in `directory`. Raises SpoolUnusable if the
+    """Permanently ends the attempt whose files are in `directory`. Raises SpoolUnusable if the
     directory can't be removed from the volume."""
     if not fs.exists(directory):
         return
-    with suppress(VolumeFull):  # the loop below ends the attempt even without the mark
+    with suppress(VolumeFull):  # the loop below ends the attempt even without the mark file
         fs.write_atomic(mark(directory), b"")
     for _ in range(_TRIES):
         take_staged(directory)
@@ -38,9 +38,9 @@ def end(directory: Path) -> None:
 
 
 def take_staged(directory: Path) -> None:
-    """Removes the directories in which the attempt stages its files. Each staged directory is
-    renamed itself: a process may hold a handle of `directory`, which stays valid if only
-    `directory` is renamed."""
+    """Removes the directories in which the attempt stages its files. Each staged directory itself
+    is renamed. If only `directory` were renamed, a process with an open handle of `directory` could
+    still use the staged directories."""
     with suppress(FileNotFoundError, NotADirectoryError):
         for path in directory.iterdir():
             if path.is_dir():
@@ -53,8 +53,8 @@ def mark(directory: Path) -> Path:
 
 
 class LivingAttempts:
-    """Filters a job's events, which are given in order: events that an attempt wrote after it was
-    ended are left out."""
+    """Filters a job's events, which are given in order. The filter leaves out events that an
+    attempt wrote after its end."""
 
     def __init__(self) -> None:
         self._ended = 0  # the newest attempt that has been ended

@@ -1,8 +1,9 @@
 """Files on the volume: durable writes that are committed by rename. Error messages say what to do.
 
-A write goes to a temporary name in the directory of its target (`.tmp-…`, which listings leave
-out). Then the temporary file is fsynced and renamed, and the directory is fsynced. So a file that
-exists under its final name is complete. A failed write removes its temporary file.
+A write first creates a temporary file in the directory of its target. Listings leave out the names
+of temporary files (`.tmp-…`). The temporary file is then fsynced and renamed, and the directory is
+fsynced. So a file that exists under its final name is complete. A failed write removes its
+temporary file.
 """
 
 import errno
@@ -63,8 +64,8 @@ _REMEDIES = {
 
 
 def new_ulid(at: float | None = None) -> str:
-    """A ULID: 26 characters of Crockford base32; 48 bits of milliseconds (`at`: Unix seconds, by
-    default now), then 80 random bits."""
+    """A ULID: 48 bits of milliseconds and 80 random bits, as 26 characters of Crockford base32.
+    `at`: the time in Unix seconds, by default now."""
     value = (int((time.time() if at is None else at) * 1000) << 80) | int.from_bytes(os.urandom(10))
     return "".join(_CROCKFORD[(value >> shift) & 31] for shift in range(125, -5, -5))
 
@@ -109,9 +110,9 @@ def fsync_dir(directory: Path) -> None:
 
 
 def fsync_tree(directory: Path) -> None:
-    """Makes `directory` and everything below it durable, and makes its files readable for every
-    user who can read the directory. safetensors writes files that only their owner can read, but
-    the users of a group share the volume.
+    """Makes `directory` and everything below it durable. Makes each file readable for every user
+    who can read the file's directory. The library safetensors writes files that only their owner
+    can read, but the users of a group share the volume.
     """
     with volume_errors(directory):
         for here, _, files in os.walk(directory, topdown=False):
@@ -133,13 +134,12 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Writes or replaces `path`. Readers see the old content or the new, even after a crash at any
-    point. Raises SpoolUnusable (full, read-only, no permission, …), and leaves no temporary file in
-    that case.
+    """Writes or replaces `path`. Readers see either the old or the new content, even after a crash.
+    Raises SpoolUnusable if the volume refuses the write; no temporary file stays.
 
     Args:
-        durable: call fsync on file and directory. Without fsync, the file may be old, empty or
-            missing after a power loss.
+        durable: whether fsync is called on the file and its directory. Without fsync, the file may
+            be old, empty or missing after a power loss.
     """
     with replacing(path, data, durable=durable):
         pass
@@ -147,7 +147,7 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 @contextmanager
 def replacing(path: Path, data: bytes, *, durable: bool = True) -> Iterator[None]:
-    """Like `write_atomic`, but as a context manager: the data is written before the `with` block,
+    """Like `write_atomic`, but as a context manager. The data is written before the `with` block,
     and the rename happens at the end of the block. If the block raises an error, the file `path`
     stays as it was.
 
@@ -188,7 +188,7 @@ def record_bytes(model: BaseModel) -> bytes:
 @contextmanager
 def staging(parent: Path) -> Iterator[Path]:
     """A new directory under `parent` with a temporary name. The directory is removed at the end of
-    the block unless it was renamed."""
+    the `with` block unless it was renamed."""
     directory = parent / f"{TEMPORARY}{new_ulid()}"
     with volume_errors(parent):
         directory.mkdir()
@@ -236,7 +236,7 @@ def move_file(source: Path, target: Path) -> None:
 
 def rename_dir(source: Path, target: Path) -> None:
     """Moves a directory within the volume, durably. Raises FileExistsError if `target` exists. The
-    content must be durable already (`fsync_tree`)."""
+    directory's content must already be durable (`fsync_tree`)."""
     taken = FileExistsError(errno.EEXIST, "exists already", str(target))
     if exists(target):
         raise taken
@@ -270,8 +270,8 @@ def remove_file(path: Path, *, durable: bool = True) -> None:
 
 def remove_tree(directory: Path) -> None:
     """Removes a directory if it exists. If the directory can't be removed, for example because NFS
-    keeps files that are still mapped, no error is raised. Renames the directory to a temporary name
-    first, unless it has a temporary name, so that no reader finds it incomplete."""
+    keeps files that are still mapped, no error is raised. The directory is first renamed to a
+    temporary name, so that no reader finds an incomplete directory."""
     with suppress(OSError):
         if not directory.name.startswith(TEMPORARY):
             directory = directory.rename(temporary_beside(directory))
@@ -279,8 +279,9 @@ def remove_tree(directory: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Whether the name exists. An NFS client caches absent names. So the function opens the parent
-    directory first, which makes the client ask the server whether the directory has changed."""
+    """Whether `path` exists. An NFS client caches the absence of a name. So the function first
+    opens the parent directory; the NFS client then asks the server whether the directory has
+    changed."""
     fd = open_dir(path.parent)
     if fd is None and path.parent != path and exists(path.parent):
         fd = open_dir(path.parent)
@@ -309,8 +310,8 @@ def read_bytes(path: Path, *, sure: bool = True, most: int = RECORD_BYTES) -> by
     as damage.
 
     Args:
-        sure: list the directory before returning None. Without this listing, an NFS client may not
-            see a new file yet.
+        sure: whether the directory is opened and the file read again before None is returned. An
+            NFS client that does not open the directory may not see a new file yet.
         most: the maximum size in bytes.
     """
     for more in (4, 3, 2, 1, 0):

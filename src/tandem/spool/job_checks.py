@@ -22,7 +22,7 @@ def check_reference(spec: JobSpec, steps: Sequence[int]) -> None:
 def check_age(spec: JobSpec, most: int | None) -> None:
     """Raises InvalidInput if a turn was sampled more than `most` steps before the job's base step.
     `data.prepare` has already compared the turns with the base step that was expected before
-    packing. The base step is later if other jobs have been queued since then."""
+    packing. The base step is higher than expected if other jobs were queued during the packing."""
     oldest = None if isinstance(spec, SessionJob) else spec.data.policy_step_min
     if most is not None and oldest is not None and (age := spec.base_step - oldest) > most:
         behind = (

@@ -1,10 +1,10 @@
 """Reads jobs; `tandem.spool.queue` changes them.
 
 A job is one directory (`tandem.spool.paths`), and the file `job.json` in this directory has the
-job's state. A job with a result is called decided, whichever directory it is in. The job has ended
+job's state. A job with a result is called decided, whichever directory it is in. A job has ended
 once its terminal event is written. A live job whose `job.json` is damaged fails; the directory of
-any damaged job is moved to `jobs/damaged/`. A file with keys of a newer version stays, and its job
-waits for a program of that version.
+any damaged job is moved to `jobs/damaged/`. A `job.json` with keys of a newer version stays
+unchanged, and its job waits for a program of that version.
 """
 
 import heapq
@@ -35,9 +35,9 @@ log = Log("spool")
 
 
 class Index:
-    """The list of jobs. The list is computed from the names of the jobs' directories. The states of
+    """The list of jobs, which is computed from the names of the jobs' directories. The states of
     claimed jobs are read from the jobs' files. A directory that has not changed is not listed again
-    (`listing`), so answers stay fast with many jobs."""
+    (`listing`), so the list stays fast with many jobs."""
 
     def __init__(
         self, paths: Paths, locate: Callable[[JobKey], tuple[JobState, Job] | None]
@@ -45,19 +45,19 @@ class Index:
         self._paths, self._locate = paths, locate
 
     def live(self, run: str | None = None) -> list[tuple[JobDir, ...]]:
-        """The live jobs by directory: queued jobs, running jobs, and decided jobs whose directories
-        have not moved yet."""
+        """The live jobs, one tuple for each directory. Live jobs are queued jobs, running jobs, and
+        decided jobs whose directories have not moved yet."""
         return [self._paths.entries(directory) for directory in self._paths.live_buckets(run)]
 
     def ended(self) -> dict[Path, tuple[JobDir, ...]]:
-        """The ended jobs by directory. As long as a directory has not changed, its tuple is the
-        same object."""
+        """Directory -> its ended jobs. The tuple of a directory stays the same object until the
+        directory changes."""
         top = self._paths.ended
         return {top / name: self._paths.entries(top / name) for name in listing(top)}
 
     def active(self) -> list[JobKey]:
-        """The jobs that are named in `jobs/active/`, in the order of submission. Some of these jobs
-        may have been removed or queued again meanwhile."""
+        """The jobs that are named in `jobs/active/`, in the order of submission. A job with a name
+        in `jobs/active/` may already have been removed or queued again."""
         return [key for name in listing(self._paths.active) if (key := JobKey.parse(name))]
 
     def running(self, run: str | None = None) -> list[JobKey]:
@@ -66,14 +66,14 @@ class Index:
         return [key for key in self.active() if run in (None, key.run) and self._runs(key)]
 
     def _runs(self, key: JobKey) -> bool:
-        # the job was removed, or a newer version wrote its file, and only that version can read the
-        # state
+        # `_locate` returns None if the job was removed, or if a newer version wrote its file. A job
+        # of a newer version counts as running.
         if (located := self._locate(key)) is None:
             return fs.exists(self._paths.live_dir(key))
         return located[0] == "running"
 
     def count(self, state: JobState, run: str | None = None) -> int:
-        """The number of jobs in one state; `run`: only jobs of this run."""
+        """The number of jobs in one state. If `run` is given, only its jobs are counted."""
         if state == "queued":
             return sum(map(len, self.live(run))) - len(self.running(run))
         return sum(1 for _ in self.newest_first(state, run))
@@ -106,7 +106,7 @@ class Index:
         return (entry for entry in merged if entry.ended in states and run in (None, entry.key.run))
 
     def runs(self) -> list[str]:
-        """Runs that have, or had, live jobs."""
+        """The runs with a directory in `jobs/live/`, which may be empty."""
         return [name for name in listing(self._paths.live) if is_run_name(name)]
 
     def queued(self, run: str) -> Iterator[JobKey]:
@@ -140,7 +140,8 @@ class Index:
             step = end
 
     def junk(self) -> list[Path]:
-        """Paths in the directories of jobs whose names are not the name of a job."""
+        """The paths below `jobs/live/`, `jobs/active/` and `jobs/ended/` whose names are
+        invalid."""
         live, active = self._paths.live, self._paths.active
         found = [active / name for name in listing(active) if JobKey.parse(name) is None]
         for name in listing(live):
@@ -179,11 +180,11 @@ class Jobs:
         """Jobs and their states, oldest first.
 
         Args:
-            run: only jobs of this run; None: of all runs.
-            states: only jobs in these states; None or empty: in all states.
+            run: list only jobs of this run; None: list jobs of all runs.
+            states: list only jobs in these states; None or empty: list jobs in all states.
             limit: return only the newest `limit` jobs; None: all.
-            before: only jobs submitted before the job with this id. Raises NotFound (field
-                `before`) if there is no such job.
+            before: list only jobs submitted before the job with this id. Raises NotFound (field
+                `before`) if no job has this id.
         """
         wanted = frozenset(states or _STATES)
         bound = None
@@ -220,7 +221,7 @@ class Jobs:
         return sorted(self.list(run, PENDING), key=lambda item: item[1].spec.base_step)
 
     def check_none_pending(self, run: str, field: str) -> None:
-        """Raises Conflict (with this field) if jobs of the run are queued or running."""
+        """Raises Conflict (with the field `field`) if jobs of the run are queued or running."""
         jobs = [f"{job.spec.id} ({state})" for state, job in self.list(run, PENDING, limit=5)]
         for entry in self.index.newest_live(run) if not jobs else ():
             if self._is_unreadable(entry.key):
@@ -233,7 +234,7 @@ class Jobs:
             )
 
     def decided(self, run: str) -> set[JobKey]:
-        """The run's live jobs that already have a result. These jobs will make no further
+        """The run's live jobs that already have a result. A job with a result makes no further
         checkpoint."""
         keys = [key for key in self.index.active() if key.run == run]
         found = [(key, self.locate(key, sure=False)) for key in keys]
@@ -246,7 +247,8 @@ class Jobs:
 
     def failed_on(self, run: str, base_step: int) -> tuple[JobState, str] | None:
         """State and id of the newest failed job with this base step. If no job with this base step
-        has failed, state and id of the newest cancelled job; None if there is neither."""
+        has failed, returns the newest cancelled job. Returns None if no job with this base step has
+        failed or was cancelled."""
         for state in ("failed", "cancelled"):
             for key in self.index.newest_first(state, run):
                 if key.base_step == base_step:
@@ -257,16 +259,17 @@ class Jobs:
         return fs.exists(self._paths.cancel_file(job_id))
 
     def find(self, job_id: str) -> JobKey | None:
-        """The job's key, or None."""
+        """The job's key; None if the job does not exist."""
         entry = self._paths.find(job_id)
         return None if entry is None else entry.key
 
     def locate(
         self, job: str | JobKey | JobDir, *, sure: bool = True
     ) -> tuple[JobState, Job] | None:
-        """The job and its state, or None. A decided job whose directory has not moved yet counts as
-        `running`. The argument `sure` is explained at `fs.read_bytes`. A lookup by key or by entry
-        is faster than by id, because it need not search the live jobs."""
+        """The job and its state; None if the job does not exist or can't be read. A decided job
+        whose directory has not moved yet counts as `running`. The argument `sure` is explained at
+        `fs.read_bytes`. A lookup by key or by entry is faster than a lookup by id, which searches
+        all live jobs."""
         if isinstance(job, str):
             key, entry = None, self._paths.find(job)
         else:
@@ -312,10 +315,9 @@ class Jobs:
         return newer
 
     def _set_aside(self, entry: JobDir, error: Exception) -> None:
-        """Ends a damaged job, and moves its directory to `jobs/damaged/`. If this fails, for
+        """Ends a damaged job, and moves its directory to `jobs/damaged/`. If the move fails, for
         example on a full volume, the next reader of the job tries again. The terminal event is
-        written before the directory moves, so a job that was set aside always has its terminal
-        event."""
+        written before the move, so every job in `jobs/damaged/` has its terminal event."""
         key, target = entry.key, self._paths.damaged / f"{entry.key.name}.{fs.new_ulid()}"
         message = (
             f"{entry.directory / JOB_FILE} is damaged or of another Tandem version, and its"
@@ -335,7 +337,7 @@ class Jobs:
             log.error("set a damaged job aside", job=key.id, error=message)
 
     def located(self, job_id: str) -> tuple[JobState, Job]:
-        """Like `locate`, but never None. Raises NotFound (field `id`) if there is no such job."""
+        """Like `locate`, but raises NotFound (field `id`) instead of returning None."""
         if (located := self.locate(job_id)) is None:
             damaged = self._paths.set_aside(job_id)
             why = f": it was damaged, and its directory is {damaged[-1]}" if damaged else ""
@@ -343,8 +345,8 @@ class Jobs:
         return located
 
     def _state(self, state: JobState, job: Job) -> JobState:
-        """The job's state in the form that every program reports: terminal exactly when the
-        terminal event is written."""
+        """The job's state as every program reports it. The reported state is terminal exactly when
+        the terminal event is written."""
         if state in TERMINAL or job.result is None:
             return state
         if self._events.ended(job.spec.id):
@@ -363,8 +365,8 @@ def remove_unkept(directory: Path) -> None:
 
 
 def _check(entry: JobDir, job: Job | None) -> None:
-    """Raises ValueError if the file is missing, belongs to another job, or contradicts itself or
-    the state in the directory's name."""
+    """Raises ValueError if the file is missing or belongs to another job. Also raises ValueError if
+    the file's state contradicts its result or the directory's name."""
     if job is None:
         raise ValueError("it is missing")
     if job.key != entry.key:

@@ -1,10 +1,10 @@
-"""Locks between processes and threads, and the records that a runner keeps while it works: the
-runner lock, the leases of jobs, and the hold of shared GPUs.
+"""Locks between processes and threads, and three records of the runner. The records are the runner
+lock, the leases of jobs, and the hold of shared GPUs.
 
 Locks are fcntl record locks, which the kernel frees when their holder dies. A record lock belongs
-to the process. A record lock doesn't exclude other threads of the process, and closing *any*
-descriptor of the file releases it. So each lock file also has a thread lock, and no other module
-opens lock files.
+to the process. A record lock doesn't exclude other threads of the process. Closing *any* descriptor
+of the file releases the record lock. Each lock file therefore also has a thread lock, and no other
+module opens lock files.
 """
 
 import errno
@@ -50,8 +50,8 @@ _process_locks_lock = threading.Lock()
 
 
 def _forget_in_child() -> None:
-    """Resets the locks in a forked child, because the parent keeps the record locks, and the child
-    lacks the threads that hold the thread locks."""
+    """Resets the locks in a forked child. After a fork, the parent keeps the record locks, and the
+    child lacks the threads that hold the thread locks."""
     global _process_locks_lock
     _process_locks.clear()
     _process_locks_lock = threading.Lock()
@@ -63,9 +63,9 @@ os.register_at_fork(after_in_child=_forget_in_child)
 @contextmanager
 def file_lock(path: Path, *, blocking: bool = True) -> Iterator[int]:
     """Holds an exclusive lock on `path`, which is created if absent; yields the file's descriptor.
-    The same thread may take the lock again. With `blocking=False`, raises LockHeldError if another
-    process or thread holds the lock. Raises SpoolUnusable if the volume is read-only or does not
-    support locks."""
+    A thread that holds the lock may take it again. With `blocking=False`, raises LockHeldError if
+    another process or thread holds the lock. Raises SpoolUnusable if the volume is read-only or
+    does not support locks."""
     with _process_locks_lock:
         lock = _process_locks.setdefault(os.path.realpath(path), _ProcessLock())
     if not lock.thread_lock.acquire(blocking=blocking):
@@ -104,8 +104,9 @@ def _open_locked(path: Path, blocking: bool) -> int:
 
 def is_locked(path: Path) -> bool:
     """Whether another process holds a record lock on `path`. The function only asks the kernel and
-    does not take the lock, so no other process has to wait. The holder must not call this function:
-    it would return False, and closing the descriptor would release the holder's lock.
+    does not take the lock, so no other process has to wait. The holder of the lock must not call
+    `is_locked`. `is_locked` would return False, and closing the descriptor would release the
+    holder's lock.
     """
     fd = descriptor(path, os.O_RDONLY)
     try:
@@ -148,8 +149,8 @@ def _hold(paths: Paths, path: Path, kind: str, name: str) -> Iterator[None]:
 
 
 def runner_info(paths: Paths) -> RunnerInfo | None:
-    """The runner that holds `jobs/runner.lock`, or held it last; None if there was none. The runner
-    itself must not call this function, because it would release its own lock."""
+    """The runner that holds `jobs/runner.lock`, or held it last; None if no runner ever held the
+    lock. The runner itself must not call this function, because it would release its own lock."""
     with suppress(OSError):
         return fs.read_undamaged(paths.runner_lock, RunnerInfo)
     return None
@@ -175,13 +176,13 @@ class Leases:
         return fs.read_undamaged(self._paths.lease_file(job_id), Lease)
 
     def write(self, job: Job, runner: str, phase: str, waits_since: float | None = None) -> None:
-        """Writes the runner's heartbeat for the job. No check is needed, because the runner of the
-        spool, which holds the runner lock, is the only writer.
+        """Writes the runner's heartbeat for the job. The write needs no check, because only the
+        runner that holds the runner lock writes leases.
 
         Args:
             runner: the runner's name.
-            waits_since: the time since which the attempt has waited for its ranks to start, in Unix
-                seconds; None: the ranks run.
+            waits_since: the time (Unix seconds) at which the attempt began to wait for its ranks to
+                start; None if the ranks run.
         """
         lease = Lease(
             job=job.spec.id,
@@ -193,24 +194,23 @@ class Leases:
             beat=time.time(),
             waits_since=waits_since,
         )
-        # Not durable, because a power loss ends the runner too, and a lease without a runner has no
-        # meaning.
+        # The write is not durable, because a power loss also ends the runner, and a lease without
+        # its runner has no meaning.
         fs.write_json_atomic(self._paths.lease_file(job.spec.id), lease, durable=False)
 
 
 class HoldRecord:
-    """The hold, `jobs/hold.json`, records that the GPUs that trainer and vLLM share belong to the
-    trainer now. While the hold is *live*, no program wakes vLLM, starts it, or loads anything into
-    it. The hold is live while its runner holds the runner lock and renews the hold's heartbeat
-    (`beat`). If the runner dies, the kernel releases the lock; if the runner hangs, the heartbeat
-    becomes old.
+    """The hold, `jobs/hold.json`, reserves the GPUs for the trainer if trainer and vLLM share GPUs.
+    While the hold is *live*, no program wakes vLLM, starts it, or loads anything into it. The hold
+    is live while its runner holds the runner lock and renews the hold's heartbeat (`beat`). If the
+    runner dies, the kernel releases the lock; if the runner hangs, the heartbeat becomes old.
     """
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
 
     def get(self) -> Hold | None:
-        """The hold; None if there is none, or if the file is damaged."""
+        """The hold; None if no hold exists, or if the file is damaged."""
         return fs.read_undamaged(self._paths.hold, Hold)
 
     def put(self, hold: Hold) -> None:
@@ -220,13 +220,13 @@ class HoldRecord:
         fs.remove_file(self._paths.hold)
 
     def live(self) -> Hold | None:
-        """The hold if it is live; otherwise None. The runner itself must not call this method,
-        because it would release its own lock (`is_locked`)."""
+        """The hold if it is live; None if it is not live. The runner itself must not call this
+        method, because it would release its own lock (`is_locked`)."""
         hold, path = self.get(), self._paths.runner_lock
         if hold is not None and abs(time.time() - hold.beat) <= hold.lease:
             runner = runner_info(self._paths)
-            # Runners are compared by name and not by time, because the clock may have been set back
-            # since the runner started.
+            # Runners are compared by name instead of by time, because the clock may have been set
+            # back since the runner started.
             if runner is not None and is_locked(path) and runner.runner == hold.runner:
                 return hold
         return None

@@ -1,8 +1,9 @@
-"""The paths of jobs and locks on the volume, and caches of data that is read often: listings of
-directories, and values computed from files. `runs` and `checkpoints` build the paths inside a run.
+"""The paths of jobs and locks on the volume. The module also caches listings of directories and
+values that are computed from files. The modules `runs` and `checkpoints` build the paths inside a
+run.
 
-A job is one directory. Until the job ends, the directory is `jobs/live/<run>/<bucket>/<key>/`; then
-it is `jobs/ended/<digit>/<key>,<state>/`.
+A job is one directory. The directory of a job is `jobs/live/<run>/<bucket>/<key>/` until the job
+ends, and `jobs/ended/<digit>/<key>,<state>/` afterwards.
 """
 
 import hashlib
@@ -43,11 +44,11 @@ def step_name(step: int) -> str:
 
 
 class JobDir(NamedTuple):
-    """A job's directory, parsed from its name. Entries sort by submission."""
+    """A job's directory, parsed from its name. `JobDir` objects sort in the order of submission."""
 
     key: JobKey
-    # the parent directory; not the full path, because pathlib never frees a name that was part of a
-    # path
+    # The parent directory. The full path is not stored, because pathlib never frees a name that was
+    # part of a path.
     parent: Path
     ended: JobState | None = None  # the terminal state of a job that has ended
 
@@ -111,7 +112,7 @@ class Paths:
         return self.sessions / session
 
     def bucket(self, run: str, base_step: int) -> Path:
-        """The directory for the run's live jobs with this base step and with base steps near it."""
+        """The directory for the run's live jobs with this base step and with nearby base steps."""
         return self.live / run / f"{base_step // BUCKET:05d}"
 
     def live_dir(self, key: JobKey) -> Path:
@@ -124,18 +125,20 @@ class Paths:
         return self.ended / _digit(key.id) / f"{key.name},{state}"
 
     def active_file(self, key: JobKey) -> Path:
-        """A file that exists while a live job runs or is being ended, but not while the job is only
-        queued. Programs that list running jobs read the `job.json` of the jobs with such a file."""
+        """A file that exists while a live job runs or is being ended. A queued job has no file in
+        `jobs/active/`. Programs that list running jobs read only the `job.json` of jobs with a file
+        in `jobs/active/`."""
         return self.active / key.name
 
     def live_buckets(self, run: str | None = None) -> list[Path]:
-        """The directories of live jobs, run by run, ordered by base step."""
+        """The directories that contain the live jobs' directories, run by run, in the order of base
+        steps."""
         runs = filter(is_run_name, listing(self.live)) if run is None else [run]
         return [self.live / name / step for name in runs for step in listing(self.live / name)]
 
     def entries(self, directory: Path) -> tuple[JobDir, ...]:
-        """The jobs in a directory of live or ended jobs, in the order of submission. As long as the
-        directory has not changed, the tuple is the same object."""
+        """The jobs in a directory of live or ended jobs, in the order of submission. Returns the
+        same tuple object until the directory changes."""
         return self._parsed(directory)[0]
 
     def find(self, job: str | JobKey) -> JobDir | None:
@@ -173,8 +176,8 @@ class Paths:
         return [self.damaged / name for name in sorted(names, key=lambda name: name[-26:])]
 
     def job_dir(self, job_id: str) -> Path:
-        """The job's directory, even if the job is damaged. If there is no such job, the path does
-        not exist."""
+        """The job's directory, even if the job is damaged. If no job has this id, returns a path
+        that does not exist."""
         if (entry := self.find(job_id)) is not None:
             return entry.directory
         return next(reversed(self.set_aside(job_id)), self.jobs / "none" / job_id)
@@ -184,15 +187,15 @@ class Paths:
         return self.job_dir(job_id) / JOB_FILE
 
     def data_dir(self, job_id: str) -> Path:
-        """The job's packed arrays; removed when the job ends."""
+        """The directory with the job's packed arrays; it is removed when the job ends."""
         return self.job_dir(job_id) / "data"
 
     def all_work_dirs(self, job_id: str) -> Path:
         return self.job_dir(job_id) / "attempts"
 
     def work_dir(self, job_id: str, attempt: int) -> Path:
-        """The files of one attempt; a claim creates the directory, and the attempt's end removes
-        it."""
+        """The directory with the files of one attempt. A claim of the job creates the directory,
+        and the attempt's end removes it."""
         return self.all_work_dirs(job_id) / str(attempt)
 
     def lease_file(self, job_id: str) -> Path:
@@ -206,7 +209,8 @@ class Paths:
         return self.job_dir(job_id) / EVENTS_FILE
 
     def log_file(self, job_id: str) -> Path:
-        """The output of the ranks in all attempts; kept when the job has ended."""
+        """The log file with the output of the job's ranks in all attempts. An ended job keeps this
+        file."""
         return self.job_dir(job_id) / LOG_FILE
 
     def job_lock(self, job_id: str) -> Path:
@@ -239,8 +243,8 @@ def _entry(parent: Path, name: str, ended: bool) -> JobDir | None:
 
 
 class Names(tuple[str, ...]):
-    """The sorted names in a directory. `parsed` caches the values that a reader computed from
-    them."""
+    """The sorted names in a directory. `parsed` caches the values that a reader computed from the
+    names."""
 
     parsed: tuple[Any, ...] | None = None
 
@@ -260,7 +264,7 @@ file system."""
 
 def listing(directory: Path) -> Names:
     """The names in `directory`, without temporary and hidden names; empty if the directory does not
-    exist. Returns the same object as long as the directory has not changed."""
+    exist. Returns the same `Names` object until the directory changes."""
     # Opening the directory makes an NFS client ask the server for the mtime.
     if (fd := fs.open_dir(directory)) is None:
         _listings.pop(str(directory), None)
@@ -278,7 +282,8 @@ def listing(directory: Path) -> Names:
     if known.names == names:
         names = known.names
     if gone := tuple(f"{directory}/{name}/" for name in set(known.names).difference(names)):
-        # Other threads add and remove listings meanwhile.
+        # The loop uses a copy of the listings, because other threads add and remove listings
+        # meanwhile.
         for path in [path for path in list(_listings) if f"{path}/".startswith(gone)]:
             _listings.pop(path, None)
     since = known.since if known.directory == identity else now

@@ -1,12 +1,13 @@
 """Changes jobs: submit, claim, cancel, requeue, finish.
 
-A change of the state is one rename of the job's `job.json`. One rename of a job's directory creates
-the job, and another rename of the directory ends the job. Each change holds the job's lock. The
-steps of a change are ordered so that a crash leaves either the state before the change or the state
-after it. The same call, the next claim, or a new runner's `recover` completes a change that a crash
-interrupted. `jobs/active/` has the names of the live jobs that run or are being ended. A job's name
-is added before its state changes from `queued`, and removed after the job is queued again or has
-ended. Locks are taken in this order: the run's lock, the lock of claims, the job's lock.
+A change of a job's state is one rename of the job's `job.json`. One rename of a job's directory
+creates the job, and another rename of the directory ends the job. Each change of a job is made
+under the job's lock. The steps of a change are ordered so that a crash leaves either the state
+before the change or the state after it. A change that a crash interrupted is completed by a
+repeated call, the next claim, or a new runner's `recover`. `jobs/active/` has the names of the live
+jobs that run or are being ended. A job's name is added to `jobs/active/` before its state changes
+from `queued`, and removed after the job is queued again or has ended. Locks are taken in this
+order: the run's lock, the lock of claims, the job's lock.
 """
 
 import socket
@@ -76,22 +77,22 @@ class Queue:
         most_behind: int | None = None,
         now: Callable[[], float] = time.time,
     ) -> tuple[Job, bool]:
-        """Queues a job. Returns the job, and whether the job is new. If the call or `make` fails,
+        """Queues a job. Returns the job, and whether the job is new. If `submit` or `make` fails,
         no file of the job stays on the volume.
 
-        A known id with the same run and fingerprint returns the known job.
+        If a job with this id, run and fingerprint exists, that job is returned.
 
         Args:
             make: `make(id, base_step, directory)` writes the job's data into `directory` and
-                returns its specification. The specification's `base_step`, `created` and
-                `data.path` are set here, because another job may be queued while `make` runs.
-            job_id: the client's id, or None for a new one. Raises Conflict (field `id`) if the id
-                is known with another run or fingerprint.
+                returns the job's specification. `submit` sets the specification's `base_step`,
+                `created` and `data.path`, because another job may be queued while `make` runs.
+            job_id: the client's id, or None for a new one. Raises Conflict (field `id`) if a job
+                with this id has another run or fingerprint.
             base_step: the step that the client expects to start from. Raises Conflict (field
-                `base_step`) if that step is not `next_base(run)`.
+                `base_step`) if `base_step` is not `next_base(run)`.
             most_behind: the maximum number of steps between the job's base step and the step that
-                sampled its oldest turn. Raises InvalidInput (field `max_off_policy_steps`) for an
-                older turn.
+                sampled its oldest turn. Raises InvalidInput (field `max_off_policy_steps`) if the
+                oldest turn is older than that.
             now: Unix seconds.
         """
         spec_of_run = self._runs.get(run)
@@ -99,8 +100,8 @@ class Queue:
             job_id = fs.new_ulid()
         elif (known := self._known(job_id, run, fingerprint)) is not None:
             return known, False
-        # This first check of `base_step` only refuses early. The job's base step is certain only
-        # after the data has been written, because other jobs may be queued meanwhile.
+        # The first check of `base_step` refuses a wrong step before the data is written. The check
+        # is repeated after the write, because other jobs may be queued meanwhile.
         expected = (
             self._checkpoints.newest(run) if base_step is None else self._check_base(run, base_step)
         )
@@ -130,10 +131,10 @@ class Queue:
         return job, True
 
     def _next_created(self, run: str, now: float) -> float:
-        """`now`; or, if a live job of the run was created later, a time just after that job's
-        `created`. The clock of the host that created that job may be ahead. A reader that reads
-        jobs in the order of `created` must not miss a job because the new job sorts before the jobs
-        that it has already read.
+        """The later of `now` and a time just after the `created` of all live jobs of the run. A
+        live job's `created` may be later than `now`, because another host's clock may be ahead. A
+        new job must sort after all live jobs, so that a reader that has already read these jobs
+        finds the new job.
         """
         newest = [entry.key for entry in islice(self._index.newest_live(run), 1)]
         pending = [*newest, *(key for key in self._index.active() if key.run == run)]
@@ -150,7 +151,7 @@ class Queue:
 
     def _check_base(self, run: str, base_step: int | None) -> int:
         """The result of `next_base`. Raises Conflict if `base_step` is given and differs from
-        this result."""
+        `next_base`."""
         expected = self.next_base(run)
         if base_step is not None and base_step != expected:
             newest = self._checkpoints.newest(run)
@@ -190,8 +191,8 @@ class Queue:
 
     def _mark(self, key: JobKey) -> None:
         """Adds the job to `jobs/active/`, so that programs that list jobs read its file from now
-        on. A power loss may undo the addition, so a claim and `recover` also read the first job of
-        each run."""
+        on. A power loss may remove the name from `jobs/active/`, so a claim and `recover` also read
+        the first job of each run."""
         with fs.volume_errors(self._paths.active):
             self._paths.active_file(key).touch()
 
@@ -199,17 +200,17 @@ class Queue:
         _remove(self._paths.active_file(key))
 
     def _remove_empty(self, key: JobKey) -> None:
-        """Removes the parent directories of a job that has been moved or removed, if they are
-        empty: the bucket and the run's directory."""
+        """Removes the bucket of a job that was moved or removed, and the run's directory in
+        `jobs/live/`, if these directories are empty."""
         directory = self._paths.live_dir(key).parent
         fs.remove_empty(directory, directory.parent)
 
     def claim(self, runner: str, *, waiting: Collection[str] = ()) -> Job | None:
         """Starts an attempt of the oldest queued job whose run has no running job; None if there is
         no such job. A run's jobs are claimed in the order of their base steps. If a job's id is in
-        `waiting`, neither this job nor the later jobs of its run are claimed. When the method
-        returns a job, the job is running, with one more attempt, a lease, a work directory and the
-        event `claimed`. If the method raises an error, the job is still queued."""
+        `waiting`, neither this job nor the later jobs of its run are claimed. The returned job is
+        running, and has a new attempt, a lease, a work directory and the event `claimed`. If the
+        method raises an error, the job is still queued."""
         with file_lock(self._paths.claim_lock):
             for key in self._index.active():
                 self.settle(key)
@@ -226,9 +227,8 @@ class Queue:
                         located = self._jobs.locate(head)
                         if located is not None and located[0] == "queued":
                             return self._start(located[1], runner)
-                        # `locate` does not find a job that was set aside. It also does not find a
-                        # damaged job whose directory stays until the volume accepts the writes that
-                        # end the job.
+                        # `locate` does not find a damaged job. The directory of a damaged job may
+                        # stay in `jobs/live/` until the volume accepts the writes that end the job.
                         if located is None:
                             passed.add(head.id)
                         else:
@@ -247,7 +247,7 @@ class Queue:
                 work.mkdir(parents=True)
             self._mark(key)
             self._leases.write(job, runner, "claimed")
-            # The rename at the end of the block claims the job.
+            # The rename at the end of the `with` block claims the job.
             with fs.replacing(directory / JOB_FILE, fs.record_bytes(job)):
                 self._say(job, "claimed", runner=runner, host=socket.gethostname())
         except BaseException:
@@ -280,7 +280,7 @@ class Queue:
 
     def cancel(self, job_id: str) -> JobState:
         """Cancels a queued job immediately. If the job runs, asks the runner to stop the job.
-        Returns the state after the call."""
+        Returns the job's new state."""
         with self._job_lock(job_id):
             directory, job = self._jobs.located(job_id)
             if directory == "running" and job.result is None:
@@ -289,9 +289,10 @@ class Queue:
             return self._end(directory, job, _cancelled("cancelled before it started"))
 
     def requeue(self, job: Job, error: JobError, *, counts: bool = True) -> JobState:
-        """Ends an attempt without a result. Returns the new state: `cancelled` if cancellation was
-        requested; `failed` if `error` is not retriable or no attempt is left; `succeeded` if the
-        attempt made its checkpoint; else `queued`. A decided job keeps its result.
+        """Ends an attempt without a result. Returns the job's new state. The state is `succeeded`
+        if the attempt made its checkpoint, and `cancelled` if cancellation was requested. The state
+        is `failed` if `error` is not retriable or no attempt is left, and `queued` in all other
+        cases. A decided job keeps its result.
 
         Args:
             counts: whether the attempt counts towards the job's `max_attempts`; False if the
@@ -324,9 +325,9 @@ class Queue:
             return "queued"
 
     def finish(self, job: Job, result: JobResult) -> JobState:
-        """Ends a running job; returns the terminal state. Idempotent: the first result is kept, and
-        a second call completes a change that a crash interrupted. Raises Conflict (field `id`) if
-        the job is queued, or in another attempt."""
+        """Ends a running job; returns the terminal state. The first result is kept; a second call
+        completes a change that a crash interrupted. Raises Conflict (field `id`) if the job is
+        queued, or if another attempt runs."""
         with self._job_lock(job.spec.id):
             directory, current = self._jobs.located(job.spec.id)
             if current.result is None:
@@ -365,8 +366,8 @@ class Queue:
         return result.state
 
     def _end_attempt(self, job: Job) -> JobResult | None:
-        """Ends the attempt for good. Returns the result `succeeded` if the attempt committed its
-        checkpoint before the fence; otherwise None."""
+        """Permanently ends the attempt. Returns the result `succeeded` if the attempt committed its
+        checkpoint before the fence; None if it did not."""
         fence.end(self._paths.work_dir(job.spec.id, job.attempt))
         if not self._checkpoints.made_by(job):
             return None
@@ -379,7 +380,7 @@ class Queue:
 
 
 def _remove(*paths: Path) -> None:
-    """Removes files that no longer have a meaning; ignores errors of the volume."""
+    """Removes files that no program needs any more; ignores errors of the volume."""
     for path in paths:
         with suppress(OSError, SpoolUnusable):
             fs.remove_file(path, durable=False)

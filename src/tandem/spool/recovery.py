@@ -1,4 +1,4 @@
-"""Recovery: a new runner settles the jobs and files that a dead runner left."""
+"""Recovery: a new runner ends or requeues the jobs of a dead runner, and removes its files."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,18 +8,19 @@ from tandem.spool import Spool, fs
 from tandem.spool.jobs import JobList
 from tandem.spool.schema import TERMINAL, Job, JobError, JobState
 
-# Temporary files that were written within this many seconds are kept: they may belong to a living
-# process, for example to a submission that is being packed.
+# Temporary files that were written within this many seconds are kept, because they may belong to a
+# living process, such as a submission of a job.
 STALE_SECONDS = 3600.0
 
 
 def recover(
     spool: Spool, runner: str, adopts: Callable[[Job], bool] = lambda _job: False
 ) -> JobList:
-    """Settles the jobs of a dead runner, and removes the files that dead processes left. The caller
-    holds the runner lock, and has ended orphaned ranks. Returns the jobs whose state changed, with
-    their new states. A running job with a result is finished, and a running job that made its
-    checkpoint succeeds. All other running jobs are queued again.
+    """Ends or requeues the jobs of a dead runner, and removes the files that dead processes left.
+    The caller holds the runner lock, and has ended orphaned ranks. Returns the jobs whose state
+    changed, with their new states. A running job with a result is finished, and a running job that
+    made its checkpoint succeeds. A running job with neither a result nor a checkpoint is queued
+    again (`Queue.requeue`).
 
     Args:
         runner: the name of the caller, which is a runner.

@@ -1,8 +1,8 @@
 """Removes runs, checkpoints, ended jobs and damaged jobs that nothing needs any more.
 
 Each directory is renamed to a temporary name first, so that no reader finds it incomplete. If the
-process dies, each run, checkpoint or job is either complete or gone for every reader, and the next
-`sweep` removes the remaining files.
+process dies, each run, checkpoint or job is either complete or gone for every reader. The next
+`sweep` then removes the remaining files.
 """
 
 import math
@@ -32,8 +32,8 @@ RESULT_SECONDS = 3600.0
 def delete_run(spool: Spool, run: str) -> Path:
     """Removes a run with its ended jobs. Returns the directory that the caller still has to remove
     (`shutil.rmtree`). Raises Conflict if jobs of the run are queued or running, and NotFound if the
-    run does not exist. If the process dies in the middle, some of the run's ended jobs are removed
-    but the run itself is complete; another call completes the removal."""
+    run does not exist. If the process dies during the removal, the run itself is complete, but some
+    of its ended jobs are removed. Another call completes the removal."""
     with spool.runs.lock(run):
         spool.jobs.check_none_pending(run, "run")
         for entries in spool.jobs.index.ended().values():
@@ -43,8 +43,8 @@ def delete_run(spool: Spool, run: str) -> Path:
 
 def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
     """Removes a checkpoint. Returns the directory that the caller still has to remove. Raises
-    NotFound if the checkpoint does not exist. Raises Conflict if the checkpoint is step 0 or the
-    newest, if it is pinned or served, or if a job that has not ended needs it."""
+    NotFound if the checkpoint does not exist. Raises Conflict if the checkpoint is step 0, the
+    newest, pinned or served, or if a queued or running job needs it."""
     with spool.runs.lock(run):
         directory = spool.checkpoints.path(run, step)
         if why := _needed(spool, run).get(step):
@@ -55,7 +55,8 @@ def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
 def prune(spool: Spool, settings: Settings) -> None:
     """Removes everything that the settings `keep_*` don't keep, and whole merged weights that are
     no longer served."""
-    limit = max(0.0, time.time() - (settings.keep_days or math.inf) * 86400)  # 0: nothing is old
+    # If the limit is 0, nothing is old enough to be removed.
+    limit = max(0.0, time.time() - (settings.keep_days or math.inf) * 86400)
     for run in spool.runs.names():
         try:
             doomed, whole = (
@@ -81,8 +82,9 @@ def prune(spool: Spool, settings: Settings) -> None:
 
 
 def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -> list[Path]:
-    """Sets aside the checkpoints that the settings don't keep, and the checkpoints that rollbacks
-    discarded before `limit`, in Unix seconds."""
+    """Renames the checkpoints that the settings `keep_*` don't keep to temporary names. Also
+    renames the checkpoints that rollbacks discarded before `limit` (Unix seconds). Returns the new
+    paths."""
     checkpoints = spool.checkpoints
     doomed = _set_aside(
         [path for path in checkpoints.discarded(run) if _set_aside_before(limit, path)]
@@ -97,16 +99,16 @@ def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -
 
 
 def _old_whole_weights(spool: Spool, run: str) -> list[Path]:
-    """Sets aside the whole merged weights of steps that are not served and are not among the
-    chain's two newest steps. Ranks alone do not remove all old weights: a rank removes old weights
-    only when it writes new weights, and after a rollback or a change of the transport it writes
-    none.
+    """Renames the whole merged weights of a run to temporary names, except the weights of the
+    served steps and of the chain's two newest steps. Returns the new paths. A rank removes old
+    weights only when it writes new weights. After a rollback or a change of the transport, ranks
+    may write no new weights.
     """
     if not spool.merged.steps(run):
         return []
     with spool.runs.lock(run):  # while this lock is held, no rollback begins
-        # The merged weights are listed before the checkpoints. The order matters, because a step
-        # gets its checkpoint before its whole weights.
+        # The merged weights are listed before the checkpoints, because a step gets its checkpoint
+        # before its whole weights.
         written, served = spool.merged.steps(run), spool.served.get(run)
         keep = {*spool.checkpoints.steps(run)[-2:], served.step if served else None}
         keep |= spool.replicas.steps(run).keys()
@@ -123,7 +125,7 @@ def _surplus(steps: Sequence[int], settings: Settings) -> set[int]:
 
 
 def _needed(spool: Spool, run: str) -> dict[int, str]:
-    """The steps that must stay, each with its reason."""
+    """Step -> the reason why its checkpoint must stay."""
     newest = spool.checkpoints.newest(run)
     needed = {0: "it is the beginning of its run", newest: "it is the newest"}
     needed |= dict.fromkeys(spool.checkpoints.pinned(run), "it is pinned")
@@ -141,7 +143,8 @@ def _needed(spool: Spool, run: str) -> dict[int, str]:
 
 
 def _set_aside(directories: Sequence[Path]) -> list[Path]:
-    """Renames directories with one parent to temporary names, durably. Returns the new paths."""
+    """Durably renames directories, which have the same parent, to temporary names. Returns the new
+    paths."""
     doomed = []
     for directory in directories:
         target = fs.temporary_beside(directory)
@@ -155,18 +158,18 @@ def _set_aside(directories: Sequence[Path]) -> list[Path]:
 
 
 def _set_aside_before(limit: float, path: Path) -> bool:
-    """Whether a checkpoint was discarded, or a damaged job set aside, before `limit`, Unix seconds.
-    The time is in the ULID at the end of the directory's name. Names that a person gave have no
-    ULID, so such directories stay."""
+    """Whether a checkpoint was discarded, or a damaged job was set aside, before `limit` (Unix
+    seconds). The time is in the ULID at the end of the directory's name. A directory whose name has
+    no ULID stays, because a person gave it this name."""
     ulid = re.fullmatch(r".*[-.]([0-9A-HJKMNP-TV-Z]{26})", path.name)
     return ulid is not None and ulid[1][:10] < fs.new_ulid(limit)[:10]  # the ULID's milliseconds
 
 
 def _ended_before(limit: float, entry: JobDir) -> bool:
-    """Whether the job ended before `limit`, Unix seconds."""
+    """Whether the job ended before `limit` (Unix seconds)."""
     if entry.key.created / 1e6 >= limit:
         return False
-    with suppress(FileNotFoundError):  # the time of the last write
+    with suppress(FileNotFoundError):  # the mtime is the time of the last write
         return (entry.directory / JOB_FILE).stat().st_mtime < limit
     return False
 
@@ -174,7 +177,7 @@ def _ended_before(limit: float, entry: JobDir) -> bool:
 def _prune_sessions(spool: Spool, limit: float) -> None:
     """Ends sessions whose clients have been silent for SILENT_SECONDS. Removes the requests of
     ended sessions after RESULT_SECONDS, so that clients have time to read the results. Removes the
-    records of sessions that ended before `limit`, Unix seconds."""
+    records of sessions that ended before `limit` (Unix seconds)."""
     for session in spool.sessions.expire(SILENT_SECONDS):
         log.info("ended a session whose client is silent", session=session)
     for session in spool.sessions.ids():

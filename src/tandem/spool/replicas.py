@@ -32,9 +32,9 @@ FORGET_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Announcement:
-    """The field `served` has the step of the run that every ready replica serves, together with the
-    newest step that all ready replicas refused. The field `verified` has all steps that every ready
-    replica serves."""
+    """The field `served` has the announced step of a run, and the newest step that all ready
+    replicas refused. The field `verified` has all steps of the run that every ready replica
+    serves."""
 
     served: Served | None
     verified: tuple[Served, ...]
@@ -51,8 +51,8 @@ class Replicas:
         self._seen: dict[str, tuple[float, float]] = {}
 
     def lock(self) -> AbstractContextManager[int]:
-        """The lock under which a replica becomes ready or stops being ready, and under which steps
-        are announced."""
+        """The lock for two kinds of changes: a replica becomes ready or stops being ready, or a
+        step is announced."""
         fs.make_dir(self._paths.replicas)
         return file_lock(self._paths.replicas / "lock")
 
@@ -69,7 +69,7 @@ class Replicas:
         fs.write_json_atomic(self._file(record.replica), record, durable=False)
 
     def all(self) -> dict[str, Replica]:
-        """The readable records by id, dead replicas included."""
+        """Replica id -> the replica's record if it can be read. Dead replicas are included."""
         records = {}
         for name in listing(self._paths.replicas):
             if name.endswith(".json"):
@@ -89,8 +89,8 @@ class Replicas:
         }
 
     def fresh(self) -> dict[str, Replica]:
-        """The replicas that are alive according to this machine's clock. The method is for programs
-        that look only once and base no decision on the result."""
+        """The replicas that are alive according to this machine's clock. The method `fresh` is for
+        programs that call it only once, and that base no decision on the result."""
         now = time.time()
         return {
             name: record
@@ -99,7 +99,7 @@ class Replicas:
         }
 
     def _ages(self, records: Mapping[str, Replica]) -> dict[str, float]:
-        """For each record, the seconds for which this process has seen it unchanged."""
+        """Replica id -> the seconds for which this process has seen the record unchanged."""
         now = time.monotonic()
         self._seen = {
             name: seen
@@ -118,7 +118,7 @@ class Replicas:
         """Writes the steps of a run that a replica serves, unless the record is unchanged."""
         path = self._of_run(run, replica)
         if fs.read_undamaged(path, ReplicaServed) != record:
-            # `mkdir` makes no parents, so it does not make the directory of a deleted run again.
+            # `mkdir` without `parents` does not make the directory of a deleted run again.
             path.parent.mkdir(exist_ok=True)
             fs.write_json_atomic(path, record)
 
@@ -133,8 +133,8 @@ class Replicas:
         return found
 
     def announce(self, run: str, *, one_step: bool) -> Announcement:
-        """Write the step on which the ready replicas agree to the run's `served.json`. The caller
-        holds `lock`.
+        """Writes the newest step that all ready replicas serve to the run's `served.json`. The
+        caller holds `lock`.
 
         `one_step` is true for merged weights: a replica serves only one step at a time, and the
         oldest of the ready replicas' steps is announced. `one_step` is false for adapters: a step
@@ -153,7 +153,7 @@ class Replicas:
         if common:
             announced = self._put(run, common[0], records)
         elif announced is not None and not any(record.steps for record in records.values()):
-            self._announced.withdraw(run)  # merged weights: the replica now serves another run
+            self._announced.withdraw(run)  # with merged weights, vLLM now serves another run
             announced = None
         elif announced is None and (refused := _refused_by_all(records, -1)) is not None:
             self._announced.put_refused(run, refused)
@@ -177,9 +177,9 @@ class Replicas:
             self.withdraw_unserved()
 
     def withdraw_unserved(self, listed: Collection[str] = ()) -> None:
-        """Withdraws the announced steps if no replica is ready. Steps whose names are in `listed`
-        are kept: a vLLM still has them, and they are about to be verified again. The caller holds
-        `lock`."""
+        """Withdraws the announced steps if no replica is ready. Keeps announced steps whose names
+        are in `listed`. A vLLM still has the steps in `listed`, and a publisher is about to verify
+        these steps again. The caller holds `lock`."""
         if not any(record.ready for record in self.living().values()):
             for run in self._runs.names():
                 announced = self._announced.get(run)
@@ -187,7 +187,7 @@ class Replicas:
                     self._announced.withdraw(run)
 
     def forget_dead(self) -> None:
-        """Remove the records of replicas that are gone for good, for example because the number of
+        """Removes the records of replicas that no longer exist, for example because the number of
         replicas was reduced. The caller holds `lock`."""
         ages = self._ages(self.all())
         for replica in [name for name, age in ages.items() if age > FORGET_SECONDS]:
@@ -214,8 +214,8 @@ _Steps = Mapping[str, Mapping[tuple[int, str], Served]]
 
 
 def _in_common(replicas: _Steps) -> list[Served]:
-    """The steps that all replicas serve, the newest first. For each step, the record of the replica
-    that verified it last is returned."""
+    """The steps that all replicas serve, the newest first. Returns, for each step, the record of
+    the replica that verified the step last."""
     keys = set.intersection(*(set(steps) for steps in replicas.values()))
     return [
         max((steps[key] for steps in replicas.values()), key=lambda served: served.verified)

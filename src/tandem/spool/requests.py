@@ -1,14 +1,14 @@
 """The requests of a session's run: `runs/<run>/requests/<seq>/`. A request is a directory that is
-committed by one rename before the client gets an answer. So a repeated request is recognised, and a
-process that computes requests can die and start again.
+committed by one rename before the client gets an answer. A repeated request is therefore
+recognised. A process that computes requests can die and start again.
 
 Two requests with the same number and the same content are one request. A second request with the
 same number and other content is a conflict. Requests are computed in the order of their numbers,
-without gaps. `Manifest.seq` is the last request whose effect is in the checkpoint. New ranks, which
-start after an idle time or a `kill -9`, compute the requests after `Manifest.seq` again, to the
-same bits. Gradients that no optimizer step has applied are not stored. The ranks write a checkpoint
-every ten minutes, which limits the work that is repeated. A request's arrays are removed once a
-checkpoint contains its effect.
+without gaps. `Manifest.seq` is the number of the last request whose effect is in the checkpoint.
+Ranks that start after an idle time or a `kill -9` compute the requests after `Manifest.seq` again.
+A repeated computation gives the same bits. Gradients that no optimizer step has applied are not
+stored. The ranks write a checkpoint every ten minutes, which limits the repeated work. A request's
+arrays are removed once a checkpoint contains the request's effect.
 
 A request that can't be computed has an error as its result. A request with an error has not changed
 the weights or the gradients, except that a failed optimizer step discards the gradients. A request
@@ -31,7 +31,7 @@ from tandem.spool.schema.session import MOST_SEQUENCE_NUMBER
 from tandem.spool.sessions import TrainingSessions
 
 _REQUEST, _RESULT, _LOGPROBS = "request.json", "result.json", "logprobs.f32"
-_ARRAYS = "arrays.npy"  # the name in `data.packed_format`
+_ARRAYS = "arrays.npy"  # the file name that `data.packed_format` uses
 _MOST_BYTES = 2**31
 _is_seq = re.compile("[0-9]{8}").fullmatch
 
@@ -42,8 +42,8 @@ class RequestLog:
 
     def __init__(self, paths: Paths, runs: Runs, sessions: TrainingSessions) -> None:
         self._paths, self._runs, self._sessions = paths, runs, sessions
-        # Two caches by run: the number up to which all requests are answered, and the number up to
-        # which the arrays of all requests are removed.
+        # Two caches. `_answered`: run -> the number up to which all requests are answered.
+        # `_trimmed`: run -> the number up to which the arrays of all requests are removed.
         self._answered: dict[str, int] = {}
         self._trimmed: dict[str, int] = {}
 
@@ -56,13 +56,13 @@ class RequestLog:
     ) -> bool:
         """Logs a request durably; returns False if the request is already logged.
 
-        Raises Conflict (field `seq`) if there is another request with this number, or (field
+        Raises Conflict (field `seq`) if another request has this number. Raises Conflict (field
         `session`) if the session has ended. Raises NotFound (field `run`) if the run does not
         exist.
 
         Args:
             write: `write(directory)` writes the packed arrays of a `PassRequest` and returns the
-                file's SHA-256. None for a request without arrays.
+                file's SHA-256. `write` is None for a request without arrays.
         """
         if (session := self._runs.get(run).session) is None:
             raise Conflict(f"run {run!r} is of no session; submit jobs to it", field="run")
@@ -111,13 +111,14 @@ class RequestLog:
         return count
 
     def result(self, run: str, seq: int) -> RequestResult | None:
-        """The result; None until it is computed."""
+        """The request's result; None until the request is computed."""
         return fs.read_undamaged(self._directory(run, seq) / _RESULT, RequestResult)
 
     def logprobs(self, run: str, seq: int) -> list[bytes]:
-        """The log-probs of each sequence's items in an answered pass, in the client's order: each
-        entry of the list has the bytes of a little-endian float32 array, in nats. Raises NotFound
-        (field `seq`) if the request has no log-probs."""
+        """The log-probs of an answered pass, in nats. The list has one entry for each sequence, in
+        the client's order. An entry has the log-probs of the sequence's items as the bytes of a
+        little-endian float32 array. Raises NotFound (field `seq`) if the request has no
+        log-probs."""
         request = self.get(run, seq).request
         path = self._directory(run, seq) / _LOGPROBS
         content = fs.read_bytes(path, most=_MOST_BYTES)
@@ -134,8 +135,8 @@ class RequestLog:
     def answer(
         self, run: str, seq: int, result: RequestResult, logprobs: bytes | None = None
     ) -> None:
-        """Writes the result, unless the request already has one. The write is not durable: if a
-        power loss destroys the result, it is computed again, to the same bits.
+        """Writes the result, unless the request already has one. The write is not durable, because
+        a lost result is computed again with the same bits.
 
         Args:
             logprobs: the log-probs of a pass's items in the client's order, in nats, as the bytes
@@ -163,14 +164,14 @@ class RequestLog:
         ]
 
     def next(self, run: str) -> int | None:
-        """The first request without a result. None if all requests have results, or if the next
-        request's number is missing."""
+        """The number of the first request without a result. None if all requests have results, or
+        if the request with the next number has not arrived."""
         seq = self._answered_to(run) + 1
         return seq if self.has(run, seq) else None
 
     def first_pass(self, run: str, after: int) -> int | None:
-        """The first `PassRequest` after request `after`; None if there is none before the first
-        missing number."""
+        """The number of the first `PassRequest` after request `after`. None if no `PassRequest`
+        comes before the first missing number."""
         seq = after + 1
         while self.has(run, seq):
             if isinstance(self.get(run, seq).request, PassRequest):
@@ -186,8 +187,8 @@ class RequestLog:
         return seq
 
     def trim(self, run: str, seq: int) -> None:
-        """Removes the packed arrays of the answered requests up to number `seq`. A checkpoint
-        contains the effect of these requests."""
+        """Removes the packed arrays of the answered requests up to number `seq`. A checkpoint must
+        already contain the effect of these requests."""
         for old in range(self._trimmed.get(run, 0) + 1, min(seq, self._answered_to(run)) + 1):
             fs.remove_file(self._directory(run, old) / _ARRAYS, durable=False)
             self._trimmed[run] = old

@@ -30,8 +30,8 @@ def write_manifest(
     its field, if the directory holds anything but plain files and directories.
 
     Args:
-        sha256: the known hashes, which the writers of these files computed, by the file's path
-            relative to `directory`. All other files are read to compute their hashes.
+        sha256: path relative to `directory` -> SHA-256, for files whose writers computed the hash.
+            All other files are read to compute their hashes.
     """
     paths = {}
     for path in sorted(directory.rglob("*")):
@@ -54,9 +54,9 @@ def write_manifest(
 
 
 def verify_files(directory: Path, manifest: Manifest) -> None:
-    """Compares every file with the manifest. Raises CheckpointDamaged that names each file that is
-    missing, truncated, altered or not a regular file. Raises CheckpointIncomplete if files are
-    missing and all other files match the manifest."""
+    """Compares every file with the manifest. Raises CheckpointDamaged with the name of each file
+    that is missing, truncated, altered or not a regular file. Raises CheckpointIncomplete if files
+    are missing and all other files match the manifest."""
     paths = {name: directory / name for name in manifest.files}
     sizes = dict[str, int]()
     strange = dict[str, str]()
@@ -90,7 +90,7 @@ def verify_files(directory: Path, manifest: Manifest) -> None:
 
 
 def _hashes(paths: Mapping[str, Path]) -> dict[str, str]:
-    """SHA-256 of each file. Several files are hashed at a time, on half of the cores."""
+    """SHA-256 of each file. Several files are hashed at a time, on at most half of the cores."""
     with ThreadPoolExecutor(min(8, max(1, len(os.sched_getaffinity(0)) // 2))) as pool:
         return dict(zip(paths, pool.map(fs.sha256_file, paths.values()), strict=True))
 
@@ -124,7 +124,7 @@ class Runs:
         Args:
             write_files: `write_files(directory)` writes the files of the checkpoint of step 0.
             sha256: the known hashes of files, as for `write_manifest`.
-            details: the manifest's other fields.
+            details: the values of further fields of the manifest.
         """
         manifest = Manifest(
             run=spec.name, step=0, job=None, created=spec.created, files={}, **details
@@ -176,12 +176,13 @@ class Runs:
         names = listing(self._paths.runs)
         for at in range(bisect_right(names, name), len(names)):
             if is_run_name(names[at]):
-                # `damaged` reports a damaged run. A run that is not found was removed meanwhile.
+                # The method `damaged` reports damaged runs. A run that is not found was removed
+                # meanwhile.
                 with suppress(RunDamaged, NotFound):
                     yield self.get(names[at])
 
     def damaged(self) -> dict[str, str]:
-        """Names below `runs/` that are not complete runs, each with the reason."""
+        """Name -> problem, for each name in `runs/` that is not a complete run."""
         found = {}
         for name in listing(self._paths.runs):
             try:
@@ -200,9 +201,9 @@ class Runs:
 
     @contextmanager
     def lock(self, name: str) -> Iterator[None]:
-        """Serialises changes of the run's chain: submission, rollback, removal, and the start of a
-        fork. Raises NotFound (field `run`) if the run does not exist, or is deleted while this
-        method waits for the lock."""
+        """The lock for changes of the run's chain of checkpoints: submission of a job, rollback,
+        removal, and the start of a fork. Raises NotFound (field `run`) if the run does not exist,
+        or is deleted while this method waits for the lock."""
         path = self.directory(name) / "lock"
         with ExitStack() as stack:
             try:
@@ -210,8 +211,8 @@ class Runs:
                 same = os.path.samestat(held, path.stat())
             except FileNotFoundError:
                 same = False
-            # This lock belongs to a run that has been removed. A new run with the same name has its
-            # own lock file, which this lock does not protect.
+            # If the lock file is no longer at `path`, the run has been removed. A new run with the
+            # same name has its own lock file.
             if not same:
                 raise NotFound(f"run {name!r} was deleted", field="run")
             yield
@@ -227,8 +228,8 @@ WANTED_SECONDS = 600.0
 
 
 class ServedRecords:
-    """`runs/<run>/served.json`: the step that vLLM serves of a run. All methods raise NotFound
-    (field `run`) if the run does not exist."""
+    """`runs/<run>/served.json`: the step that vLLM serves of a run. All methods of the class raise
+    NotFound (field `run`) if the run does not exist."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
@@ -245,7 +246,7 @@ class ServedRecords:
         fs.remove_file(self._refused(run))
 
     def withdraw(self, run: str) -> None:
-        """Removes the records: vLLM now serves no step of the run, and has refused none."""
+        """Records that vLLM serves no step of the run, and that no step was refused."""
         fs.remove_file(self._path(run))
         fs.remove_file(self._refused(run))
 
@@ -253,8 +254,8 @@ class ServedRecords:
         return self._runs.directory(run) / "refused.json"
 
     def refused(self, run: str) -> Refused | None:
-        """The step that vLLM refused. None if vLLM serves a step of the run, or has refused no
-        step."""
+        """The newest step that the publisher refused. None if vLLM serves a step of the run, or if
+        no step was refused."""
         return fs.read_undamaged(self._refused(run), Refused)
 
     def put_refused(self, run: str, refused: Refused) -> None:
@@ -262,8 +263,8 @@ class ServedRecords:
             fs.write_json_atomic(self._refused(run), refused)
 
     def want(self, run: str, step: int) -> None:
-        """Records that a client samples from a step that vLLM does not have. The publisher then
-        loads the step and keeps it for WANTED_SECONDS."""
+        """Records that a client samples from a step that vLLM does not have. The publisher loads a
+        recorded step and keeps the step for WANTED_SECONDS."""
         path = self._wanted(run) / str(step)
         with fs.volume_errors(path):
             fs.make_dir(path.parent)
@@ -283,8 +284,8 @@ class ServedRecords:
         return self._runs.directory(run) / "wanted"
 
     def changed(self, run: str) -> float | None:
-        """The time at which the record was written, in Unix seconds by the volume's clock; None if
-        there is no record."""
+        """The time at which `served.json` was written, in Unix seconds by the volume's clock. None
+        if the file does not exist."""
         with suppress(FileNotFoundError):
             return self._path(run).stat().st_mtime
         return None

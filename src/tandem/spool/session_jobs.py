@@ -13,11 +13,11 @@ from tandem.spool.schema import JobSpec, RequestError, RequestResult, SessionJob
 
 def queue_waiting(spool: Spool) -> None:
     """Queues a job for each run of an open session that has an uncomputed request and no job. If
-    the run's last job has failed or was cancelled since the request arrived, answers the run's
-    waiting requests with that job's error instead. Only the spool's runner calls this function."""
+    the run's last job has failed or was cancelled since the request arrived, the run's waiting
+    requests get that job's error. Only the spool's runner calls this function."""
     for session, run, seq in _waiting(spool):
-        # Ignored: the run was removed meanwhile, the run is damaged (`tandem doctor` reports the
-        # damage), or its session has ended.
+        # No job is queued if the run was removed or is damaged, or if its session has ended.
+        # `tandem doctor` reports a damaged run.
         with suppress(NotFound, CheckpointDamaged, Conflict):
             if not _has_job(spool, run):
                 if (reason := _refusal(spool, run, seq)) is not None:
@@ -27,9 +27,9 @@ def queue_waiting(spool: Spool) -> None:
 
 
 def others_wait(spool: Spool) -> bool:
-    """Whether a run that has no running job has a queued job or a request to compute. The runner
-    may not have queued a job for such a request, because it queues and claims no jobs while all its
-    GPUs are in use."""
+    """Whether a run that has no running job has a queued job or a request to compute. A request may
+    have no queued job, because the runner queues and claims no jobs while all its GPUs are in
+    use."""
     index = spool.jobs.index
     busy = {key.run for key in index.running()}
     queued = any(head.run not in busy for head in index.heads())
@@ -48,8 +48,8 @@ def _waiting(spool: Spool) -> Iterator[tuple[str, str, int]]:
 
 def _has_job(spool: Spool, run: str) -> bool:
     index = spool.jobs.index
-    # Running jobs are read twice, before and after the queue, because a job may move from the queue
-    # to the running jobs, or back, between two reads.
+    # Running jobs are read twice, before and after the queue. Between two reads, a job may move
+    # from the queue to the running jobs, or back.
     return bool(index.running(run) or any(index.queued(run)) or index.running(run))
 
 

@@ -1,5 +1,5 @@
-"""Sessions (`sessions/<id>/`), whose clients train by single calls. Each of a session's models is a
-run, `<id>-train-<number>`."""
+"""Sessions (`sessions/<id>/`), whose clients train by single API calls. Each of a session's models
+is a run, `<id>-train-<number>`."""
 
 import json
 import os
@@ -27,15 +27,16 @@ from tandem.spool.schema import (
 _RECORD, _BEAT, _END = "session.json", "beat.json", "end.json"
 
 
-# The result is cached, because the runner reads the end of every session in each turn of its loop.
+# The result is cached, because the runner reads `end.json` of every session in each iteration of
+# its loop.
 @remembered
 def _read_end(path: Path) -> SessionEnd | None:
     return fs.read_undamaged(path, SessionEnd)
 
 
 class TrainingSessions:
-    """All sessions. A session accepts requests until its client ends it, or is silent for too
-    long."""
+    """All sessions. A session accepts requests until its client ends the session, or is silent for
+    too long."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -43,7 +44,7 @@ class TrainingSessions:
     def create(
         self, *, submitted_by: str | None = None, labels: Mapping[str, str] | None = None
     ) -> SessionRecord:
-        """A new session. The session's client counts as alive from its creation on."""
+        """A new session. The session's client counts as alive from the session's creation on."""
         record = SessionRecord(
             id=fs.new_ulid().lower(),
             created=time.time(),
@@ -76,15 +77,15 @@ class TrainingSessions:
         return [session for session in self.ids() if self.ended(session) is None]
 
     def beat(self, session: str) -> None:
-        """Records that the client lives. Raises NotFound if the session does not exist, Conflict
-        (field `session`) if it has ended."""
+        """Records that the session's client is alive. Raises NotFound if the session does not
+        exist. Raises Conflict (field `session`) if the session has ended."""
         self.check_open(session)
         path = self._paths.session_dir(session) / _BEAT
         fs.write_json_atomic(path, SessionBeat(time=time.time()), durable=False)
 
     def check_open(self, session: str) -> None:
-        """Raises NotFound if the session does not exist, Conflict (field `session`) if it has
-        ended."""
+        """Raises NotFound if the session does not exist. Raises Conflict (field `session`) if the
+        session has ended."""
         self.get(session)
         if (end := self.ended(session)) is not None:
             raise Conflict(f"session {session!r} has ended: {end.reason}", field="session")
@@ -102,7 +103,7 @@ class TrainingSessions:
 
     def expire(self, seconds: float) -> list[str]:
         """Ends the sessions whose clients have been silent for more than `seconds`. Returns the ids
-        of these sessions."""
+        of the ended sessions."""
         silent = []
         for session in self.unended():
             beat = fs.read_undamaged(self._paths.session_dir(session) / _BEAT, SessionBeat)
@@ -145,7 +146,7 @@ class TrainingSessions:
 
     def sampler_used(self, session: str, number: int) -> float:
         """The time at which the sampler's client last sampled, in Unix seconds by the volume's
-        clock; 0 if it never did."""
+        clock; 0 if the client never sampled."""
         with suppress(OSError):
             path = self._paths.session_dir(session) / f"sampler-{number}.json"
             return path.stat().st_mtime
@@ -178,7 +179,7 @@ class TrainingSessions:
         return f"{session}-train-{number}"
 
     def runs(self, session: str) -> list[str]:
-        """The session's runs that exist."""
+        """The names of the session's runs that exist."""
         prefix, names = f"{session}-train-", listing(self._paths.runs)
         found = []
         for name in names[bisect_left(names, prefix) :]:
@@ -214,17 +215,17 @@ class CheckpointNames:
         raise NotFound(f"run {run!r} has no checkpoint {json.dumps(name)}", field="name")
 
     def put(self, run: str, saved: SavedName) -> None:
-        """Gives the name `saved.name` to the checkpoint `saved.step`; another checkpoint that had
-        the name in the same group loses it."""
+        """Gives the name `saved.name` to the checkpoint `saved.step`. Another checkpoint with this
+        name in the same group loses the name."""
         self._checkpoints.pin(run, saved.step)
         self._replace(run, saved, saved)
 
     def remove(self, run: str, group: str, name: str) -> None:
         """Forgets the name of a checkpoint. Raises NotFound if no checkpoint has the name. A
-        checkpoint without any name may be removed.
+        checkpoint without any name is no longer pinned.
 
         Args:
-            group: as for `find`.
+            group: "weights" or "sampler", as for `find`.
         """
         self._replace(run, self.find(run, group, name), None)
 

@@ -1,5 +1,5 @@
 """OpenAI's fine-tuning API on the volume: uploaded files (`uploads/<id>/`) and fine-tunings
-(`tunings/<id>.json`). The ids begin with the time, so sorting by name is sorting by time."""
+(`tunings/<id>.json`). The ULID in an id begins with the time, so ids sort in the order of time."""
 
 import re
 import time
@@ -28,16 +28,16 @@ class Uploads:
 
     @contextmanager
     def receiving(self) -> Iterator[Path]:
-        """A new directory for a file that arrives. The directory is removed at the end of the block
-        unless `commit` moved it."""
+        """A new directory for a file that a client uploads. The directory is removed at the end of
+        the `with` block unless `commit` moved it."""
         with fs.volume_errors(self.directory):
             fs.make_dir(self.directory)
         with fs.staging(self.directory) as staged:
             yield staged
 
     def commit(self, staged: Path, upload: Upload) -> None:
-        """Makes the file in `staged`, named `<id>.jsonl` or `<id>.csv`, the upload with this id. If
-        an upload with this id exists, it is kept unchanged."""
+        """Commits the directory `staged`, which has the file `<id>.jsonl` or `<id>.csv`, as the
+        upload `upload.id`. An existing upload with this id is kept unchanged."""
         fs.write_json_atomic(staged / _RECORD, upload)
         fs.fsync_tree(staged)
         with suppress(FileExistsError):
@@ -87,7 +87,7 @@ class Tunings:
         self.directory = paths.root / "tunings"
 
     def lock(self) -> AbstractContextManager[int]:
-        """Serialises changes of fine-tunings, and the removal of the files that fine-tunings
+        """The lock for changes of fine-tunings, and for the removal of the files that fine-tunings
         use."""
         with fs.volume_errors(self.directory):
             fs.make_dir(self.directory)
@@ -125,7 +125,7 @@ class Tunings:
         return [name for name in names if _is_tuning(name)]
 
     def prune(self, limit: float) -> None:
-        """Removes the fine-tunings that ended before `limit`, Unix seconds."""
+        """Removes the fine-tunings that ended before `limit` (Unix seconds)."""
         for tuning_id in reversed(self.ids()):
             with suppress(NotFound):
                 tuning = self.get(tuning_id)

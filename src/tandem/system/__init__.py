@@ -1,4 +1,4 @@
-"""Code for the host's processes, ports, files, GPUs and logs. The package does not depend on jobs.
+"""Code for the host's processes, ports, files, GPUs and logs. The package has no code about jobs.
 
 `processes.py` ends process trees. With `die_with_parent`, every process of the trainer dies with
 its parent, so `kill -9` of the runner leaves no rank behind. `plain_files.py` opens files that

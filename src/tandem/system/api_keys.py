@@ -15,14 +15,14 @@ name."""
 
 
 def split_name(entry: str) -> tuple[str, str]:
-    """(name, key) of an entry `name:key` of a file of keys; the name is empty in an entry
-    `key`."""
+    """The pair (name, key) of an entry `name:key` in a file of keys. The name is empty for an entry
+    without a name."""
     match = _NAMED.fullmatch(entry)
     return (match[1], match[2]) if match else ("", entry)
 
 
 def digests(keys: Mapping[str, str]) -> dict[str, str]:
-    """The name of each key, by the key's SHA-256, for `name_of`."""
+    """SHA-256 of a key -> the key's name, for `name_of`."""
     return {sha256(key.encode()).hexdigest(): name for key, name in keys.items()}
 
 

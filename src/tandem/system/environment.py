@@ -1,5 +1,5 @@
-"""A program's environment: its role, the directory that programs of a role share, package versions,
-caches of compiled code, and a setting that decides how OpenMP's threads wait."""
+"""A program's environment: its role, its directories, package versions, caches of compiled code,
+and the waiting of OpenMP's threads."""
 
 import hashlib
 import os
@@ -18,19 +18,19 @@ Role = Literal["all", "trainer", "inference"]
 """The set of programs that run under one supervisord: the programs of one container, or all
 programs on one machine."""
 ROLE_VARIABLE = "TANDEM_ROLE"
-# The id of an inference server becomes a file name and a label; for example, it may be a pod's
-# name.
+# An inference server's id, for example a pod's name, becomes a file name and a metric's label.
 REPLICA_PATTERN = r"^[a-z0-9](?:[a-z0-9.-]{0,61}[a-z0-9])?$"
 INDUCTOR_VARIABLE, TRITON_VARIABLE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 _VLLM_VARIABLE = "VLLM_CACHE_ROOT"
-# The path of a Unix socket has at most 107 bytes. A private directory's own name, the socket's
-# name, and the pid that supervisord appends until it listens take up to 57 bytes of the path.
+# The path of a Unix socket has at most 107 bytes. Up to 57 bytes of the path are the private
+# directory's name, the socket's name and a pid. The program supervisord appends its pid until it
+# listens on the socket.
 _LONGEST_PARENT = 50
 
 
 def current_role() -> Role:
-    """The value of TANDEM_ROLE; "all" if the variable is unset. `tandem up` sets the variable for
-    its programs, and the images set it for all processes of their containers."""
+    """The value of TANDEM_ROLE; "all" if the variable is unset. `tandem up` sets TANDEM_ROLE for
+    its programs, and the images set TANDEM_ROLE for all processes of their containers."""
     role = os.environ.get(ROLE_VARIABLE)
     return next((known for known in get_args(Role) if known == role), "all")
 
@@ -45,8 +45,8 @@ def runtime_dir(root: Path, role: Role) -> Path:
 
 
 def leaving_file(root: Path) -> Path:
-    """The file with the time (Unix seconds) until which an inference server of this machine stays
-    out of service, because it is about to be stopped."""
+    """The file that takes an inference server of this machine out of service before the server is
+    stopped. The file contains the time (Unix seconds) until which the file is valid."""
     return runtime_dir(root, current_role()) / "leaving"
 
 
@@ -85,13 +85,13 @@ def private_directory(directory: Path) -> Path:
 
 
 def trusted_directory(directory: Path) -> Path:
-    """Like `private_directory`, but other users may read it: a directory from which code is
-    loaded."""
+    """Like `private_directory`, but for a directory from which code is loaded. Other users may read
+    the directory, but can't write to it."""
     return _of_this_user(directory, 0o022)
 
 
 def _of_this_user(directory: Path, forbidden: int) -> Path:
-    with suppress(FileExistsError):  # a broken link, which the check below reports
+    with suppress(FileExistsError):  # `directory` is a broken link, which the check below reports
         directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.lstat()
     if (
@@ -105,9 +105,9 @@ def _of_this_user(directory: Path, forbidden: int) -> Path:
 
 def compiler_caches(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment variables for the directories in which torch and Triton keep compiled code.
-    torch and Triton load this code, and unpickle some of it, without checking who wrote it. So each
-    directory belongs to this user alone. Each directory is below the directory that `environ`
-    names, or below TMPDIR. Raises SpoolUnusable if another user owns the directory."""
+    The compilers load compiled code, and unpickle some of it, without checking who wrote the code.
+    Each directory therefore belongs to this user alone. Each directory is below the directory that
+    `environ` names, or below TMPDIR. Raises SpoolUnusable if another user owns the directory."""
     own = f"tandem-{os.getuid()}-compiled"
     inductor = Path(environ.get(INDUCTOR_VARIABLE) or tempfile.gettempdir()) / own
     triton = Path(environ[TRITON_VARIABLE]) / own if environ.get(TRITON_VARIABLE) else None
@@ -127,9 +127,10 @@ def compiler_caches(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def vllm_caches(environ: Mapping[str, str]) -> dict[str, str]:
-    """Like `compiler_caches`, but for vLLM. vLLM, too, unpickles its compiled code. The directory
-    belongs to this user alone; it is below the directory that `environ` names, by default `vllm` in
-    the user's cache. vLLM's cache keys contain the versions of vLLM, torch and Triton."""
+    """Like `compiler_caches`, but for vLLM, which also unpickles compiled code. The directory
+    belongs to this user alone. The directory is below the directory that `environ` names, by
+    default `vllm` in the user's cache. The keys in vLLM's cache contain the versions of vLLM, torch
+    and Triton."""
     default = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm"
     own = Path(environ.get(_VLLM_VARIABLE) or default) / f"tandem-{os.getuid()}-compiled"
     own.parent.mkdir(parents=True, exist_ok=True)
@@ -146,10 +147,10 @@ def installed_version(package: str) -> str:
 
 
 def omp_waiting(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that makes OpenMP's threads (libgomp's, in torch and vLLM) wait for each other
-    briefly and then sleep; empty if `environ` already sets it. By default, OpenMP's threads check
-    300,000 times before they sleep. With this default, the threads were 40 times slower when
-    another process used one of two cores."""
+    """The variable that makes OpenMP's threads (libgomp's, in torch and vLLM) spin briefly and then
+    sleep; empty if `environ` already sets the variable. By default, OpenMP's threads spin 300,000
+    times before they sleep. With 300,000 spins, the threads were 40 times slower when another
+    process used one of two cores."""
     return (
         {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys() else {"GOMP_SPINCOUNT": "1000"}
     )

@@ -27,8 +27,8 @@ Side = Literal["trainer", "inference"]
 
 class Devices:
     """The GPUs of one side, trainer or inference: the GPUs that TANDEM_<SIDE>_DEVICES names. If
-    this variable is not set: the GPUs that CUDA_VISIBLE_DEVICES names. If neither variable is set:
-    all GPUs."""
+    TANDEM_<SIDE>_DEVICES is not set, the side uses the GPUs that CUDA_VISIBLE_DEVICES names. If
+    CUDA_VISIBLE_DEVICES is not set either, the side uses all GPUs."""
 
     def __init__(self, settings: Settings, side: Side, most: int | None = None) -> None:
         """Raises InvalidInput if the settings name GPUs that this machine does not have. Raises
@@ -48,7 +48,8 @@ class Devices:
             self.uuids = _selected(settings, side, gpus, failures)[:most]
             return
         names = ", ".join(getattr(settings, f"{side}_devices"))
-        # With TANDEM_DEVICE=auto, Tandem would silently choose the CPU.
+        # Without the error below, TANDEM_DEVICE=auto would silently choose the CPU although GPUs
+        # are named.
         if settings.device == "cuda" or names:
             message = "NVML finds no GPU; give the container one, or set TANDEM_DEVICE=cpu"
             raise InvalidInput(
@@ -57,8 +58,8 @@ class Devices:
             )
 
     def smallest(self) -> int:
-        """Memory of the smallest device in bytes; 0 if there is no device, or if the driver does
-        not report it."""
+        """The memory in bytes of the device with the least memory; 0 if there is no device, or if
+        the driver does not report the memory."""
         with suppress(TandemError), closing(Driver()) as driver:
             memory = [driver.memory(driver.handle(uuid)) for uuid in self.uuids]
             return min((sizes["total"] for sizes in memory if sizes), default=0)
@@ -92,8 +93,8 @@ class Devices:
 
     def wait_free(self, timeout: float, floor: Mapping[str, int]) -> dict[str, int | None]:
         """Waits until every device is free, for at most `timeout` seconds. A device's memory
-        becomes free a little after the device's processes have ended. Returns the result of `used`
-        at that moment."""
+        becomes free a little after the device's processes have ended. Returns the last result of
+        `used`."""
         end = time.monotonic() + timeout
         while self.over(used := self.used(), floor) and time.monotonic() <= end:
             time.sleep(0.2)
@@ -113,9 +114,9 @@ class Devices:
 
 
 def check_apart(settings: Settings) -> None:
-    """Raises InvalidInput if trainer and vLLM on one machine must not share GPUs
-    (TANDEM_GPU_MODE=dedicated) but would use the same GPU, because jobs would then wait for ever.
-    If the driver does not answer, nothing is refused."""
+    """Raises InvalidInput if TANDEM_GPU_MODE=dedicated but trainer and vLLM would use the same GPU
+    of this machine. Jobs would wait for ever for a GPU that vLLM uses. If the driver does not
+    answer, raises no error."""
     if settings.gpu_mode == "shared":
         return
     with suppress(DriverFailed):
@@ -167,12 +168,13 @@ def _selected(
 
 
 def nccl_path(settings: Settings, side: Side) -> str | None:
-    """One line for the log of `side`'s container: the way by which NCCL reaches the other side's
-    GPUs, as far as this container can see. Returns None without GPUs, or if the driver does not
-    answer. NVLink requires that all GPUs are visible on both sides, and that both sides share
-    NCCL_HOSTID, /dev/shm and the network. If GPUs are not visible on both sides, or NCCL_HOSTID
-    differs, NCCL uses TCP, which is 60 times slower (docs/operations.md). This function can't check
-    whether both sides share /dev/shm and the network."""
+    """One line for the log of `side`'s container: whether NCCL reaches the other side's GPUs over
+    NVLink, PCIe or TCP. The line reports only what this container can see. Returns None if there
+    are no GPUs, or if the driver does not answer. NVLink requires that all GPUs are visible on both
+    sides, and that both sides share NCCL_HOSTID, /dev/shm and the network. If GPUs are not visible
+    on both sides, or NCCL_HOSTID differs, NCCL uses TCP, which is 60 times slower
+    (docs/operations.md). This function can't check whether both sides share /dev/shm and the
+    network."""
     other: Side = "inference" if side == "trainer" else "trainer"
     theirs: set[str] = set()
     try:

@@ -1,9 +1,10 @@
 """Limits how much a client of uvicorn may send, and how long the client may take to send it.
 Controller and vLLM use the same limits.
 
-uvicorn's httptools protocol keeps a request's headers in memory until they are complete, however
-many headers arrive, and it waits without a limit for the rest of a request. A client needs no API
-key to exploit this. Only programs that serve with uvicorn import this module.
+The httptools protocol of uvicorn keeps a request's headers in memory until they are complete,
+however many headers arrive. The server uvicorn also waits without a limit for the rest of a
+request. A client needs no API key to exploit this lack of limits. Only programs that serve with
+uvicorn import this module.
 """
 
 from asyncio import TimerHandle, Transport
@@ -40,8 +41,8 @@ class BoundedHttp(HttpToolsProtocol):
     bytes of one read of the socket.
     """
 
-    # The part that the peer must still send. None between two requests, because uvicorn closes idle
-    # connections itself.
+    # The part of a request that the peer must still send. The value is None between two requests,
+    # because uvicorn closes idle connections itself.
     _owed: Owed | None = None
     _since = 0.0  # loop time: when the head or the current part of the body began
     _raw = 0  # bytes since the head began, or since the last bytes of the body arrived
@@ -70,7 +71,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self._owed and self._raw > HEAD_BYTES:
             self._refuse(*_TOO_LARGE)
         elif self._owed is None and not self._answering:
-            # Blank lines between requests have ended uvicorn's own wait for the next request.
+            # Blank lines between requests end uvicorn's own timeout for the next request.
             self._expect("request")
 
     @override
@@ -159,7 +160,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _refuse(self, status: int, phrase: str, why: str) -> None:
         """Answers with an error status, unless the answer to an earlier request is still being
-        sent. Closes the connection in both cases."""
+        sent. Always closes the connection."""
         self._expect(None)
         self.logger.warning("Refused a request: %s.", why)
         if self._answering:

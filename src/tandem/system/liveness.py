@@ -1,8 +1,7 @@
-"""Signs of life: in every turn of its main loop, a program touches a file in TANDEM_ALIVE_DIR,
-which `tandem up` sets.
-
-The liveness probe reads these files. An open port does not prove that a program works. A program
-that loads a model or trains a job does not answer for long, but it does not hang.
+"""Signs of life: in every iteration of its main loop, a program touches a file in the directory
+TANDEM_ALIVE_DIR. The variable TANDEM_ALIVE_DIR is set by `tandem up`. The liveness probe reads the
+files in this directory. An open port does not prove that a program works. A program that loads a
+model or trains a job may not answer for a long time although it works.
 """
 
 import os
@@ -21,26 +20,25 @@ LONGEST_SECONDS = {
     "up": 60.0,  # the loop of `tandem up` never waits for other programs
     # Ending ranks takes half a minute; removing a job's data from a slow volume takes longer.
     "runner": 600.0,
-    # One turn of the publisher hashes and copies one adapter, makes vLLM load the adapter, and
-    # makes vLLM score the probe. During a swap of merged weights, and while it hashes a whole
-    # model, the publisher touches its file every 10 s.
+    # One iteration of the publisher's loop hashes and copies one adapter, makes vLLM load the
+    # adapter, and makes vLLM score the probe. During a swap of merged weights, and while it hashes
+    # a whole model, the publisher touches its file every 10 s.
     "publisher": 1800.0,
 }
 """The most seconds that one turn of a program's loop may take."""
 
 
 def program_kind(program: str) -> str:
-    """The kind of a program that runs several times: `vllm` for `vllm-1`."""
+    """The name of a program without the number of its instance: `vllm` for `vllm-1`."""
     return program.partition("-")[0]
 
 
-_turns: dict[threading.Thread, float] = {}  # the time of the last turn of each thread's loop
+_turns: dict[threading.Thread, float] = {}  # thread -> the time of its loop's last iteration
 
 
 def beat(program: str) -> None:
-    """Records a turn of this thread's loop in TANDEM_ALIVE_DIR; does nothing if the variable is not
-    set. For a program with several loops, the recorded time is the time of the loop whose last turn
-    is the oldest."""
+    """Records an iteration of this thread's loop in TANDEM_ALIVE_DIR; does nothing if the variable
+    is not set. If a program has several loops, the oldest of their last iterations is recorded."""
     if directory := os.environ.get(VARIABLE):
         now = time.time()
         _turns[threading.current_thread()] = now
@@ -55,8 +53,8 @@ def beat(program: str) -> None:
 
 
 def report(program: str, problem: str) -> None:
-    """Records why `program` can't work now, for its readiness probe. An empty text means that it
-    can work."""
+    """Records why `program` can't work now, for its readiness probe. An empty `problem` means that
+    `program` can work."""
     if directory := os.environ.get(VARIABLE):
         with suppress(OSError):
             path = _problem_path(program, Path(directory))
@@ -78,8 +76,8 @@ def _problem_path(program: str, directory: Path) -> Path:
 
 
 def silence(program: str, directory: Path) -> str | None:
-    """A message if the last turn of `program`'s loop is too long ago. None if the loop runs, or if
-    it has not begun."""
+    """A message if the last iteration of `program`'s loop is too long ago. None if the loop runs,
+    or if the loop has not begun."""
     longest = LONGEST_SECONDS[program_kind(program)]
     with suppress(FileNotFoundError):
         if (age := time.time() - (directory / f"{program}.alive").stat().st_mtime) > longest:
@@ -88,11 +86,11 @@ def silence(program: str, directory: Path) -> str | None:
 
 
 def in_thread[T](action: Callable[[], T], beat: Callable[[], object], seconds: float) -> T:
-    """The result of `action`, which runs in a thread. Raises the error of `action` or `beat`. After
-    an error of `beat`, the thread is abandoned.
+    """The result of `action`, which runs in a thread. Raises the error of `action` or `beat`. If
+    `beat` raises an error, the thread is abandoned.
 
     Args:
-        beat: called in the calling thread until `action` ends.
+        beat: called repeatedly in the calling thread until `action` ends.
         seconds: the time between two calls of `beat`.
     """
     future = Future[T]()
@@ -112,7 +110,7 @@ def result_of[T](future: Future[T], beat: Callable[[], object], seconds: float) 
     """The result of `future`. Raises the error of the future or of `beat`.
 
     Args:
-        beat: called until the result is available.
+        beat: called repeatedly until the result is available.
         seconds: the time between two calls of `beat`.
     """
     while not wait([future], timeout=seconds).done:

@@ -1,11 +1,10 @@
 """The log format of Tandem's own programs. The programs log to stderr, one line per event.
 
-text (the default)  `time level program message key=value ...`
-json                an object with `time`, `level`, `logger`, `message`, and `fields` where there
-                    are any
+A line of the default format, text, is `time level program message key=value ...`. A line of the
+format json is an object with `time`, `level`, `logger`, `message`, and `fields` if there are any.
 
-TANDEM_LOG_FORMAT chooses the format. The variable is read directly from the environment, because a
-program logs before it has read its settings.
+TANDEM_LOG_FORMAT chooses the format. TANDEM_LOG_FORMAT is read directly from the environment,
+because a program logs before it has read its settings.
 """
 
 import json
@@ -77,8 +76,8 @@ def configure(level: int = logging.INFO) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json() else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level, force=True)
-    # At level INFO, a client that polls twice a second would log a line per request, and these
-    # lines would hide all other lines.
+    # At level INFO, these HTTP libraries log a line per request. The lines of a client that polls
+    # twice a second would hide all other lines.
     for client in ("httpx", "httpx2"):
         logging.getLogger(client).setLevel(logging.WARNING)
 

@@ -1,6 +1,6 @@
-"""Decides which requests a server without an API key may answer: requests of programs on this
-machine. Such a server may not answer requests from a web page of another site in a browser on this
-machine."""
+"""Checks for a server without an API key, which may answer only requests of programs on this
+machine. The server may not answer requests that a web page of another site sends from a browser on
+this machine."""
 
 import ipaddress
 import re

@@ -16,8 +16,9 @@ from tandem.errors import InvalidInput
 
 LOOPBACK = "127.0.0.1"
 _BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-# Addresses that are reserved for documentation (RFC 5737, RFC 3849). No host has such a
-# documentation address, so the route to it is the default route, which leads to all other networks.
+# Addresses that are reserved for documentation (RFC 5737, RFC 3849). No host has a documentation
+# address. The route to a documentation address is the default route, which leads to all other
+# networks.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 
@@ -45,8 +46,8 @@ def own_address(host: str, port: int = 80) -> str:
 
 def reachable_address() -> str:
     """The address by which other machines most likely reach this machine: the address of the
-    interface that leads to other networks. If there is no such interface: the address of this
-    machine's name. If this name has no address either: loopback."""
+    interface that leads to other networks. If no interface leads to other networks, the address of
+    this machine's host name is returned. If the host name has no address, loopback is returned."""
     for elsewhere in _ELSEWHERE:
         with suppress(OSError):
             return own_address(elsewhere)
@@ -67,7 +68,7 @@ def interface_addresses() -> list[tuple[str, str]]:
         (entry[:16].rstrip(b"\0").decode().partition(":")[0], socket.inet_ntoa(entry[20:24]))
         for entry in entries
     ]
-    with suppress(OSError):  # a kernel without IPv6
+    with suppress(OSError):  # the kernel has no IPv6
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, _, _, scope, _, name = line.split()
             if scope != "20":
@@ -77,10 +78,11 @@ def interface_addresses() -> list[tuple[str, str]]:
 
 def host_address(chosen: str | None) -> tuple[str, str]:
     """The address by which other hosts reach this host, and the address's interface. The address is
-    `chosen`. If `chosen` is None, the address is that of the interface that leads to other
-    networks. If there is no such interface, the address is the first one that is not loopback. No
-    name is looked up. Raises InvalidInput if `chosen` is not an address of this host, or the host
-    has none."""
+    `chosen` if `chosen` is not None. If `chosen` is None, the address of the interface that leads
+    to other networks is returned. If no interface leads to other networks, the first address that
+    is not loopback is returned. The function looks up no host name. Raises InvalidInput if `chosen`
+    is not an address of this host. Also raises InvalidInput if `chosen` is None and the host has
+    only loopback addresses."""
     known = interface_addresses()
     names = ", ".join(f"{address} ({interface})" for interface, address in known)
     if chosen is None:
@@ -130,13 +132,12 @@ about 1.5 s."""
 
 
 def lost_data(addresses: Collection[str]) -> dict[str, str]:
-    """A description of the problem for each address in `addresses` to which this network namespace
-    has TCP connections with data that the peer does not acknowledge. Connections of processes that
-    have exited also count."""
+    """Address -> a description of the problem, for each of `addresses` that does not acknowledge
+    TCP data from this network namespace. Connections of processes that have exited also count."""
     known = {ipaddress.ip_address(address): address for address in addresses}
     tries = defaultdict[str, list[int]](list)
     for table in ("tcp", "tcp6"):
-        with suppress(OSError):  # a kernel without IPv6
+        with suppress(OSError):  # the kernel has no IPv6
             for line in Path("/proc/thread-self/net", table).read_text().splitlines()[1:]:
                 _, _, remote, _, queues, _, sent_again, *_ = line.split()
                 address = known.get(_address(remote.partition(":")[0]))
@@ -166,6 +167,6 @@ def _mtu(address: str) -> int:
     six = ":" in address
     with socket.socket(socket.AF_INET6 if six else socket.AF_INET, socket.SOCK_DGRAM) as towards:
         towards.connect((address, 9))
-        # IPV6_MTU and IP_MTU of Linux.
+        # The numbers of the options IPV6_MTU and IP_MTU on Linux.
         option = (socket.IPPROTO_IPV6, 24) if six else (socket.IPPROTO_IP, 14)
         return towards.getsockopt(*option)

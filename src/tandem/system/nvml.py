@@ -6,8 +6,9 @@ Every other failure raises DriverFailed, so that a failing driver never looks li
 GPUs.
 
 GPUs are identified by UUID, because an index starts at 0 in each container. The pids that NVML
-reports are the host's. NVML's first call starts a thread that waits for driver events and outlives
-`close`. The thread takes none of Python's locks, so `subprocess` may still fork afterwards.
+reports are the host's pids, also in a container. NVML's first call starts a thread that waits for
+driver events and outlives `close`. NVML's thread takes none of Python's locks, so `subprocess` may
+still fork afterwards.
 """
 
 from collections.abc import Iterator
@@ -51,8 +52,8 @@ class Gpu:
         return self.uuid != self.whole_uuid
 
     def has_name(self, name: str) -> bool:
-        """Whether `name` is the whole GPU's index, or the beginning of the UUID. CUDA accepts such
-        a beginning, too."""
+        """Whether `name` is the whole GPU's index, or the beginning of a UUID. CUDA also accepts
+        the beginning of a UUID."""
         return name == self.index.partition(":")[0] or any(
             u.startswith(name) for u in (self.uuid, self.whole_uuid)
         )
@@ -60,13 +61,13 @@ class Gpu:
 
 class Driver:
     """An open connection to NVML. The constructor opens NVML and may raise DriverFailed; `close`
-    closes NVML. Handles are valid until `close`. On a machine without a driver, every answer is
-    None."""
+    closes NVML. Handles are valid until `close`. On a machine without a driver, `ask` always
+    returns None."""
 
     def __init__(self) -> None:
         self.nvml: Any = None
         try:
-            nvml: Any = import_module("pynvml")  # the package has no types
+            nvml: Any = import_module("pynvml")  # `pynvml` has no type annotations
             nvml.nvmlInit()
         except ModuleNotFoundError:
             return
@@ -145,15 +146,15 @@ class Driver:
 
     def memory(self, handle: Any) -> dict[str, int] | None:
         """Memory in bytes: `total` = `free` + `reserved` + `used`; None if the GPU does not report
-        it. Raises DriverFailed. `used` is the number that nvidia-smi shows, without the driver's
-        own reservation (600 MiB on an H200). The first version of NVML's call counts the
-        reservation as used, so this method does not fall back to the first version."""
+        it. Raises DriverFailed. The value of `used` is the memory in use that nvidia-smi shows,
+        without the driver's own reservation (600 MiB on an H200). Version 1 of NVML's call counts
+        the reservation as used, so this method uses only version 2."""
         if handle is None:
             return None
         memory = self.ask("nvmlDeviceGetMemoryInfo", handle, version=self.nvml.nvmlMemory_v2)
         if memory is None:
             return None
-        # Some drivers count the reserved memory in `used` even in this version.
+        # Some drivers count the reserved memory in `used` even in version 2 of the call.
         used = max(memory.total - memory.free - memory.reserved, 0)
         return {
             "total": memory.total,

@@ -1,6 +1,6 @@
 """Opens files that other programs wrote, but only regular files without links in their paths. Every
-program that can write to the volume could put a link, a FIFO or a device in the place of a file. A
-plain `open` would follow the link to this process's own files, or wait for ever at the FIFO.
+program that can write to the volume could put a link, a FIFO or a device in the place of a file.
+Python's `open` would follow a link to this process's own files, or wait for ever at a FIFO.
 """
 
 import errno
@@ -18,7 +18,7 @@ models."""
 _DIRECTORY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a FIFO does not wait for a writer
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-# The errors of open for an existing path that is not a file: directory, link, socket or device.
+# The errors of `open` for an existing path that is a directory, link, socket or device.
 NOT_PLAIN = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV)
 
 
@@ -62,8 +62,8 @@ def read_plain(path: Path, *, most: int, links: Links = "none") -> bytes:
 
 
 def descriptor(path: Path, flags: int, *, links: Links = "none") -> int:
-    """`os.open` of a regular file, with the checks of `open_plain`. Raises NotPlainError if the
-    path is not a regular file.
+    """Opens a regular file with `os.open` and the checks of `open_plain`; returns the descriptor.
+    Raises NotPlainError if the path is not a regular file.
 
     Args:
         path: must be absolute with links="none".
@@ -72,8 +72,8 @@ def descriptor(path: Path, flags: int, *, links: Links = "none") -> int:
         links: the links that the path may contain.
     """
     assert links != "none" or path.is_absolute(), path
-    # A check after opening is too late for these flags: the file that a link leads to would have
-    # been made or emptied.
+    # O_CREAT and O_TRUNC make or empty a file while it is opened, so a check for links after
+    # opening would be too late.
     changes = flags & (os.O_CREAT | os.O_TRUNC)
     if links == "none" and changes:
         fd = _through_no_link(path, flags)
@@ -99,10 +99,11 @@ def descriptor(path: Path, flags: int, *, links: Links = "none") -> int:
 
 
 def copy_plain(source: Path, target: Path, *, most: int | None = None) -> None:
-    """Copies a regular file's content. Raises as `open_plain`, and FileExistsError.
+    """Copies a regular file's content. Raises NotPlainError as `open_plain` does. Raises
+    FileExistsError if `target` exists.
 
     Args:
-        source: absolute, without links.
+        source: the file's absolute path, without links.
         target: the new file.
         most: the maximum size of `source` in bytes; None: any size.
     """

@@ -1,13 +1,13 @@
 """The only module that chooses TCP ports.
 
-A port that is only looked up can be taken before the program listens on it. Here, a socket stays
-bound to the port, without listening, until the holder closes it:
+Another process can take a free port before the program listens on the port. A socket of this module
+therefore stays bound to the port, without listening, until the holder closes the socket:
 
 - if a process asks for "any port", the kernel does not give it a bound port;
-- a process that asks for this port number gets EADDRINUSE, unless it sets SO_REUSEADDR; then Linux
-  allows the bind while no socket *listens* on the port. Servers (asyncio, uvicorn, vLLM, torch's
-  TCPStore) set SO_REUSEADDR. So the program that was given the number can listen while the holder
-  holds the port, and once it listens, no other process can listen on the port;
+- a process that binds this port number without SO_REUSEADDR gets EADDRINUSE. With SO_REUSEADDR,
+  Linux allows the bind while no socket *listens* on the port. Servers (asyncio, uvicorn, vLLM,
+  torch's TCPStore) set SO_REUSEADDR. So the program that gets the number can listen on the port.
+  Once the program listens, no other process can listen on the port;
 - an abstract Unix socket in the network namespace, whose name contains the number, prevents two
   Tandem processes from holding the same port."""
 
@@ -18,8 +18,8 @@ from tandem.errors import Conflict
 
 
 class HeldPort(ExitStack):
-    """A port that no other process can get until `close`. Close the object once its program listens
-    or has ended."""
+    """A port that no other process can get until `close`. Close a `HeldPort` once its program
+    listens or has ended."""
 
     port = 0
 
@@ -31,7 +31,7 @@ def reserve(preferred: int = 0, *, host: str = "127.0.0.1", name: str = "port") 
     Args:
         preferred: the port; 0: a free port.
         host: the address to bind.
-        name: the field of the error.
+        name: the `field` of the Conflict.
     """
     while True:
         held = HeldPort()
@@ -43,8 +43,8 @@ def reserve(preferred: int = 0, *, host: str = "127.0.0.1", name: str = "port") 
                 # bind.
                 tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             tcp.bind((host, preferred))
-            # The option is set after a bind to port 0, because that bind must find a port that no
-            # socket uses.
+            # For port 0, SO_REUSEADDR is set after the bind, because the bind must find a port that
+            # no socket uses.
             tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.port = tcp.getsockname()[1]
             mark.bind(f"\0tandem-port-{held.port}")

@@ -1,14 +1,14 @@
 """Process trees on Linux.
 
 torchrun starts every rank in its own session, so a signal to a process group does not reach the
-ranks. Ranks are reached by other means:
+ranks. Tandem reaches the ranks in three other ways:
 
 - `die_with_parent` (PR_SET_PDEATHSIG) in every process of the chain, so that `kill -9` of one
   process ends its descendants;
 - `adopt_orphans` (PR_SET_CHILD_SUBREAPER) in the topmost process, so that a process that loses its
   parent stays a descendant, which `descendants` finds;
-- `marked`: an environment variable that child processes inherit, even across sessions and double
-  forks."""
+- `marked`, which finds processes by an environment variable. Child processes inherit the variable,
+  even across sessions and double forks."""
 
 import ctypes
 import os
@@ -93,8 +93,8 @@ def marked(variable: str, value: str) -> list[Process]:
     """Living processes of this user that were started with `variable=value` in their environment,
     except this process.
 
-    While a process executes another program, its environment reads as empty. The function looks at
-    such a process again, for at most 0.1 s.
+    While a process is in `exec`, its environment reads as empty. The function reads an empty
+    environment again, for at most 0.1 s.
     """
     mark = f"{variable}={value}".encode()
     matches = []
@@ -108,7 +108,8 @@ def marked(variable: str, value: str) -> list[Process]:
                 if mark in environment.split(b"\0"):
                     matches.append(process)
                 elif not environment:
-                    Path(f"/proc/{process.pid}/exe").readlink()  # OSError: a thread of the kernel
+                    # A kernel thread has no `exe`, so this call raises OSError.
+                    Path(f"/proc/{process.pid}/exe").readlink()
                     empty.append(process)
         left = empty
         if not left:
@@ -120,7 +121,7 @@ def reap_orphans(known: Collection[int] = ()) -> None:
     """Collects the exit status of adopted children. `known`: pids of children for which other code
     waits; this function does not collect them."""
     with suppress(ChildProcessError):
-        # `waitid` is cheap and covers the usual case that no child has ended. The function is
+        # `waitid` is cheap and covers the usual case that no child has ended. `reap_orphans` is
         # called several times a second.
         if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
@@ -132,9 +133,9 @@ def reap_orphans(known: Collection[int] = ()) -> None:
 def kill_all(
     find: Callable[[], list[Process]], *, timeout: float, known: Collection[int] = ()
 ) -> list[Process]:
-    """Sends SIGKILL to all processes that `find` returns, and repeats this until none of them is
-    alive, because a process may fork before it is killed. Returns the processes that are still
-    alive after `timeout` seconds, in uninterruptible sleep.
+    """Sends SIGKILL to all processes that `find` returns, until none of them is alive. SIGKILL is
+    sent repeatedly, because a process may fork before it is killed. Returns the processes that are
+    still alive after `timeout` seconds because they are in uninterruptible sleep.
 
     Args:
         known: see `reap_orphans`.

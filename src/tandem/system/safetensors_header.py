@@ -58,9 +58,9 @@ def read_header(path: Path) -> dict[str, Entry]:
     """The entries of all tensors of a file, by name. The tensors must fill the file: no two
     overlap, none extends past the end of the file, and no byte is left over.
 
-    Raises InvalidInput that names the file if it can't be read or is not a complete safetensors
-    file. The error's field is `base_model`; callers that read a checkpoint raise CheckpointDamaged
-    instead.
+    Raises InvalidInput with the file's path if the file can't be read or is not a complete
+    safetensors file. The error's field is `base_model`; callers that read a checkpoint raise
+    CheckpointDamaged instead.
     """
     try:
         with open_plain(path, links="any") as file:
@@ -80,7 +80,7 @@ def lay_out(
     tensors: Mapping[str, tuple[str, Sequence[int]]],
 ) -> tuple[bytes, dict[str, Entry]]:
     """The header of a new file, and the place of each tensor in the file. `tensors`: name -> dtype
-    and shape, in the order of their bytes after the header."""
+    and shape, in the order of the tensors' bytes after the header."""
     listed: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in tensors.items():

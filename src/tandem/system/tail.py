@@ -8,10 +8,10 @@ from typing import BinaryIO
 from tandem.system.plain_files import open_plain
 
 _CHUNK = 1 << 16
-# A longer line is returned in pieces, because its end may never arrive.
+# A line of more than this many bytes is returned in pieces, because its end may never arrive.
 _LONGEST_LINE = 1 << 20
-# The approximate number of bytes that one call reads, because a writer may be faster than its
-# reader.
+# The approximate limit on the bytes that one call reads. A call without a limit might never end,
+# because a writer may be faster than its reader.
 _MOST = 1 << 24
 
 
@@ -27,8 +27,8 @@ class Tail:
             file.seek(0, os.SEEK_END)
 
     def lines(self, *, final: bool = False) -> list[str]:
-        """New complete lines without line ends, at most about 16 MiB; the next call returns further
-        lines. `final`: whether the last line is returned even if it is not complete."""
+        """The new complete lines without line ends, at most about 16 MiB. The next call returns
+        further lines. `final`: whether the last line is returned even if it is not complete."""
         lines, read = list[str](), 0
         while file := self._open():
             if os.fstat(file.fileno()).st_size < file.tell():

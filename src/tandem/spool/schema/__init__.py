@@ -4,8 +4,8 @@ Every path in a record is relative to the spool's root, because containers may m
 different places.
 
 `runs.py` has runs and manifests; `jobs.py` has jobs, leases, the hold and heartbeats;
-`inference.py` has the publisher's answers. `training.py` has losses and optimizers, `tuning.py` the
-records of OpenAI's API, and `session.py` sessions and their requests.
+`inference.py` has the publisher's reports. `training.py` has losses and optimizers. `tuning.py` has
+the records of OpenAI's API, and `session.py` has sessions and their requests.
 """
 
 from tandem.spool.schema.base import (

@@ -7,9 +7,9 @@ from tandem.spool.schema.base import JobId, Record
 
 
 class HoldAnswer(Record):
-    """The publisher's answer to a hold, with which a runner asks for shared GPUs. `refused`: vLLM
-    stays awake. `gone`: vLLM died while it was put to sleep. `why`: the reason for `refused` or
-    `gone`."""
+    """The publisher's answer to a hold, with which a runner asks for shared GPUs. The outcome
+    `refused` means that vLLM stays awake. The outcome `gone` means that vLLM died while it was put
+    to sleep. `why` is the reason for `refused` or `gone`."""
 
     runner: str
     job: JobId
@@ -19,8 +19,8 @@ class HoldAnswer(Record):
 
 
 class SharedVllm(Record):
-    """`jobs/vllm.json`: the state of a vLLM that shares its GPUs with the trainer. `gone`: vLLM
-    does not answer, or its engine is dead."""
+    """`jobs/vllm.json`: the state of a vLLM that shares its GPUs with the trainer. The state `gone`
+    means that vLLM does not answer, or that its engine is dead."""
 
     schema_version: Literal[1] = 1
     state: Literal["awake", "asleep", "gone"]
@@ -30,7 +30,7 @@ class SharedVllm(Record):
     seconds of the machine's monotonic clock. The runner is on the same machine and uses the same
     clock."""
     beat: float  # time of this record, in seconds of the same clock as `looked`
-    answer: HoldAnswer | None = None  # answer to the hold that existed at `looked`
+    answer: HoldAnswer | None = None  # the answer to the hold that existed at the time `looked`
 
 
 class VllmPlace(Record):

@@ -27,11 +27,11 @@ class _JobSpec(Record):
     schema_version: Literal[1] = 1
     id: JobId
     run: RunName
-    base_step: int = Field(ge=0)  # the job starts from this checkpoint, and makes the next
+    base_step: int = Field(ge=0)  # the job starts from this step's checkpoint
     created: float  # Unix seconds
-    fingerprint: str  # hash of the client's request: a known id with another fingerprint is refused
+    fingerprint: str  # hash of the client's request, to recognise a repeated request
     submitted_by: str | None = None  # the name of the API key; None if the key has no name
-    # The runner stops an attempt that takes longer.
+    # The runner stops an attempt that takes longer than this many seconds.
     deadline_seconds: float = Field(default=3600.0, gt=0)
     # A rank without a heartbeat for this many seconds counts as hung.
     stall_seconds: float = Field(default=600.0, gt=0)
@@ -77,8 +77,8 @@ JobKind = Literal["rl", "sft", "dpo", "session"]
 class JobError(Record):
     """The reason why a job did not succeed."""
 
-    # TandemError.code, or rank_crashed, rank_hung, deadline, runner_lost, base_missing, cancelled,
-    # ...
+    # The kind of error: a TandemError.code, or one of rank_crashed, rank_hung, deadline,
+    # runner_lost, base_missing, cancelled, ...
     type: str
     message: str
     retriable: bool = False
@@ -98,8 +98,8 @@ _KEY_PATTERN = re.compile(
 
 
 class JobKey(NamedTuple):
-    """The parts of the name of a job's directory, so that listings need not read files. Keys sort
-    in the order of submission."""
+    """The parts of the name of a job's directory. Listings of jobs read these names instead of
+    files. Keys sort in the order of submission."""
 
     created: int  # Unix microseconds
     base_step: int
@@ -112,7 +112,7 @@ class JobKey(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Self | None:
-        """The key with this name; None if the name is not a key's."""
+        """The key that `name` contains; None if `name` is not the name of a job's directory."""
         if (match := _KEY_PATTERN.fullmatch(name)) is None:
             return None
         created, base_step, run, job_id = match.groups()
@@ -193,14 +193,14 @@ class Lease(BaseModel):
     attempt: int
     phase: str
     beat: float  # Unix seconds, by the runner's clock
-    # The time since which the attempt has waited for its ranks to start, in Unix seconds by the
+    # The time at which the attempt began to wait for its ranks to start, in Unix seconds by the
     # runner's clock; None if the ranks run.
     waits_since: float | None = None
 
     @property
     def waited(self) -> float | None:
-        """Seconds for which the attempt had waited for its ranks at the last heartbeat; None if it
-        does not wait."""
+        """Seconds for which the attempt had waited for its ranks at the last heartbeat; None if the
+        ranks run."""
         return None if self.waits_since is None else max(self.beat - self.waits_since, 0.0)
 
 
@@ -208,10 +208,11 @@ class RankMemory(BaseModel):
     """One rank's memory at the end of each phase of an attempt. The phases are in the order in
     which they first ended.
 
-    Each phase has a dict of bytes: `allocated` and `reserved` by torch's allocator, `device_used`
-    on the whole device by all processes, `host_pinned`, and `peak`, the maximum of `allocated`
-    within the phase. On the CPU, `allocated`, `reserved` and `peak` are the resident set size,
-    `device_used` is the machine's memory in use, and `host_pinned` is 0.
+    Each phase has a dict of sizes in bytes. `allocated` and `reserved` are the sizes that torch's
+    allocator reports, and `peak` is the maximum of `allocated` within the phase. `device_used` is
+    the memory in use on the whole device by all processes. `host_pinned` is the pinned host memory.
+    On the CPU, `allocated`, `reserved` and `peak` are the resident set size, `device_used` is the
+    machine's memory in use, and `host_pinned` is 0.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -219,15 +220,15 @@ class RankMemory(BaseModel):
     uuid: str | None = None  # UUID of the rank's device; "cpu" without a device
     # memory at the last end of each phase
     phases: dict[str, dict[str, int]] = Field(default_factory=dict)
-    # The maximum over all ends of a phase, if it ended more than once.
+    # The maximum over all ends of each phase that ended more than once.
     highest: dict[str, dict[str, int]] = Field(default_factory=dict)
 
 
 class Beat(RankMemory):
-    """`beat.<rank>` in an attempt's work directory: a rank's heartbeat, with its memory in bytes.
-    `memory` has the counters of torch's allocator under the names of the metrics catalogue; on the
-    CPU only `allocated` and `reserved`, which are both the resident set size. Peaks (`*_peak`) and
-    counts start at the beginning of the attempt."""
+    """`beat.<rank>` in an attempt's work directory: a rank's heartbeat, with the rank's memory in
+    bytes. `memory` has the counters of torch's allocator under the names of the metrics catalogue.
+    On the CPU, `memory` has only `allocated` and `reserved`, which are both the resident set size.
+    Peaks (`*_peak`) and counts start at the beginning of the attempt."""
 
     time: float  # Unix seconds
     phase: str
@@ -243,9 +244,9 @@ HoldPhase = Literal["sleeping", "training", "releasing"]
 
 
 class Hold(Record):
-    """`jobs/hold.json`: a runner holds the GPUs that it shares with vLLM. In the phase `sleeping`,
-    the runner waits until the publisher has put vLLM to sleep. The runner gives the GPUs back by
-    removing the record."""
+    """`jobs/hold.json`: a runner reserves the GPUs that trainer and vLLM share. In the phase
+    `sleeping`, the runner waits until the publisher has put vLLM to sleep. The runner gives the
+    GPUs back by removing the record."""
 
     schema_version: Literal[1] = 1
     runner: str
@@ -257,6 +258,6 @@ class Hold(Record):
     lease: float  # the runner counts as lost after this many seconds without a new `beat`
     # if the runner is lost, vLLM may be woken after this time regardless of the memory in use
     deadline: float
-    # Device UUID -> bytes in use while vLLM sleeps and no rank runs. Empty until the memory is
-    # measured, which happens before any rank starts.
+    # Device UUID -> bytes in use while vLLM sleeps and no rank runs. The dict is empty until the
+    # memory is measured, which happens before any rank starts.
     floor: dict[str, int] = Field(default_factory=dict)

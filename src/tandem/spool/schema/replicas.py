@@ -26,12 +26,12 @@ ReplicaId = Annotated[str, Field(pattern=REPLICA_PATTERN)]
 class Replica(Record):
     """`replicas/<id>.json`: one vLLM with its publisher, which rewrites the record while it lives.
 
-    `ready` is true if a step is announced only when this replica serves the step. `why` is the
+    If `ready` is true, a step is announced only after this replica serves the step. `why` is the
     reason why the replica is not ready.
     """
 
     replica: ReplicaId
-    url: str  # vLLM's address, as the publisher reaches it
+    url: str  # the URL at which the publisher reaches vLLM
     host: str
     place: VllmPlace | None = None
     pid: int  # process id of the publisher
@@ -43,7 +43,7 @@ class Replica(Record):
 
 class ReplicaServed(Record):
     """`runs/<run>/served/<id>.json`: the steps of a run that one replica has loaded and verified,
-    newest first, and the newest step that it refused."""
+    newest first. `refused` is the newest step that the replica refused."""
 
     steps: tuple[Served, ...] = ()
     refused: Refused | None = None

@@ -66,7 +66,7 @@ class LoraShape(Record):
 
     rank: int = Field(default=16, ge=1, le=1024)
     # The default is twice the rank, so that the scale does not depend on the rank. Records always
-    # contain the value.
+    # contain the value of `alpha`.
     alpha: float = Field(default_factory=lambda before: 2.0 * before["rank"], gt=0)
     targets: tuple[LoraTarget, ...] = Field(
         default=LORA_TARGETS, min_length=1, max_length=len(get_args(LoraTarget))
@@ -142,27 +142,21 @@ class Probe(Record):
     with the trainer's.
 
     The trainer computes all three kinds of log-probs: `logprobs`, `previous` and `base`. The
-    difference of two kinds cancels the trainer's rounding, which vLLM doesn't share.
-
-    Attributes:
-        tokens: the sequences.
-        logprobs: `logprobs[i][j]` is log p(tokens[i][j + 1] | tokens[i][: j + 1]) in nats under
-            this checkpoint, at temperature 1.
-        previous: the same log-probs under the previous checkpoint.
-        base: the same log-probs without the adapter; equal to `previous` if the run trains all
-            weights.
-        long: None if the job's rows are not longer than `tokens`.
+    trainer's rounding, which vLLM doesn't share, cancels in the difference of two kinds.
     """
 
-    tokens: list[list[int]]
+    tokens: list[list[int]]  # token sequences
+    # `logprobs[i][j]` is log p(tokens[i][j + 1] | tokens[i][: j + 1]) in nats under this
+    # checkpoint, at temperature 1.
     logprobs: list[list[float]]
-    previous: list[list[float]]
+    previous: list[list[float]]  # the same log-probs under the previous checkpoint
+    # The same log-probs without the adapter; equal to `previous` if the run trains all weights.
     base: list[list[float]]
-    long: LongProbe | None = None
+    long: LongProbe | None = None  # None if the job's rows are not longer than `tokens`
 
 
 class Manifest(Record):
-    """`manifest.json`: written last, before the rename that makes the checkpoint exist."""
+    """`manifest.json`: the file is written last, before the rename that commits the checkpoint."""
 
     schema_version: Literal[1] = 1
     run: RunName
@@ -180,8 +174,8 @@ class Manifest(Record):
 
     @property
     def weights_files(self) -> dict[str, FileEntry]:
-        """The files of the weights: the adapter's file, or the files of a whole model. Empty if the
-        weights are the base model's."""
+        """The files of the weights: the adapter's file, or the files of a whole model. The dict is
+        empty if the checkpoint has the base model's weights."""
         return {
             name: entry
             for name, entry in self.files.items()
@@ -190,8 +184,8 @@ class Manifest(Record):
 
     @property
     def weights_sha256(self) -> str:
-        """The identity of the weights' content: with one file, the SHA-256 of the file; with
-        several files or none, the SHA-256 of the files' hashes."""
+        """A hash that identifies the weights. For one file, the hash is the file's SHA-256. For
+        several files or none, the hash is the SHA-256 of the files' hashes."""
         hashes = [entry.sha256 for _, entry in sorted(self.weights_files.items())]
         return hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest()
 
@@ -216,25 +210,26 @@ class Served(Record):
     # Inode and mtime (ns) of the manifest's file, so that readers need not open the file again.
     manifest: tuple[int, int] | None = None
     verified: float  # Unix seconds
-    # mean difference between trainer and vLLM over the probe's tokens, in nats
+    # mean |difference| of the log-probs of trainer and vLLM over the probe's tokens, in nats
     mean_abs_logprob_error: float
     # The limit, in nats, on the mean error of the closest tokens (`verify.COMPARED`). A step with a
     # larger mean error is not served.
     allowed_logprob_error: float
     tokens_checked: int
-    # Seconds of each part: copy, load, verify. For merged weights, load includes stage, drain and
-    # swap. since_checkpoint is the time from the commit to `verified`, so it is long if a publisher
-    # or vLLM started after the commit.
+    # The seconds that each part of publishing took: `copy`, `load` and `verify`. For merged
+    # weights, `load` includes `stage`, `drain` and `swap`. The entry `since_checkpoint` is the time
+    # from the commit of the checkpoint to `verified`. `since_checkpoint` is long if a publisher or
+    # vLLM started after the commit.
     seconds: dict[str, float] = Field(default_factory=dict)
-    # The newest checkpoint that the publisher refused, and the reason. An older step is still
-    # served.
+    # The newest checkpoint that the publisher refused while an older step is served, and the
+    # reason.
     refused_step: int | None = None
     refused_reason: str | None = None
 
     @property
     def refused(self) -> "Refused | None":
-        """The newest step that the publisher refused while an older step is served; None if there
-        is none."""
+        """The newest step that the publisher refused while an older step is served; None if no such
+        step was refused."""
         if self.refused_step is None:
             return None
         return Refused(step=self.refused_step, reason=self.refused_reason or "")

@@ -14,8 +14,8 @@ Seq = Annotated[int, Field(ge=1, lt=MOST_SEQUENCE_NUMBER)]
 
 
 class SessionRecord(Record):
-    """A session: `sessions/<id>/session.json`, written once. The session's runs refer to it in
-    `RunSpec.session`."""
+    """A session: `sessions/<id>/session.json`, written once. The session's runs have the session's
+    id in `RunSpec.session`."""
 
     schema_version: Literal[1] = 1
     id: SessionId
@@ -46,8 +46,8 @@ class ClientModel(Record):
 
 class ClientSampler(Record):
     """`sessions/<id>/sampler-<n>.json`, written once: the checkpoint from which one of the client's
-    samplers samples. Without a run, the sampler samples the base model. Without a step, the sampler
-    samples the checkpoint named `name`, which may be made later."""
+    samplers samples. If `run` is None, the sampler samples from the base model. If `step` is None,
+    the sampler samples from the checkpoint named `name`, which may be made later."""
 
     base_model: str  # the client's name of the base model
     path: str | None = None  # the path that the client gave
@@ -84,8 +84,8 @@ class StepRequest(Record):
 
 
 class SaveRequest(Record):
-    """A request for a named checkpoint of the run. If nothing has changed since the newest
-    checkpoint, that checkpoint gets the name."""
+    """A request for a named checkpoint of the run. If the run has not changed since its newest
+    checkpoint, the newest checkpoint gets the name."""
 
     kind: Literal["save"] = "save"
     name: str = Field(min_length=1, max_length=256)
@@ -94,8 +94,8 @@ class SaveRequest(Record):
 
 class LoadRequest(Record):
     """Loads the weights of a checkpoint of any run with the same base model and LoRA shape.
-    If `optimizer` is true, Adam's state is loaded too. If it is false, Adam starts with a new
-    state."""
+    If `optimizer` is true, Adam's state is loaded too. If `optimizer` is false, Adam starts with a
+    new state."""
 
     kind: Literal["load"] = "load"
     run: RunName
@@ -104,7 +104,7 @@ class LoadRequest(Record):
 
 
 class VoidRequest(Record):
-    """Takes the place of a request that never arrived, so that later requests can be computed. The
+    """A placeholder for a request that never arrived, so that later requests can be computed. The
     result of a void request is an error with the text `reason`."""
 
     kind: Literal["void"] = "void"

@@ -23,7 +23,7 @@ class _Own(NamedTuple):
 
 _OWN = {
     "cispo": _Own("token", "token", 1.0, 4.0),
-    "ppo": _Own("token", "token", 0.2, 0.28),  # mean and raised upper bound of DAPO
+    "ppo": _Own("token", "token", 0.2, 0.28),  # DAPO's mean and raised upper bound
     "gspo": _Own("sequence", "trajectory", 3e-4, 4e-4),
     "gspo_token": _Own("sequence", "trajectory", 3e-4, 4e-4),
     "dro": _Own("token", "token", 1.0, math.inf),  # no bounds
@@ -46,50 +46,52 @@ class RLLoss(Record):
     # The level of the ratio: the token's own ratio, or the ratio of the token's sequence (exp of
     # the mean log-ratio). None: the policy's own default (see `level`).
     ratio_level: Literal["token", "sequence"] | None = None
-    # For an item whose ratio is beyond the bounds: clip the ratio as the policy does, or leave the
-    # item out.
+    # The treatment of an item whose ratio is beyond the bounds: `clip` clips the ratio as the
+    # policy does, and `mask` leaves the item out.
     beyond_bounds: Literal["clip", "mask"] = "clip"
     # PPO and GSPO: an upper bound on the ratio of items with a negative advantage.
     dual_clip: float | None = Field(default=None, gt=1)
     # DRO: the weight of the squared log-ratio.
     dro_beta: float | None = Field(default=None, ge=0)
     # SAPO: the temperatures of the sigmoid gate for positive and for other advantages. The
-    # temperatures decide how fast the gate closes as the ratio leaves 1. None: 1 and 1.05.
+    # temperatures decide how fast the gate closes as the ratio moves away from 1. The defaults are
+    # 1 and 1.05.
     sapo_temperature_pos: float | None = Field(default=None, gt=0)
     sapo_temperature_neg: float | None = Field(default=None, gt=0)
-    # Leaves out a sequence with a negative advantage if its log-probs fell by more than this many
+    # A sequence with a negative advantage is left out if its log-probs fell by more than this many
     # nats per token on average.
     off_policy_threshold: float | None = Field(default=None, gt=0)
-    # The weight of an item in the weighted mean: 1 (token), 1/items of the trajectory, or 1/items
-    # of the group. `constant` divides the plain sum by `normalisation_constant` times the number of
-    # trajectories, as in Dr. GRPO. `sum` does not divide. None: the policy's own default (see
-    # `mean_over`).
+    # The weight of an item in the weighted mean: 1 for `token`, 1/items of the trajectory for
+    # `trajectory`, and 1/items of the group for `group`. `constant` divides the plain sum by
+    # `normalisation_constant` times the number of trajectories, as in Dr. GRPO. `sum` is the plain
+    # sum. None: the policy's own default (see `mean_over`).
     normalisation: Literal["token", "trajectory", "group", "constant", "sum"] | None = None
     normalisation_constant: float | None = Field(default=None, gt=0)
     # The log-probs in the denominator of the ratio: the sampler's, or the trainer's from a pass
     # before the first optimizer step. Importance weights between trainer and sampler (`tis_*`) need
     # the trainer's log-probs.
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
-    # The importance weight of the token, or the product of the importance weights of the token's
-    # sequence. The weight is truncated at the cap, and is 0 outside the mask's bounds.
+    # The importance weight of an item: the weight of the token, or the product of the weights of
+    # the token's sequence. The weight is truncated at `tis_cap`, and is 0 below `tis_mask_low` or
+    # above `tis_mask_high`.
     tis_level: Literal["token", "sequence"] = "token"
     tis_cap: float | None = Field(default=None, gt=0)
     tis_mask_low: float | None = Field(default=None, ge=0)
     tis_mask_high: float | None = Field(default=None, gt=0)
-    # mean_abs: divide by the mean |advantage| of the job's items.
+    # `mean_abs` divides each advantage by the mean |advantage| of the job's items.
     advantage_scale: Literal["none", "mean_abs"] = "none"
     kl_coef: float = Field(default=0.0, ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    # The KL is a penalty in the loss, or a part of each token's advantage. In the advantage, the KL
-    # is the log-ratio, whichever estimator is set.
+    # The KL is a penalty in the loss, or a part of each token's advantage. As a part of the
+    # advantage, the KL is the log-ratio, whichever `kl_estimator` is set.
     kl_in: Literal["loss", "advantage"] = "loss"
-    # Multiply the KL penalty by the token's ratio. The penalty's gradient is then unbiased for
-    # tokens that an older policy sampled.
+    # If `kl_correction` is true, the KL penalty is multiplied by the token's ratio. The
+    # multiplication makes the penalty's gradient unbiased for tokens that an older policy sampled.
     kl_correction: bool = False
     # The reference policy: the base model with the adapter off, or a checkpoint (step) of the same
     # run.
     kl_reference: Literal["base"] | Step = "base"
-    # If `kl_metric` is true, the KL is measured even if kl_coef is 0. The measurement costs one
+    # If `kl_metric` is true, the KL is measured even if kl_coef is 0. Measuring the KL costs one
     # more forward pass without gradients.
     kl_metric: bool = False
     entropy_coef: float = Field(default=0.0, ge=0)
@@ -259,10 +261,10 @@ Loss = RLLoss | SFTLoss | PreferenceLoss
 class Schedule(Record):
     """The change of the learning rate over optimizer steps, across all jobs of one training.
 
-    Step k (0, 1, ...) of `total` has the factor (k + 1) / (warmup + 1) while k < warmup. Then, with
-    x = (k - warmup) / (total - warmup), the factor is 1 (constant), floor + (1 - floor) (1 - x)
-    (linear), or floor + (1 - floor) (1 + cos(pi x)) / 2 (cosine; Loshchilov and Hutter, 2016,
-    arXiv:1608.03983, equation 5).
+    Step k (0, 1, ...) of `total` has the factor (k + 1) / (warmup + 1) while k < warmup. For later
+    steps, let x = (k - warmup) / (total - warmup). The factor is 1 (constant), floor + (1 - floor)
+    (1 - x) (linear), or floor + (1 - floor) (1 + cos(pi x)) / 2 (cosine; Loshchilov and Hutter,
+    2016, arXiv:1608.03983, equation 5).
     """
 
     shape: Literal["constant", "linear", "cosine"] = "constant"
@@ -307,8 +309,8 @@ class OptimizerSettings(Record):
     max_grad_norm: float = Field(default=1.0, gt=0)
     # Packed rows per optimizer step over all data-parallel ranks. None: the data-parallel size.
     grad_accumulation_sequences: int | None = Field(default=None, ge=1)
-    # The size of an optimizer step in examples, pairs or groups instead of rows. The packer then
-    # fills each row with samples of one optimizer step only.
+    # The size of an optimizer step in examples, pairs or groups instead of rows. If `batch_size` is
+    # set, the packer fills each row with samples of one optimizer step only.
     batch_size: int | None = Field(default=None, ge=1)
     epochs: int = Field(default=1, ge=1)  # passes over the job's rows, each in a different order
 
@@ -339,8 +341,8 @@ class PackedData(Record):
     # Trajectories that are left out: they are too long, or have no trained token after truncation.
     dropped_trajectories: int = Field(default=0, ge=0)
     truncated_trajectories: int = Field(default=0, ge=0)  # trajectories cut to a row's length
-    # Examples or pairs that are only evaluated. Of the counts above, only num_rows,
-    # dropped_trajectories and truncated_trajectories include these examples.
+    # The number of examples or pairs that are only evaluated. Only the counts num_rows,
+    # dropped_trajectories and truncated_trajectories include evaluated examples.
     num_held_out: int = Field(default=0, ge=0)
     # RL: the step of the oldest checkpoint that sampled a turn; None if unknown.
     policy_step_min: int | None = None

@@ -22,7 +22,7 @@ class Upload(Record):
     id: UploadId
     filename: str
     purpose: Literal["fine-tune", "fine-tune-results"]
-    method: TuningMethod | None = None  # the method that the lines are for; None for results
+    method: TuningMethod | None = None  # the training method of the lines; None for results
     lines: int = Field(ge=0)  # lines that are not blank
     size: int = Field(ge=0)  # bytes
     created: float  # Unix seconds
@@ -44,7 +44,7 @@ class TuningPlan(Record):
 
     hyperparameters: Hyperparameters
     sequence_length: int = Field(ge=2)
-    checkpoint_every: int = Field(ge=1)  # the most optimizer steps of a job
+    checkpoint_every: int = Field(ge=1)  # the maximum number of optimizer steps of a job
     steps: int = Field(ge=1)  # optimizer steps of all epochs
     parts: int = Field(ge=1)  # number of jobs; each makes the run's next step
     tokens: int = Field(ge=1)  # tokens of all examples, in all epochs
