@@ -88,7 +88,7 @@ def sums_experts_apart(arch: Arch, lora: LoraShape | None, sizes: Sizes) -> bool
 
 def check_targets(arch: Arch, lora: LoraShape) -> None:
     """Raises InvalidInput for targets that the model does not have, and for targets that PEFT or
-    vLLM would adapt in another way than Tandem."""
+    vLLM would adapt differently from Tandem."""
     if wrong := [target for target in lora.targets if target not in all_targets(arch)]:
         problem = f"{arch.model_type} has no {', '.join(wrong)}"
         raise InvalidInput(

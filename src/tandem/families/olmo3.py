@@ -1,6 +1,6 @@
 """OLMo 3. Attention and MLP have a norm after them and no norm before them. One norm is over the
-queries of all heads, and another norm is over the keys of all heads. Three of four layers have a
-sliding window, and the other layers have YaRN."""
+queries of all heads, and another norm is over the keys of all heads. Of every four layers, three
+have a sliding window and one has YaRN."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,6 +1,6 @@
-"""Text models of Qwen3.5, 3.6 and 3.8. Three of four layers have a gated delta net. The other
-layers have attention with an output gate, and RoPE on a quarter of each head. Mixtures have a
-shared expert with a gate in every layer.
+"""Text models of Qwen3.5, 3.6 and 3.8. Of every four layers, three have a gated delta net.
+The fourth layer has attention with an output gate, and RoPE on a quarter of each head. Mixtures
+have a shared expert with a gate in every layer.
 
 Checkpoints with a vision tower have the text model's config in `text_config` and its tensors under
 `model.language_model.`. The vision tower and the layers that predict further tokens (MTP) are not

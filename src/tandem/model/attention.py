@@ -85,7 +85,7 @@ def rotation(
 
     Args:
         positions: [S].
-        inv_freq: [head_dim / 2], radians per position of each pair of dimensions.
+        inv_freq: [head_dim / 2], angle per position in radians, for each pair of dimensions.
     """
     angles = torch.outer(positions.float(), inv_freq)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)

@@ -88,8 +88,8 @@ def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> Non
 def init_parallel(sizes: Sizes | None = None, *, timeout_seconds: float = 600.0) -> Topology:
     """Join the process groups. Call this function after `device.activate`.
 
-    If torchrun's environment is set (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), the process joins
-    all of torchrun's ranks. Without torchrun's environment, this process is the only rank. A
+    If torchrun's environment is set (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), this process is
+    one of torchrun's ranks. Without torchrun's environment, this process is the only rank. A
     collective operation that waits longer than `timeout_seconds` fails. `sizes.data` is ignored,
     because it follows from the number of ranks and the other sizes.
 

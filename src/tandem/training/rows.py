@@ -198,8 +198,8 @@ class RowLosses:
         return memory.copy_to(torch.tensor(values, dtype=dtype), self.device)
 
     def mean_log_ratio(self, rows: Sequence[int]) -> float:
-        """The mean of old - reference over the items of all ranks' rows, in nats; the result is the
-        same on all ranks. `rows`: this rank's rows."""
+        """The mean of the difference `old - reference`, in nats, over the items of all ranks. All
+        ranks get the same mean. `rows`: this rank's rows."""
         sums = {
             "items": torch.zeros((), dtype=torch.float64),
             "nats": torch.zeros((), dtype=torch.float64),

@@ -91,7 +91,7 @@ class AdapterCopies:
 
     def copy(self, path: Path, checkpoint: Path, manifest: Manifest) -> None:
         """Copy a checkpoint's adapter, unless a complete copy exists. Raises CheckpointDamaged if a
-        file is missing or does not have the manifest's hash.
+        file is missing or its hash differs from the hash in the manifest.
 
         Args:
             path: the copy's directory, as `path` returns it.

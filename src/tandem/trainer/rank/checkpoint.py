@@ -103,7 +103,7 @@ def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOpti
 
 def config_file(spool: Spool, run: str, step: int) -> bytes:
     """The content of a checkpoint's `adapter_config.json`, which is copied to the next checkpoint.
-    Raises CheckpointDamaged if the file's hash differs from the manifest's hash."""
+    Raises CheckpointDamaged if the file's hash differs from the hash in the manifest."""
     manifest, path = (
         spool.checkpoints.manifest(run, step),
         spool.checkpoints.path(run, step) / CONFIG_FILE,
