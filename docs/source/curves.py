@@ -1,4 +1,4 @@
-"""A picture of runs of `tandem rl`: evaluations and rollouts against the step.
+"""Draws the rewards of evaluations and rollouts of `tandem rl` runs against the step.
 
 python docs/source/curves.py docs/sums.png "SmolLM2 on sums" sums.metrics.jsonl ...
 """

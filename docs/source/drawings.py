@@ -1,4 +1,4 @@
-"""`python -m docs.source.drawings`: makes the drawings in docs/pictures/."""
+"""`python -m docs.source.drawings` makes the drawings in docs/pictures/."""
 
 from collections.abc import Callable
 from html import escape
@@ -37,7 +37,7 @@ class Drawing:
     def box(
         self, kind: str, left: int, top: int, width: int, height: int, title: str, *lines: str
     ) -> None:
-        """A box with its texts. The texts are at the top left in a container's box, and in the
+        """Adds a box with its texts. The texts are at the top left in a container's box, and in the
         middle of other boxes."""
         self._parts.append(
             f'<rect x="{left}" y="{top}" width="{width}" height="{height}" rx="6"'
@@ -57,7 +57,7 @@ class Drawing:
     def arrow(
         self, *points: Point, label: str = "", at: Point | None = None, both: bool = False
     ) -> None:
-        """An arrow through `points`, with `label` at the point `at`."""
+        """Adds an arrow through `points`, with `label` at the point `at`."""
         path = "L".join(f"{x:g} {y:g}" for x, y in points)
         start = ' marker-start="url(#head)"' if both else ""
         self._parts.append(
@@ -86,7 +86,7 @@ class Drawing:
 
 
 def containers() -> str:
-    """The three containers, the volume between them, and arrows for the data that they exchange."""
+    """The drawing of the three containers, their volume, and the data that they exchange."""
     it = Drawing(860, 510, "Tandem's containers and the volume that they share")
     it.box("program", 250, 14, 360, 46, "client", "Python, curl, tandem, any OpenAI SDK")
     it.arrow((330, 60), (330, 118), label="jobs, events: HTTP", at=(196, 92))
@@ -114,7 +114,7 @@ def containers() -> str:
 
 
 def job() -> str:
-    """A job from its submission to the step that vLLM serves."""
+    """The drawing of a job, from its submission to the step that vLLM serves."""
     it = Drawing(900, 390, "A job's life, from its submission to the step that vLLM serves")
     top = 24
     it.box("program", 20, top, 150, 74, "submission", "packed data; made", "by one rename")
@@ -171,7 +171,7 @@ def job() -> str:
 
 
 def modes() -> str:
-    """The decision tree of docs/modes.md."""
+    """The drawing of the decision tree of docs/modes.md."""
     it = Drawing(930, 440, "Which mode do I need? One decision tree")
     questions = ["1. How many GPUs?", "2. What is trained?", "3. What is sampled?", "4. Where?"]
     answers = [

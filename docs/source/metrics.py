@@ -1,4 +1,4 @@
-"""`python -m docs.source.metrics`: makes the tables of docs/metrics.md from the catalogue of
+"""`python -m docs.source.metrics` makes the tables of docs/metrics.md from the catalogue of
 metrics."""
 
 from collections.abc import Iterable
@@ -10,18 +10,18 @@ from tandem.metrics.catalogue import CATALOGUE
 from tandem.metrics.metric import Metric
 
 DOCUMENT = Path(__file__).parents[1] / "metrics.md"
-# The empty lines end the comments, because some renderers read HTML up to the next empty line.
+# The empty lines end the HTML comments: some Markdown renderers read HTML up to an empty line.
 BEGIN = "<!-- made from the catalogue: begin -->\n\n"
 END = "\n<!-- made from the catalogue: end -->\n"
 
 
 def with_new_tables(text: str) -> str:
-    """`text` of docs/metrics.md, with new tables between the two marks."""
+    """The text of docs/metrics.md, with new tables between BEGIN and END in place of the old."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     vllm = (
-        "## vLLM's server\n\nThe metrics that vLLM 0.32, and Tandem's plugin in it, export under"
-        " the job `tandem-vllm`, as far as dashboards and rules use them.\n\n"
+        "## vLLM's server\n\nThe table lists the metrics of the job `tandem-vllm` that dashboards"
+        " and rules use. vLLM 0.32 and Tandem's plugin in vLLM export these metrics.\n\n"
     )
     return f"{before}{BEGIN}{_table(CATALOGUE)}\n{vllm}{_table(VLLM_METRICS)}{END}{after}"
 

@@ -1,7 +1,7 @@
-"""A hook of mkdocs: pages of the site that lie outside docs/, and links that suit both places.
+"""A hook of mkdocs that adds pages from outside docs/ to the site, and changes links to suit it.
 
-Links in the repository's Markdown are relative to the file, as GitHub follows them. On the site
-all pages lie in one directory.
+In the repository a Markdown link is relative to its file, as GitHub follows it. On the site all
+pages are in one directory.
 """
 
 import logging
@@ -36,8 +36,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: object) -> str:
-    """The page's text with links to the site's pages. A link to a file that is not on the site is
-    replaced by the link's text; the file must exist."""
+    """The page's text with links to the site's pages. A link to a file that is not on the site
+    becomes plain text. The file must exist."""
     root = Path(config.config_file_path).parent
     source = next(
         (file for file, name in OUTSIDE.items() if name == page.file.src_uri),

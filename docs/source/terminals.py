@@ -1,4 +1,4 @@
-"""`python -m docs.source.terminals`: makes pictures of a terminal's content in docs/pictures/.
+"""`python -m docs.source.terminals` makes pictures of a terminal's content in docs/pictures/.
 
 live.svg          the view of `tandem rl` at the end of `make demo`, from the lines that it recorded
 data-check.svg    `tandem data check` of examples/data/sums.jsonl, with the demo's tiny model
@@ -54,7 +54,7 @@ def live() -> str:
     loop: Any = SimpleNamespace(
         config=Config.model_validate(tomllib.loads((ROOT / CONFIG).read_text())),
         record=SimpleNamespace(lines=lines),
-        # The loop has ended: nothing runs, and no step is awaited.
+        # The RL loop has ended: no rollout runs, and the loop waits for no step.
         running={},
         ready=[],
         counts=Counter(),

@@ -1,10 +1,10 @@
-"""Makes docs/track.png: one run in TensorBoard, W&B (offline) and MLflow, with a kill and a
-rollback.
+"""Makes docs/track.png, which shows one run in TensorBoard, W&B (offline) and MLflow. The run has a
+kill and a rollback.
 
     PYTHONPATH=tests:examples python -m docs.source.track DIRECTORY
 
-Starts a controller and a runner on the CPU. `tandem track` and the runner are killed (SIGKILL) in
-the middle of the second job; the third job comes after a rollback to step 1.
+The program starts a controller and a runner on the CPU. It kills `tandem track` and the runner
+(SIGKILL) in the middle of the second job. The third job starts after a rollback to step 1.
 """
 
 import os
