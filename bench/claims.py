@@ -1,16 +1,16 @@
-"""The cost of jobs on a spool with many jobs: a controller over HTTP and a runner's claims, on
-spools of several sizes.
+"""Measures the cost of jobs on spools with many jobs: the controller's HTTP requests and the
+runner's claims of jobs, on spools of several sizes.
 
     python -m bench.claims [--queued 10 1000 20000] [--ended 20000] [--runs 8] [--submissions 300]
     [--claims 100]
                           [--clients 200] [--checkpoints 5000] [--streams 1000] [--only jobs
                           checkpoints streams]
 
-Each size has a spool of its own, filled with copies of one small RL job (8 trajectories of 16
-tokens), and a controller process of its own; clients and claims run in this process. Controller,
-clients and claims share the machine's cores with other programs. `load` is the machine's load
-average during the measurement; CPU times depend on the load least. `between two jobs`: milliseconds
-from the call that ends a job until the next job is claimed.
+Each size has its own spool with copies of one small RL job (8 trajectories of 16 tokens), and its
+own controller process. Clients and claims run in this process. Controller, clients and claims share
+the machine's cores with other programs. `load` is the machine's load average during the
+measurement. The load changes CPU times less than other times. `between two jobs` is the time in
+milliseconds from the call that ends a job until the next job is claimed.
 """
 
 import argparse
@@ -56,8 +56,8 @@ def timed(times: int, action: Callable[[], object]) -> list[float]:
 async def submissions(
     controller: Controller, count: int, clients: int, runs: int
 ) -> tuple[list[float], float]:
-    """Sends `count` submissions from `clients` clients at once. Returns the seconds of each
-    submission, and of all submissions together."""
+    """Sends `count` job submissions from `clients` concurrent clients. Returns the seconds of each
+    submission, and the seconds of all submissions together."""
     seconds: list[float] = []
     numbers = iter(range(count))
 
@@ -75,8 +75,8 @@ async def submissions(
 
 
 def ask_health(url: str, parent: Connection) -> None:
-    """Asks /healthz again and again until the parent process sends a message. Then sends the parent
-    the seconds of each request."""
+    """Sends requests to /healthz until the parent process sends a message. Afterwards sends the
+    seconds of each request to the parent."""
     seconds = []
     with httpx.Client(base_url=url, trust_env=False, timeout=60) as http:
         http.get("/healthz")
@@ -90,7 +90,8 @@ def crowd(controller: Controller, clients: int, runs: int) -> tuple[list[float],
     """`clients` clients submit one job each at the same moment. Returns the seconds of each
     submission, and the seconds of each concurrent request to /healthz.
 
-    Another process asks /healthz, because this process is as busy as the controller.
+    Another process sends the requests to /healthz, because this process is as busy as the
+    controller.
     """
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(
@@ -119,7 +120,7 @@ def syncs() -> Iterator[list[float]]:
 
 
 def claims(spool: Spool, count: int) -> dict[str, float]:
-    """Claims jobs, writes heartbeats and ends jobs, as the runner does."""
+    """Claims jobs, writes heartbeats and ends jobs by the runner's functions."""
     claimed, own, renewed, between = [], [], [], []
     job: Job | None = None
     computed = time.process_time()
@@ -128,7 +129,8 @@ def claims(spool: Spool, count: int) -> dict[str, float]:
         if job is not None:
             error = JobError(type="rank_error", message="bench")
             spool.queue.finish(job, JobResult(state="failed", error=error, finished=time.time()))
-        assert any(spool.jobs.index.heads())  # the runner checks this before it claims a job
+        # The runner also checks for queued jobs before it claims a job.
+        assert any(spool.jobs.index.heads())
         claim_begin = time.perf_counter()
         with syncs() as synced:
             job = spool.queue.claim("bench")
@@ -151,8 +153,8 @@ def claims(spool: Spool, count: int) -> dict[str, float]:
 
 
 def collected(spool: Spool) -> float:
-    """Milliseconds of a second collection by the collectors of jobs. The first collection reads all
-    existing jobs."""
+    """Milliseconds of the second collection by the metrics collectors of jobs. The first collection
+    reads all existing jobs."""
     collectors = (QueueCollector(lambda: spool), JobsCollector(lambda: spool))
 
     def collect() -> None:
@@ -170,10 +172,11 @@ def measure_jobs(queued: int, options: argparse.Namespace) -> dict[str, Any]:
         _, job = spool.jobs.get(first.id)
         spool.queue.cancel(first.id)
         fill(spool, job, "succeeded", options.ended, options.runs)
-        for number in range(options.runs):  # a job of the base step from which the copies continue
+        # Each run needs a job of its base step, because the copies continue from this step.
+        for number in range(options.runs):
             tandem.train(f"run-{number}", request(number))
         fill(spool, job, "queued", max(0, queued - options.runs), options.runs)
-        os.sync()  # so that the measured syncs don't write the copies
+        os.sync()  # writes the copies to the volume before syncs are measured
         time.sleep(3)  # directories settle
         tandem.get_run("run-0")
         row: dict[str, Any] = {"queued": queued, "ended": options.ended}
@@ -248,8 +251,9 @@ def measure_checkpoints(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def follow(controller: Controller, job: str, streams: int, events: int) -> dict[str, Any]:
-    """Opens `streams` event streams. One half reads all events, the other half reads nothing.
-    Returns the controller's memory in MiB while the streams are open and after they are closed."""
+    """Opens `streams` event streams of a job. The client reads all events of one half of the
+    streams, and reads nothing from the other half. Returns the controller's memory in MiB while the
+    streams are open and after they are closed."""
     before = controller.memory()
     peak, reading = before, True
     host, port = controller.url.removeprefix("http://").split(":")
@@ -323,7 +327,7 @@ def measure_streams(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure what `--only` names."""
+    """Runs the measurements that `--only` names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

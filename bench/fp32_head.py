@@ -1,11 +1,11 @@
-"""The difference of log-probs between trainer and vLLM with the head in float32 in the trainer, in
-vLLM and in both.
+"""Compares the log-probs of trainer and vLLM if the output head is in float32 in the trainer, in
+vLLM or in both.
 
     python -m bench.fp32_head --model DIRECTORY --adapters ROOT [--every 10] [--device cpu]
 
-Each adapter under `ROOT` is merged into the base model, whose weights are rounded to bf16, so that
-the trainer and vLLM have the same weights. The trainer and vLLM score the sums of `bench.rounding`.
-vLLM gets `hf_overrides = {"head_dtype": "float32"}`, as a process of its own. `error` is the
+Each adapter under `ROOT` is merged into the base model, and the weights are rounded to bf16. So the
+trainer and vLLM have the same weights. The trainer and vLLM score the sums of `bench.rounding`.
+vLLM runs in its own process and gets `hf_overrides = {"head_dtype": "float32"}`. `error` is the
 difference from transformers in float32.
 """
 
@@ -35,8 +35,8 @@ HEADS = ("bfloat16", "float32")
 
 
 def by_vllm(model: str, head: str, sequences: Sequences) -> list[float]:
-    """The log-probs by vLLM, in this process. The process ends afterwards, which frees vLLM's
-    memory."""
+    """The sequences' log-probs, computed by vLLM in this process. The caller ends this process
+    afterwards, which frees vLLM's memory."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -88,8 +88,8 @@ def merged(model: str, adapter: Path, directory: str) -> None:
 
 
 def scores(model: str, adapter: Path, sequences: Sequences) -> dict[str, torch.Tensor]:
-    """Log-probs under one merged adapter: by transformers in float32 ("exact"), and by the trainer
-    and vLLM with each dtype of the head."""
+    """Log-probs under one merged adapter: "exact" by transformers in float32, and by the trainer
+    and by vLLM with each dtype of the output head."""
     with tempfile.TemporaryDirectory() as work:
         directory = f"{work}/model"
         merged(model, adapter, directory)
@@ -119,7 +119,7 @@ def main() -> None:
         sequences = json.loads((options.adapters / "tokens.json").read_text())
         values = by_vllm(options.model, options.child, sequences)
         (options.adapters / "found.json").write_text(json.dumps(values))
-        os._exit(0)  # skips vLLM's own shutdown, which takes long on a busy machine
+        os._exit(0)  # os._exit skips vLLM's shutdown, which takes long on a busy machine
     device.activate(options.device)
     parallel.init_parallel()
     sequences = sums(options.model, options.count, seed=1)

@@ -1,4 +1,4 @@
-"""Spools with many jobs, and a controller on them."""
+"""Makes spools with many jobs, and runs a controller on such a spool."""
 
 import argparse
 import contextlib
@@ -53,7 +53,7 @@ def request(number: int) -> dict[str, Any]:
 
 
 class Controller:
-    """`python -m tandem.controller` on a spool."""
+    """A process of `python -m tandem.controller` on a spool."""
 
     def __init__(self, root: Path) -> None:
         with ports.reserve() as held:
@@ -99,7 +99,7 @@ class Controller:
 
 @contextlib.contextmanager
 def deployment(options: argparse.Namespace) -> Iterator[tuple[Spool, Controller, Tandem]]:
-    """A spool with runs, and a controller on it."""
+    """A spool with runs, and a controller on this spool."""
     directory = Path(tempfile.mkdtemp(prefix="tandem-queue-", dir=options.directory))
     root = directory / "spool"
     Spool.create(root)

@@ -1,17 +1,17 @@
-"""Compares the numbers of exporter and `tandem memory` about many ranks with nvidia-smi, and checks
-the memory after `kill -9` of one rank.
+"""Compares the GPU memory of many ranks in the exporter and in `tandem memory` with nvidia-smi.
+Also checks the memory after `kill -9` of one rank.
 
     python -m bench.many_ranks [--ranks 4] [--tensor-parallel 2] [--launch fork] [--device cuda]
     [--out DIR]
 
-Controller, runner and exporter run as in their containers, on the first GPUs, with Qwen3-0.6B's
-layers and a small vocabulary. The first job runs to its end. While this job trains, the program
-checks that each GPU has its own rank's process and no other, and that the exporter names each rank
-with its GPU and shows that GPU's memory. After the job, the program checks that `tandem memory` has
-every rank and that no memory is left in use. The second job has one attempt. The program kills this
-job's last rank: all GPUs must be empty within 30 s (docs/jobs.md). A third job must succeed. The
-exporter's pages stay in DIR. With --device cpu, the program checks ranks and processes, but not
-memory.
+Controller, runner and exporter run as in their containers, on the machine's first GPUs. The model
+has Qwen3-0.6B's layers and a small vocabulary. The first job runs to its end. While the first job
+trains, the program checks that each GPU has only the process of its rank. It also checks that the
+exporter shows each rank's GPU and the memory of that GPU. After the first job, the program checks
+that `tandem memory` lists every rank and that no memory is in use. The second job has one attempt.
+The program kills the second job's last rank. All GPUs must be empty within 30 s (docs/jobs.md). A
+third job must succeed. The program keeps the exporter's pages in DIR. With --device cpu, the
+program checks ranks and processes, but not memory.
 """
 
 import argparse
@@ -56,7 +56,7 @@ two readings."""
 
 
 def until(what: str, check: Callable[[], bool], seconds: float, poll: float = 0.05) -> None:
-    """Wait until `check` is true; AssertionError after `seconds`."""
+    """Waits until `check` is true. Raises AssertionError after `seconds`."""
     end = time.monotonic() + seconds
     while not check():
         assert time.monotonic() < end, f"not within {seconds:.0f} s: {what}"
@@ -100,14 +100,14 @@ def nvidia_smi(query: str) -> list[list[str]]:
 
 
 class Gpus:
-    """The trainer's GPUs as nvidia-smi shows them, in the order of the ranks. On the CPU there are
-    no GPUs."""
+    """The trainer's GPUs as nvidia-smi shows them, in the order of the ranks. With --device cpu the
+    list is empty."""
 
     def __init__(self, ranks: int, device: str) -> None:
         self.uuids = [row[0] for row in nvidia_smi("gpu=uuid")][:ranks] if device == "cuda" else []
 
     def used(self) -> dict[str, int]:
-        """Bytes in use, by UUID."""
+        """Bytes of memory in use, by the GPU's UUID."""
         if not self.uuids:
             return {}
         return {
@@ -117,7 +117,7 @@ class Gpus:
         }
 
     def processes(self) -> dict[str, list[int]]:
-        """The processes with a CUDA context, by UUID."""
+        """The pids of the processes with a CUDA context, by the GPU's UUID."""
         found: dict[str, list[int]] = {uuid: [] for uuid in self.uuids}
         for uuid, pid in nvidia_smi("compute-apps=gpu_uuid,pid") if self.uuids else []:
             found.get(uuid, []).append(int(pid))
@@ -125,7 +125,7 @@ class Gpus:
 
 
 class Trainer:
-    """Controller, runner and exporter, and a client."""
+    """Processes of controller, runner and exporter, and a client of the controller."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         with ports.reserve() as first, ports.reserve() as second:
@@ -178,8 +178,8 @@ class Trainer:
         ).stdout
 
     def page(self, name: str) -> dict[str, dict[tuple[str, ...], float]]:
-        """The exporter's page at this moment: the values of each metric, by the tuple of the label
-        values in the page's order. The page is kept as a file."""
+        """The exporter's current page: metric name -> label values -> value. The label values are a
+        tuple in the page's order. The page is also written to a file."""
         text = httpx.get(self.metrics_url, timeout=10).raise_for_status().text
         (self.out / f"{name}.prom").write_text(text)
         found: dict[str, dict[tuple[str, ...], float]] = {}
@@ -198,8 +198,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def differences(trainer: Trainer, gpus: Gpus, pids: list[int], number: int) -> list[str]:
-    """The differences between the exporter, nvidia-smi and the ranks' own pids while a job
-    trains."""
+    """Compares the exporter with nvidia-smi and with the ranks' pids while a job trains. Returns a
+    line of text for each difference."""
     before, page, after, of_gpu = (
         gpus.used(),
         trainer.page(f"training-{number}"),
@@ -236,8 +236,8 @@ def differences(trainer: Trainer, gpus: Gpus, pids: list[int], number: int) -> l
 
 
 def watched_job(trainer: Trainer, gpus: Gpus, epochs: int) -> dict[str, Any]:
-    """Runs a job to its end. Returns the number of comparisons that agreed, and the ranks and bytes
-    of `tandem memory`."""
+    """Runs a job to its end. Returns the number of comparisons without a difference, and the ranks
+    and bytes that `tandem memory` shows."""
     empty = gpus.used()
     job = train(trainer.client, epochs)
     first_step(trainer.client, job)
@@ -283,7 +283,7 @@ def watched_job(trainer: Trainer, gpus: Gpus, epochs: int) -> dict[str, Any]:
 
 def killed_job(trainer: Trainer, gpus: Gpus, epochs: int) -> dict[str, Any]:
     """Kills the last rank with SIGKILL in the middle of a job. Returns the seconds until all ranks
-    have ended and until the GPUs are empty."""
+    have ended, and the seconds until the GPUs are empty."""
     empty = gpus.used()
     job = train(trainer.client, epochs, max_attempts=1)
     first_step(trainer.client, job)
@@ -329,7 +329,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=100, help="of each job, a step each")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    # After SIGTERM no child process may continue, so SIGTERM raises SystemExit.
+    # SIGTERM raises SystemExit, so that the child processes are ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     options.out = options.out or Path(tempfile.mkdtemp(prefix="tandem-many-ranks-"))
     options.out.mkdir(parents=True, exist_ok=True)

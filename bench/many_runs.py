@@ -1,11 +1,11 @@
-"""The cost of a page of `GET /v1/runs` on a spool with many runs.
+"""Measures the time of a page of `GET /v1/runs` on a spool with many runs.
 
     python -m bench.many_runs [--runs 20000] [--limit 200] [--pages 20]
 
-The program starts a controller on a spool with copies of one new run; all copies are served. The
-first page is the first request after the controller's start; the other pages are requested one
-after another. `load` is the machine's load average during the measurement; CPU times depend on the
-load least.
+The program starts a controller on a spool with copies of one new run. According to the spool's
+records, vLLM serves all copies. The first page is the first request after the controller's start.
+The other pages follow one after another. `load` is the machine's load average during the
+measurement. The load changes CPU times less than other times.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from tandem.spool.schema import Served
 
 
 def fill(spool: Spool, count: int) -> None:
-    """Copies the first run until there are `count` runs, without syncing the volume. The records
-    say that vLLM serves each run."""
+    """Copies the first run until there are `count` runs, without syncing the volume. The spool's
+    records say that vLLM serves each run."""
     first = spool.paths.run_dir("run-0")
     files = [path for path in first.rglob("*") if path.is_file()]
     for number in range(count - 1):
@@ -42,7 +42,7 @@ def fill(spool: Spool, count: int) -> None:
 
 
 def serve(spool: Spool, name: str) -> None:
-    """Writes the record of a served step as the publisher does."""
+    """Writes a record of a served step like the publisher's record."""
     served = Served(
         step=0,
         model=f"{name}@0",

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# The benchmarks of a machine of two or four H200s, in about 25 minutes each. Run from the repository's root, in a Python
-# that has torch for CUDA, megatron-core and vLLM.
-#   on_gpus.sh start [PART...]  these parts of it, from a copy of the tree, in a session of its own: the shell may end
-#   on_gpus.sh wait SECONDS     until it has ended, or for that long; then what there is goes to $OUT as gpu.tgz
-#   on_gpus.sh run [PART...]    the same in this shell
-# Parts, all where none is named: imports shared memory one tensor data experts.
-# Parts only where they are named, of merged weights: swap throughput swap30 faults-merged learn faults-whole publications.
-# Parts only where they are named, of four GPUs: starts4 swap4 learn4 ranks4 groups4 small plan4 (plan4-large: the models of 60 GB).
-# SHAPE=tiny DEVICE=cpu JOBS=2 show what of it runs without a GPU.
+# Benchmarks for a machine with two or four H200s, which run for about 25 minutes. Start them from the repository's root,
+# with a Python that has torch for CUDA, megatron-core and vLLM.
+#   on_gpus.sh start [PART...]  starts these parts in a separate session, from a copy of the tree; the shell may exit
+#   on_gpus.sh wait SECONDS     waits until the parts have ended, at most SECONDS; then packs the results as $OUT/gpu.tgz
+#   on_gpus.sh run [PART...]    runs these parts in this shell
+# If no part is named, these parts run: imports shared memory one tensor data experts.
+# These parts of merged weights run only if they are named: swap throughput swap30 faults-merged learn faults-whole publications.
+# These parts need four GPUs and run only if they are named: starts4 swap4 learn4 ranks4 groups4 small plan4 plan4-large (the models of 60 GB).
+# SHAPE=tiny DEVICE=cpu JOBS=2 tests the script without a GPU.
 set -uo pipefail
-# The images contain bytecode. With PYTHONDONTWRITEBYTECODE each process would compile torch and Megatron again.
+# The container images contain compiled Python bytecode. With PYTHONDONTWRITEBYTECODE each process
+# would compile torch's and Megatron's sources again.
 unset PYTHONDONTWRITEBYTECODE
 work=${WORK:-/tmp/tandem-bench}
 shape=${SHAPE:-qwen3-8b} device=${DEVICE:-cuda} jobs=${JOBS:-20}
@@ -72,14 +73,14 @@ learned() {  # NAME WAY...: yes/no/maybe by each way in which weights travel, on
 }
 
 # vLLM starts only on a GPU that no other program uses, and a trainer's job fails if another program's memory grows
-# during the job. So a part that starts vLLM again, or shares a GPU, has that GPU for itself.
+# during the job. So a part that restarts vLLM or shares a GPU runs alone on this GPU.
 merged() {
     local faults="python3 -m pytest -v -s --tb=short --durations=0 -p no:cacheprovider --all-cases"
     if named swap; then
         into swap 500 python3 -m bench.swap --shape 8b --swaps 5 --many 0 --name swap-whole --out "$work/models" \
             --ways nccl-device merge-host &
-        # With a utilization of 0.68, the ranks of the other benchmark have room on this GPU. A second vLLM could not start
-        # beside these ranks.
+        # With a utilization of 0.68, the ranks of the other benchmark have room on this GPU. A
+        # second vLLM could not start on a GPU that these ranks use.
         into swap-merge 500 python3 -m bench.swap --shape 8b --swaps 5 --gpus 1 --utilization 0.68 --many 0 \
             --name swap-merge --out "$work/models-1" --ways merge-device &
         wait
@@ -97,7 +98,8 @@ merged() {
         --enforce-eager --utilization 0.2 --requests 8 --many 0 --swaps 2 --warm 2 --publications 500
 }
 
-# Four GPUs: vLLM has the first two, the trainer the others, or all of them.
+# On four GPUs, vLLM has the first two and the trainer has the other two, or the trainer has all
+# four.
 four() {
     if named starts4; then
         local ranks=(--ways fork --jobs 4 --shape "$shape" --device "$device")
@@ -129,7 +131,8 @@ four() {
 
 run() {
     touch "$work/begun"
-    # vLLM finds Tandem's plugin by a package's metadata, so the tree needs such metadata if Tandem is not installed.
+    # vLLM finds Tandem's plugin by package metadata. Tandem may not be installed, so this function
+    # writes the metadata.
     local metadata=$work/site/tandem_rl-0.1.0.dist-info
     mkdir -p "$metadata"
     printf 'Metadata-Version: 2.1\nName: tandem-rl\nVersion: 0.1.0\n' >"$metadata/METADATA"
@@ -137,14 +140,16 @@ run() {
     export PYTHONPATH="$PWD/src:$PWD:$work/site${PYTHONPATH:+:$PYTHONPATH}"
     merged
     four
-    # Each import runs twice: if the interpreter may write bytecode, a job pays the time of the second import.
+    # Each import runs twice. The first import writes bytecode, so the time in a job is that of the
+    # second import.
     wants imports && into imports 120 bash -c 'for what in "import torch.distributed.run" "from tandem.trainer.rank import entry; entry.preload('cuda')"; do
         for _ in 1 2; do time python3 -c "$what"; done
     done' &
     for part in shared one tensor data; do wants "$part" && model "$part"; done
     wait
     wants shared && into shared 600 python3 -m bench.shared --shape "$shape" --work "$work/shared" --out "$work/shared"
-    # The part `one` runs alone on the machine: ranks of other parts would read too, and take memory bandwidth.
+    # The part `one` runs alone on the machine, because the ranks of other parts would also use disk
+    # and memory bandwidth.
     restart one 720 --jobs "$jobs" --seconds 650
     restart data 300 --ranks 2 --jobs 4
     wants memory && tests 0 tests/rank/test_memory_gpu.py tests/training/test_offload_gpu.py &

@@ -1,4 +1,4 @@
-"""TRL's GRPO beside `tandem rl`: the same model, task, batch, learning rate and LoRA.
+"""Compares TRL's GRPO with `tandem rl` on the same model, task, batch, learning rate and LoRA.
 
     python -m bench.peers trl MODEL --mode colocate --gpus 3 --out trl-colocate.json
     python -m bench.peers trl MODEL --mode server --url http://127.0.0.1:8200 --gpus 1 2 --out ...
@@ -6,19 +6,20 @@
     python -m bench.peers table ROW.json ...        (writes bench/results/peers.json)
 
 Each with PYTHONPATH=src:examples. The task is `examples/sums.py` with sums of numbers from 10 to
-99: 32 groups of 8 answers of at most 24 tokens per step, 4 optimizer steps of 8 groups each, LoRA
-of rank 16 on all linear layers. With fewer than 8 `--groups` there is one optimizer step. Every
-`--every` steps 200 other sums are evaluated, sampled once at temperature 1: `reward` is the share
-of right sums, `alone` the share of answers that are a number and nothing else. `--task noise` is
-for speed alone: the reward is a checksum's parity, the answers are as long as `--tokens` allows,
-and nothing is evaluated.
+99. A step has 32 groups of 8 answers of at most 24 tokens, and 4 optimizer steps of 8 groups each.
+The LoRA has rank 16 and is on all linear layers. With fewer than 8 `--groups` there is one
+optimizer step. Every `--every` steps 200 other sums are evaluated, with one answer each at
+temperature 1. `reward` is the share of right answers, and `alone` is the share of answers that
+consist of a number only. `--task noise` measures only the speed. Its reward is the parity of a
+checksum, its answers are as long as `--tokens` allows, and there is no evaluation.
 
-Tandem's stack runs already (TANDEM_URL, TANDEM_INFERENCE_URL). TRL's server does too:
+Tandem's stack must run already (TANDEM_URL, TANDEM_INFERENCE_URL). TRL's server must run too:
 `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "nccl"}'
---logprobs-mode processed_logprobs`. Both trainers have their own loss (CISPO, DAPO) and their own
-correction for the sampler's rounding; all other settings that both have are equal. A row ends after
-`--steps` steps or `--seconds`, whichever is first. In a row, `idle` is the share of time in which
-nothing ran on a GPU (NVML), and `peak MiB` is the most memory in use on each GPU.
+--logprobs-mode processed_logprobs`. Tandem's loss is CISPO and TRL's loss is DAPO, and each trainer
+has its own correction for the sampler's rounding. All other settings that both trainers have are
+equal. A row ends after `--steps` steps or `--seconds`, whichever is first. In a row, `idle` is the
+share of time in which nothing ran on a GPU (NVML), and `peak MiB` is the most memory in use on each
+GPU.
 """
 
 import argparse
@@ -61,13 +62,13 @@ def noise(said: str) -> float:
 
 
 def judged(said: str, wanted: int) -> tuple[float, float]:
-    """The reward of `sums.Sums`, and its metric `alone`."""
+    """The reward and the metric `alone` of an answer, as `sums.Sums` computes them."""
     right, alone = sums.judge(said, wanted)
     return float(right), float(alone)
 
 
 class Gpus:
-    """Reads use and memory of these GPUs from nvidia-smi, five times a second."""
+    """Reads the utilization and the memory of the GPUs from nvidia-smi five times per second."""
 
     def __init__(self, indices: list[int]) -> None:
         self._looks: list[tuple[float, int, int, int]] = []
@@ -96,7 +97,7 @@ class Gpus:
 
 
 class Record:
-    """The steps and the evaluations, each with the time at which it was recorded."""
+    """The recorded steps and evaluations, each with its time."""
 
     def __init__(self, options: argparse.Namespace, name: str) -> None:
         self._options, self._name, self._gpus = options, name, Gpus(options.gpus)
@@ -154,7 +155,7 @@ class Record:
 
 def trl_side(options: argparse.Namespace) -> None:
     record = Record(options, f"TRL, {options.mode}" if options.mode else "TRL, transformers")
-    # without this variable, vLLM finds its address by the route to 8.8.8.8
+    # without this variable, vLLM takes the address of the interface with the route to 8.8.8.8
     os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
     from datasets import Dataset
     from datasets.table import InMemoryTable
@@ -192,9 +193,9 @@ def trl_side(options: argparse.Namespace) -> None:
             parts.clear()
 
     def rows(tasks: list[sums.Task]) -> Dataset:
-        """The tasks' prompts and sums. Without a given fingerprint, datasets would pickle the table
-        to compute one. The pickle would contain the whole module pyarrow if pyarrow is outside
-        Python's prefix and outside a directory `site-packages`."""
+        """A data set with each task's prompt and right sum. Without a given fingerprint, datasets
+        would pickle the table to compute one. If pyarrow is neither below Python's prefix nor in
+        `site-packages`, the pickle would contain the whole module pyarrow."""
         made = [{"prompt": sums.question(a, b), "wanted": a + b} for a, b in tasks]
         return Dataset(InMemoryTable.from_pylist(made), fingerprint=f"sums-{len(made)}")
 
@@ -217,7 +218,7 @@ def trl_side(options: argparse.Namespace) -> None:
         save_strategy="no",
         logging_strategy="no",
         max_steps=options.steps * per_step,
-        # The settings below exist in Tandem too, and have the same values there.
+        # Tandem has the settings below too, with the same values.
         learning_rate=options.learning_rate,
         lr_scheduler_type="constant",
         adam_beta2=0.99,
@@ -282,7 +283,7 @@ def tandem_side(options: argparse.Namespace) -> None:
         try:
             note(loop.stdout, record)
         except BaseException:
-            loop.kill()  # the end of the `with` block waits for the loop
+            loop.kill()  # the end of the `with` block waits until this process has ended
             raise
         finally:
             timer.cancel()

@@ -1,5 +1,5 @@
-"""Writes models of random bf16 weights fast: shapes of tens of gigabytes in seconds, if the volume
-is fast enough."""
+"""Writes models of random bf16 weights. A model of tens of gigabytes takes seconds if the volume is
+fast enough."""
 
 import json
 import os
@@ -20,8 +20,8 @@ THREADS = 16
 
 
 def write_random_model(directory: Path, config: dict[str, Any], device: str) -> Path:
-    """Makes `config.json` and shards, unless they exist already. Another process writes them, so
-    that this process uses no GPU memory."""
+    """Writes `config.json` and the weights' shards, unless they exist already. Another process
+    writes the shards, so that this process uses no GPU memory."""
     if not (directory / "model.safetensors.index.json").exists():
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(json.dumps({"rms_norm_eps": 1e-6} | config))
@@ -32,8 +32,8 @@ def write_random_model(directory: Path, config: dict[str, Any], device: str) -> 
 
 
 def _write_shards(directory: Path, device: str) -> None:
-    """Each tensor is a part of one block of normal noise, scaled by 1 / sqrt(number of the tensor's
-    input features)."""
+    """Writes the shards. Each tensor is a part of one block of normal noise, scaled by 1 /
+    sqrt(number of input features)."""
     shapes = {
         name: shape
         for rule in weight_rules(read_arch(str(directory)))

@@ -1,7 +1,8 @@
 #!/bin/sh
-# Measures the answers per second and the prefix-cache hit rates of one inference server, and of two
-# servers behind one address, on two GPUs: `bench/replicas.sh MODEL [CONVERSATIONS IN FLIGHT PER SERVER]`. Needs haproxy and tandem-rl[gpu].
-# Each stack is a `tandem up --role inference` on a spool of its own; bench.rollouts samples step 0 of a run there.
+# Measures the answers per second and the prefix-cache hit rates of one inference server and of two
+# servers behind one address, on two GPUs. Usage: `bench/replicas.sh MODEL [CONVERSATIONS IN FLIGHT
+# PER SERVER]`. The script needs haproxy and tandem-rl[gpu]. Each stack is a `tandem up --role
+# inference` with its own spool. bench.rollouts samples step 0 of a run of this spool.
 set -eu
 model=$1 flight=${2:-512}
 command -v haproxy >/dev/null || { echo "haproxy is not installed: apt-get install haproxy" >&2; exit 2; }
@@ -26,7 +27,7 @@ for servers in 1 2; do
         kill -0 $up || { tail -50 "$directory/$servers.log" >&2; exit 1; }
         sleep 2
     done
-    # Both servers must be ready: otherwise one server would answer all requests.
+    # If only one server were ready, it would answer all requests, so the script waits for both.
     if [ $servers = 2 ]; then
         until grep -l '"ready":true' "$directory"/2/replicas/*.json 2>/dev/null | wc -l | grep -qx 2; do sleep 2; done
     fi

@@ -1,4 +1,4 @@
-"""Rows as a table on the terminal and as JSON under bench/results/."""
+"""Prints a benchmark's rows as a table, and writes them as JSON to bench/results/."""
 
 import json
 import os
@@ -15,8 +15,8 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def report(name: str, title: str, rows: list[dict[str, Any]]) -> None:
-    """Print `rows` (all with the same keys), and write them to `<name>.json` with a description of
-    the machine."""
+    """Prints `rows`, which all have the same keys. Also writes the rows and a description of the
+    machine to `<name>.json`."""
     table = Table(title=title, box=box.SIMPLE_HEAD)
     for key in rows[0]:
         table.add_column(key, justify="right")
@@ -24,7 +24,7 @@ def report(name: str, title: str, rows: list[dict[str, Any]]) -> None:
         table.add_row(
             *(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values())
         )
-    # If the output is not a terminal, the table is wide enough for all columns.
+    # If the output is no terminal, the table gets a width that is enough for all columns.
     Console(width=None if sys.stdout.isatty() else 40 + 14 * len(rows[0])).print(table)
     RESULTS.mkdir(exist_ok=True)
     machine = {

@@ -1,16 +1,17 @@
-"""The cost of ranks that exit after each job: the same jobs through the runner with each launcher,
-on GPUs.
+"""Measures the cost of ranks that exit after each job. The runner runs the same jobs with each
+launcher, on GPUs.
 
     python -m bench.restart [--shape qwen3-8b] [--jobs 4] [--ways torchrun fork resident]
                             [--ranks 1] [--tensor-parallel 1] [--gpus 0 1 2] [--side-by-side] [--out
                             DIR]
 
-The base model has the shape `--shape` and random weights, which are made once. The run has a LoRA
-of rank 16; each job is two optimizer steps of SFT. Times come from the job's own events; `left` is
-the memory that nvidia-smi shows between two jobs. After each job the memory of all remaining
-processes is read too, so that many jobs (`--jobs 20`) show its growth. Needs as many GPUs as ranks.
-With --side-by-side all ways run at once, and each way needs as many GPUs as ranks. With --device
-cpu and the shape `tiny` or `tiny-moe` the program only shows that it works.
+The base model has the architecture `--shape` and random weights, which are written once. The run
+has a LoRA of rank 16; each job is two optimizer steps of SFT. Times come from the job's own events;
+`left` is the memory that nvidia-smi shows between two jobs. After each job the program also reads
+the memory of all remaining processes, so that many jobs (`--jobs 20`) show a growth of this memory.
+The program needs as many GPUs as ranks. With --side-by-side the jobs of all launchers run at the
+same time, and each launcher needs as many GPUs as ranks. With --device cpu and the shape `tiny` or
+`tiny-moe`, a run only tests this program.
 """
 
 import argparse
@@ -108,8 +109,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
     },
 }
-ROW_LENGTH = {"tiny": 256}  # slots of a packed row, by shape
-LONG_ROW = 4096  # slots of a packed row, for the other shapes
+ROW_LENGTH = {"tiny": 256}  # token slots of a packed row, by shape
+LONG_ROW = 4096  # token slots of a packed row, for the other shapes
 
 _MAKE_MODEL = """
 import json, sys
@@ -141,7 +142,7 @@ for i, shard in enumerate(shards):
 
 
 def make_model(directory: Path, shape: str, device: str) -> Path:
-    """Makes config.json and random bf16 shards, unless they exist already."""
+    """Writes config.json and shards of random bf16 weights, unless they exist already."""
     if not (directory / "model.safetensors.index.json").exists():
         directory.mkdir(parents=True, exist_ok=True)
         config = {
@@ -155,7 +156,7 @@ def make_model(directory: Path, shape: str, device: str) -> Path:
 
 
 def submit(spool: Spool, job_id: str, vocabulary: int, row: int) -> None:
-    """Queue one job of two optimizer steps, the same for every way."""
+    """Queues a job of two optimizer steps. The job's data is the same for every launcher."""
     rng = np.random.default_rng(0)
     length = row // 4
     half = length // 2
@@ -191,9 +192,9 @@ def submit(spool: Spool, job_id: str, vocabulary: int, row: int) -> None:
 
 @contextlib.contextmanager
 def sampled_memory(out: Path, device: str) -> Iterator[None]:
-    """Within the block, writes the used MiB of every GPU and the time to `out`, every second.
-    Reading more often would slow the ranks down: a process that starts CUDA or allocates waits
-    while the driver answers nvidia-smi."""
+    """Within the block, writes the time and the used MiB of every GPU to `out` once per second.
+    Reading more often would slow the ranks down: while the driver answers nvidia-smi, processes
+    wait that start CUDA or allocate memory."""
     if device != "cuda":
         yield
         return
@@ -219,10 +220,10 @@ def measure(
     options: argparse.Namespace,
     entry: str = DEFAULT_ENTRY,
 ) -> dict[str, Any]:
-    """Runs all jobs one after another with one launcher. Returns a dict of seconds per job, the
-    losses, and a digest of each job's adapter."""
+    """Runs all jobs one after another with one launcher. Returns the seconds of each job's parts,
+    the memory after each job, the losses, and a digest of each job's adapter."""
     spool, arch = Spool.create(root), read_arch(str(model))
-    # In a mixture of experts only attention is adapted, as by the controller's default.
+    # In a mixture of experts only attention has adapters, which is also the controller's default.
     targets = [
         t for t in LORA_TARGETS if not arch.moe or options.expert_lora or t not in EXPERT_TARGETS
     ]
@@ -239,12 +240,12 @@ def measure(
         "TANDEM_TRAINER_RANKS": str(options.ranks),
         "TANDEM_TENSOR_PARALLEL": str(options.tensor_parallel),
         "TANDEM_TRAINER_DEVICES": ",".join(map(str, gpus)) if options.device == "cuda" else "",
-        # As in the images, the compilers' caches outlive a job, so that a second job compiles
-        # nothing.
+        # The compilers' caches outlive a job, like in the container images, so that a second job
+        # compiles nothing.
         "TORCHINDUCTOR_CACHE_DIR": str(options.out / f"inductor.{way}"),
         "TRITON_CACHE_DIR": str(options.out / f"triton.{way}"),
     }
-    # The images contain bytecode, so this process's children may write it too.
+    # The container images contain Python bytecode, so the child processes may write bytecode too.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     log = options.out / f"runner.{way}.log"
     stays: list[dict[str, float]] = []
@@ -252,7 +253,8 @@ def measure(
         command = [sys.executable, "-m", "tandem.trainer.runner", entry]
         runner = subprocess.Popen(command, env=environment, stdout=errors, stderr=errors)
         try:
-            # Except for torchrun, the runner's children finish their imports before the first job.
+            # The sleep lets the runner's child processes finish their imports; torchrun has none
+            # before a job.
             time.sleep(3 if way == "torchrun" else 12)
             for number in range(options.jobs):
                 submit(
@@ -262,7 +264,8 @@ def measure(
                 stays.append(
                     {"device MiB": max(used(gpus, options.device))} | host_memory(runner.pid)
                 )
-                # Printed after each job, so that the numbers are not lost if the program is killed.
+                # The numbers are printed after each job, so that they are not lost if the program
+                # is killed.
                 told = parts(list(spool.events.read(f"job-{number}")))
                 print(json.dumps({"way": way, "job": number, **told, **stays[-1]}), flush=True)
                 if time.monotonic() > options.end:
@@ -301,8 +304,8 @@ def used(gpus: list[int], device: str) -> list[int]:
 
 
 def host_memory(runner: int) -> dict[str, float]:
-    """The host memory in MiB and the open files of the runner and its descendants, and the MiB in
-    /dev/shm. Mapped files are not counted, because other processes read them too."""
+    """The host memory in MiB and the number of open files of the runner and its descendants, and
+    the MiB in /dev/shm. Memory of mapped files is not counted, because other processes share it."""
     members = [runner, *(process.pid for process in processes.descendants(runner))]
     pss, files = 0, 0
     for pid in members:
@@ -324,7 +327,7 @@ def host_memory(runner: int) -> dict[str, float]:
 
 
 def growth(stays: list[dict[str, float]]) -> dict[str, float]:
-    """The memory that stays after the last job, and its growth since the second job. The growth
+    """The memory that is in use after the last job, and its growth since the second job. The growth
     leaves out the first job, which may fill caches."""
     first, last = stays[min(1, len(stays) - 1)], stays[-1]
     found = {"left MiB": max(each["device MiB"] for each in stays)}
@@ -353,8 +356,8 @@ def parts(events: list[Any]) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the same jobs with every way; losses and adapters must be the same. `arguments`: the
-    arguments of the command line."""
+    """Runs the same jobs with every launcher. Losses and adapters must be the same. `arguments`:
+    the command line; None stands for sys.argv."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

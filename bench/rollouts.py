@@ -1,26 +1,27 @@
-"""The sampling speed of `tandem rl`, compared with the client of vLLM's own benchmark on the same
+"""Compares the sampling speed of `tandem rl` with the client of vLLM's own benchmark, on the same
 server.
 
     python -m bench.rollouts http://127.0.0.1:8000 [--model my-run@1] [--in-flight 256 1024]
                              [--tokens 24 512] [--turns 1 3] [--answers 4] [--repeat 2] [--name N]
     python -m bench.rollouts --client [--in-flight 256 1024]
 
-URL is the address of a vLLM, whose key is in TANDEM_API_KEY or TANDEM_API_KEY_FILE. The model is a
-run's step, as the loop samples; without `--model` it is the first step that vLLM lists. One side is
-`Environment.play` with the `Sampler` of `tandem rl`, without training: each conversation is a
-session of the rollout door (`/rollout`). The other side is the function with which `vllm bench
-serve` sends chat completions; this function asks for no log-probs and reads a stream. Both sides
-play the same conversations at temperature 1. Each conversation begins with a task of its own, and
-each later message of the user asks the model to go on. An answer has at most `--tokens` tokens.
-`--in-flight` conversations run at once, and `--answers` times as many run in all. The two sides run
-in turn, each in a process of its own. Before each measurement, a round of `--in-flight`
-conversations opens the connections and is not counted. `of vLLM's` is the rate of answers divided
-by the rate of vLLM's client. `server CPU ms` is the CPU time of vLLM's API process, if the process
-is on this machine.
+URL is the address of a vLLM server. Its API key is in TANDEM_API_KEY or TANDEM_API_KEY_FILE. The
+model is a step of a run (`my-run@1`). Without `--model`, it is the first step that vLLM lists. One
+side is `Environment.play` with the `Sampler` of `tandem rl`, without training. Each conversation is
+a session of the route `/rollout`. The other side is the function with which `vllm bench serve`
+sends chat completions. This function requests no log-probs and reads a stream. Both sides play the
+same conversations at temperature 1. Each conversation begins with a different question, and each
+later user message asks the model to go on. An answer has at most `--tokens` tokens. `--in-flight`
+conversations run at the same time, and a measurement has `--answers` times as many conversations.
+The two sides run one after the other, each in its own process. Before each measurement, a round of
+`--in-flight` conversations opens the connections. This round is not counted. `of vLLM's` is a
+client's rate of answers divided by the rate of vLLM's client. `server CPU ms` is the CPU time of
+vLLM's API process, if the process is on this machine.
 
-`--client` needs no vLLM: a server on loopback answers after 0.2 s, and the rows have the client's
-CPU time per answer. The clients are aiohttp as `tandem.client.vllm` uses it, alone and in a whole
-rollout; httpx with one pool; httpx with a client for each request in flight.
+`--client` needs no vLLM: a server on the loopback interface answers after 0.2 s. The rows have the
+client's CPU time per answer. The clients are aiohttp with the settings of `tandem.client.vllm`,
+alone and in a whole rollout, httpx with one pool, and httpx with a client for each concurrent
+request.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def task(number: int) -> list[dict[str, Any]]:
 
 
 def tandem_side(vllm: Vllm, model: str, tokens: int, turns: int) -> Conversation:
-    """A rollout as the loop makes it."""
+    """A function that plays a conversation through the rollout code of `tandem rl`."""
     rl = RLSection.model_validate(
         {"steps": 1, "retries": 0, "environment": [{"use": "bench:task"}]}
     )
@@ -130,15 +131,17 @@ def vllm_side(
 
 
 async def measure(play: Conversation, in_flight: int, conversations: int) -> dict[str, Any]:
-    """Plays a round that opens the connections, and then `conversations` conversations, `in_flight`
-    at once. Returns the figures of these conversations."""
+    """Plays a round that opens the connections, and then `conversations` conversations with
+    `in_flight` at the same time. Returns the figures of these `conversations` conversations."""
     numbers, total = itertools.count(), 0
 
     async def worker(end: int) -> None:
         nonlocal total
         while (number := next(numbers)) < end:
             new = await play(number)
-            total += new  # `total += await play(number)` would read `total` before the await
+            # `total += await play(number)` would read `total` before the await, and would lose the
+            # tokens of other workers.
+            total += new
 
     async def all_of(end: int) -> None:
         async with asyncio.TaskGroup() as workers:
@@ -173,13 +176,13 @@ def listener(url: str) -> Callable[[], float]:
 
 
 async def side(of: str, model: str, in_flight: int, tokens: int, turns: int, count: int) -> Any:
-    """One measurement, in this process."""
+    """Makes one measurement in this process."""
     async with AsyncExitStack() as stack:
         vllm = await stack.enter_async_context(open_vllm())
         if of == "tandem":
             play = tandem_side(vllm, model, tokens, turns)
         else:
-            # The session has the settings of the session in `vllm bench serve`.
+            # The session has the same settings as in `vllm bench serve`.
             connector = aiohttp.TCPConnector(
                 limit=in_flight, limit_per_host=in_flight, keepalive_timeout=60, ttl_dns_cache=300
             )
@@ -252,7 +255,7 @@ async def first_model(url: str) -> str:
 
 
 def serve(port: int) -> None:
-    """A server that answers like vLLM after SERVER_SECONDS."""
+    """Runs a server that sends an answer in vLLM's format after SERVER_SECONDS."""
     entry = {"bytes": [49], "top_logprobs": []}
     logprobs = [{"token": str(i), "logprob": -0.5 - i / 100, **entry} for i in range(SHORT)]
     choice = {

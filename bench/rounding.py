@@ -1,17 +1,18 @@
-"""Rounding in bfloat16: the log-probs by the trainer and by transformers with PEFT, compared with
-float32.
+"""Measures rounding errors in bfloat16: compares log-probs of the trainer and of transformers with
+PEFT with log-probs in float32.
 
     python -m bench.rounding --model DIRECTORY --adapters ROOT [--train 20] [--parts]
 
-Every adapter under `ROOT`, a spool for example, scores the same sequences; adapters of step 0 are
-left out. With `--train N` the trainer first makes N adapters. The sequences are sums with their
-answers, or the sequences in `--tokens FILE`, a JSON list of lists of token ids.
+The log-probs of the same sequences are computed under every adapter below `ROOT`, for example a
+spool. Adapters of step 0 are left out. With `--train N` the trainer first trains N adapters. The
+sequences are sums with their answers, or those in `--tokens FILE`, a JSON list of lists of token
+ids.
 
-An error is the absolute difference of a token's log-prob from float32 by transformers and PEFT.
-`ratio` is the mean error divided by the mean error of transformers in bf16, and `±` is the ratio's
-standard error by a bootstrap over adapters. `--parts` computes the trainer's layers with one part
-in float32 at a time. With `--parts`, the layers are computed by torch's functions instead of the
-trainer's kernels. `--parts` works for dense models without an FP8 base.
+An error is the absolute difference between a token's log-prob and the log-prob by transformers with
+PEFT in float32. `ratio` is the mean error divided by the mean error of transformers in bf16. `±` is
+the ratio's standard error, from a bootstrap over adapters. With `--parts`, each measurement
+computes one part of the trainer's layers in float32. Measurements with `--parts` use torch's
+functions instead of the trainer's kernels. `--parts` works for dense models without an FP8 base.
 """
 
 import argparse
@@ -51,14 +52,14 @@ BF16, FP32 = torch.bfloat16, torch.float32
 PEFT, TRAINER = "transformers + PEFT", "trainer"
 EARLY = "residual added before LoRA"
 PARTS = ("nothing", EARLY, "LoRA", "residual", "norms", "rotation", "head")
-ROW = 1024  # tokens that the trainer scores at once
+ROW = 1024  # tokens whose log-probs the trainer computes in one row
 
 Sequences = list[list[int]]
 
 
 def sums(model: str, count: int, seed: int) -> Sequences:
-    """Sums with their answers as the model's chat template writes them, of at least `count` tokens
-    with a log-prob."""
+    """The tokens of sums with their answers, in the model's chat template. At least `count` tokens
+    have a log-prob."""
     tokenizer, chance = AutoTokenizer.from_pretrained(model), random.Random(seed)
     found: Sequences = []
     while sum(len(tokens) - 1 for tokens in found) < count:
@@ -79,7 +80,7 @@ def by_transformers(
     for begin in range(0, len(sequences), 8):
         batch = sequences[begin : begin + 8]
         longest = max(map(len, batch))
-        # Padding follows the tokens, so that no token sees it.
+        # The padding is at the end, so that no token attends to padding.
         padded = [tokens + [0] * (longest - len(tokens)) for tokens in batch]
         ids = torch.tensor(padded, device=device.device())
         logits = policy(input_ids=ids, use_cache=False).logits[:, :-1]
@@ -184,7 +185,7 @@ def scores(
 
 
 def errors(options: argparse.Namespace, sequences: Sequences) -> dict[str, list[torch.Tensor]]:
-    """Each token's error: for each way to compute log-probs, a tensor per adapter."""
+    """Implementation -> a tensor per adapter with each token's error."""
     found = collections.defaultdict[str, list[torch.Tensor]](list)
     adapters = sorted(path.parent for path in options.adapters.rglob(CONFIG_FILE))
     trained = [path for path in adapters if not re.fullmatch(r"\D*0+", path.name)]
@@ -205,7 +206,7 @@ def errors(options: argparse.Namespace, sequences: Sequences) -> dict[str, list[
 
 
 def ratio(one: list[float], other: list[float]) -> tuple[float, float]:
-    """The ratio of the two means, and the ratio's standard error over adapters."""
+    """The ratio of the means of `one` and `other`, and the ratio's standard error over adapters."""
     chance, drawn = random.Random(0), []
     for _ in range(1000):
         chosen = chance.choices(range(len(one)), k=len(one))

@@ -1,5 +1,5 @@
-"""Ranks that send whole weights to vLLM as a job's ranks do, without training: `bench.swap` gives
-them the adapters.
+"""Ranks that send whole weights to vLLM like a job's ranks, but do not train. `bench.swap` gives
+the ranks the adapters.
 
     python -m bench.senders DIRECTORY RANKS     one rank; `Senders` writes its orders to DIRECTORY
 """
@@ -26,8 +26,8 @@ READY_SECONDS, SENT_SECONDS = 300.0, 120.0
 
 
 class Senders:
-    """Tensor-parallel ranks for the run of `bench.restart`. `variables`: environment variables with
-    vLLM's address, the transport and other settings."""
+    """Starts tensor-parallel ranks for the run of `bench.restart`. `variables`: environment
+    variables with vLLM's address, the transport and other settings."""
 
     def __init__(
         self, directory: Path, spool: Spool, ranks: int, vocabulary: int, variables: dict[str, str]
@@ -74,7 +74,7 @@ class Senders:
         return job
 
     def send(self, step: int) -> None:
-        """Lets the ranks send the offered weights, which are those of the checkpoint of `step`."""
+        """Tells the ranks to send the offered weights, which belong to the checkpoint of `step`."""
         self._write("send", {"step": step})
 
     def sent(self) -> dict[str, Any]:

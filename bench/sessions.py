@@ -1,14 +1,15 @@
-"""The cost of a session's calls compared with a job's own step, and the memory that its ranks
-leave.
+"""Compares the time of a session's calls with the time of a job's optimizer steps. Also measures
+the memory that is in use after the session's ranks exit.
 
     python bench/sessions.py --model DIR [--shape qwen3-8b] [--calls 50] [--row 4096]
                              [--device cuda] [--gpu 0] [--out DIR]
 
-The program starts a real runner with one rank; the run has a LoRA of rank 16. First a job of
-`--calls` optimizer steps runs, each on one row. Then a session's client makes `--calls` calls: it
-appends a pass over a row of the same size and an optimizer step, and waits for both results. After
-that the ranks leave because no call arrives, and the GPU's memory is read. One more call starts the
-ranks again. Prints a line of JSON for each figure.
+The program starts a runner with one rank, and the run has a LoRA of rank 16. The first part is a
+job of `--calls` optimizer steps, each on one row. In the second part a session's client makes
+`--calls` calls. A call appends a forward and backward pass over a row of the same size and an
+optimizer step, and waits for both results. The ranks exit because no further call arrives, and the
+program reads the GPU's memory. Another call starts the ranks again. The program prints a line of
+JSON for each measured figure.
 
 With `--shape` the model's weights are random, and are written to DIR if nothing is there.
 """
@@ -48,7 +49,7 @@ from tandem.trainer.launch import DEFAULT_ENTRY
 
 IDLE_SECONDS = 5.0
 SEQUENCES = 4  # of a row
-WARM = 2  # steps that are left out of the medians
+WARM = 2  # first steps that the medians leave out
 RUN = "job"
 
 
@@ -60,14 +61,15 @@ def token_rows(options: argparse.Namespace, vocabulary: int) -> Iterator[np.ndar
 
 
 class Client:
-    """Calls a session's run as Tinker's API does."""
+    """A client that appends requests to a session's run, like Tinker's API."""
 
     def __init__(self, spool: Spool, run: str, options: argparse.Namespace, vocabulary: int):
         self._spool, self._run, self._vocabulary = spool, run, vocabulary
         self._rows, self._seq = token_rows(options, vocabulary), 0
 
     def call(self) -> float:
-        """Appends a pass and an optimizer step. Returns the seconds until both have results."""
+        """Appends a forward and backward pass and an optimizer step. Returns the seconds until both
+        requests have results."""
         ids = next(self._rows)
         ones = np.ones(ids.shape[1] - 1, np.float32)
         begin = time.perf_counter()
@@ -89,7 +91,7 @@ class Client:
 
 
 def submit(spool: Spool, options: argparse.Namespace, vocabulary: int) -> None:
-    """Queues a job with the rows of `--calls` calls."""
+    """Queues a job whose rows are those of `--calls` calls."""
     rows = token_rows(options, vocabulary)
     examples = [
         SFTExample(token_ids=tokens.tolist(), trainable=[False] + [True] * (len(tokens) - 1))
@@ -120,8 +122,8 @@ def submit(spool: Spool, options: argparse.Namespace, vocabulary: int) -> None:
 
 
 def steps(spool: Spool, job: str) -> tuple[list[float], list[float]]:
-    """For each step of a job, the time at which it ended, and the seconds of its passes and its
-    optimizer."""
+    """Two lists over the steps of a job: the time at which each step ended, and the seconds of its
+    passes and its optimizer together."""
     events = [event for event in spool.events.read(job) if event.type == "step"]
     computed = [
         sum(
@@ -134,7 +136,7 @@ def steps(spool: Spool, job: str) -> tuple[list[float], list[float]]:
 
 
 def ended(spool: Spool, job: str, log: Path) -> float:
-    """Waits for the job's success. Returns the time of its terminal event."""
+    """Waits until the job has succeeded. Returns the time of the job's terminal event."""
     limit = time.monotonic() + 900
     while (state := spool.jobs.get(job)[0]) not in TERMINAL:
         assert time.monotonic() < limit, f"{job} does not end\n{log.read_text()[-3000:]}"
@@ -144,7 +146,7 @@ def ended(spool: Spool, job: str, log: Path) -> float:
 
 
 def used(options: argparse.Namespace) -> int:
-    """MiB of the GPU in use."""
+    """The used memory of the GPU in MiB."""
     if options.device != "cuda":
         return 0
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -153,7 +155,7 @@ def used(options: argparse.Namespace) -> int:
 
 
 def random_model(directory: Path, shape: str, device: str) -> None:
-    # If this file is run as a program, Python does not find its package without this line.
+    # If this file is run as a program, Python needs this line to find the package `bench`.
     sys.path.append(str(Path(__file__).parents[1]))
     from bench.restart import make_model
 
@@ -176,7 +178,7 @@ def make_runs(spool: Spool, model: Path) -> str:
 
 
 def measure(options: argparse.Namespace, out: Path) -> Iterator[tuple[str, float, str]]:
-    """Figures, each with its unit."""
+    """Yields the name, the value and the unit of each measured figure."""
     model = options.model.absolute()
     spool, vocabulary = Spool.create(out / "spool"), read_arch(str(model)).vocab_size
     run, log = make_runs(spool, model), out / "runner.log"
@@ -189,13 +191,13 @@ def measure(options: argparse.Namespace, out: Path) -> Iterator[tuple[str, float
         "TORCHINDUCTOR_CACHE_DIR": str(out / "inductor"),
         "TRITON_CACHE_DIR": str(out / "triton"),
     }
-    # The images contain bytecode, so this process's children may write it too.
+    # The container images contain Python bytecode, so the child processes may write bytecode too.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-m", "tandem.trainer.runner", DEFAULT_ENTRY]
     with log.open("wb") as errors:
         runner = subprocess.Popen(command, env=environment, stdout=errors, stderr=errors)
         try:
-            time.sleep(12)  # the fork server finishes its imports
+            time.sleep(12)  # meanwhile the fork server finishes its imports
             before = used(options)
             submit(spool, options, vocabulary)
             ended(spool, RUN, log)

@@ -1,14 +1,14 @@
-"""Trainer and vLLM on one GPU: cycles of rollout, sleep, train, release, wake, in seconds and
-bytes.
+"""Runs trainer and vLLM on one GPU, in cycles of rollout, sleep, training, release and wake-up.
+Measures the seconds and the bytes of each part.
 
     python -m bench.shared [--shape qwen3-8b] [--cycles 10] [--enforce-eager] [--launch fork] [--out
     DIR]
 
-vLLM, publisher and runner are processes of their own, as in their containers. The base model has
-random weights, the run has a LoRA of rank 16, and each job is two optimizer steps of SFT (all as in
-bench.restart). A rollout asks the newest served step for a fixed number of tokens. Times come from
-the job's events and the client's clock, and bytes come from nvidia-smi. The program fails if the
-size of vLLM's KV cache changes, or if any program runs out of memory.
+vLLM, publisher and runner are separate processes, as in their containers. The base model has random
+weights, the run has a LoRA of rank 16, and each job is two optimizer steps of SFT. bench.restart
+has the same model, run and jobs. A rollout samples a fixed number of tokens from the newest served
+step. Times come from the job's events and the client's clock, and bytes come from nvidia-smi. The
+program fails if the size of vLLM's KV cache changes, or if any program runs out of memory.
 """
 
 import argparse
@@ -49,8 +49,8 @@ _BLOCKS = re.compile(r'^vllm:cache_config_info\{.*?num_gpu_blocks="(\d+)"', re.M
 
 
 def write_tokenizer(directory: Path, vocabulary: int) -> None:
-    """Writes a tokenizer with a token for each id of the model, so that every sampled token can be
-    written as text."""
+    """Writes a tokenizer with a token for each id of the model, so that vLLM can convert every
+    sampled token to text."""
     tokenizer = Tokenizer(
         models.WordLevel(vocab={f"t{i}": i for i in range(vocabulary)}, unk_token="t0")
     )
@@ -66,8 +66,8 @@ def write_tokenizer(directory: Path, vocabulary: int) -> None:
 
 
 class Parts:
-    """vLLM, publisher and runner, with their logs in one directory. After `close` none of these
-    programs is left."""
+    """vLLM, publisher and runner, with their logs in one directory. `close` ends all three
+    programs."""
 
     def __init__(self, root: Path, model: Path, options: argparse.Namespace) -> None:
         self.root, self.logs = root, options.out
@@ -117,7 +117,7 @@ class Parts:
             )
 
     def check(self) -> None:
-        """Raises AssertionError with the end of the log if a program has ended."""
+        """Raises AssertionError with the last lines of a program's log if the program has ended."""
         for name, program in self._running.items():
             code = program.poll()
             assert code is None, f"{name} ended with {code}\n{self.tail(name)}"
@@ -217,8 +217,8 @@ def available() -> int:
 def cycle(
     made: Parts, spool: Spool, number: int, options: argparse.Namespace, vocabulary: int
 ) -> dict[str, Any]:
-    """One cycle: rollouts on the newest step, and a job that starts from it. Returns the cycle's
-    row."""
+    """Runs one cycle: rollouts on the newest step, and a job that starts from this step. Returns
+    the cycle's row."""
     name = f"{RUN}@{number}"
 
     def served() -> Served | None:
@@ -229,7 +229,7 @@ def cycle(
         return found if found is not None and found.step == number else None
 
     error = made.until(f"{name} is served", SERVED_SECONDS, served).mean_abs_logprob_error
-    # Rollouts before the measurement: the adapter's first use, and requests that compile kernels.
+    # The rollouts before the measurement load the adapter for the first time and compile kernels.
     for warm_up in range(1 if number else 1 + options.rounds):
         rollout(made, name, options, vocabulary, seed=10_000 + 100 * warm_up + number)
     rates = [rollout(made, name, options, vocabulary, seed=1 + r) for r in range(options.rounds)]
@@ -286,8 +286,8 @@ def _gib(devices: dict[str, int]) -> float:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table for docs/performance.md: a line for each figure, and columns for the first two
-    cycles and the last one."""
+    """The table for docs/performance.md. It has a line for each figure, and columns for the first
+    two cycles and the last cycle."""
     chosen = [rows[0], *rows[1:2], *rows[-1:]] if len(rows) > 2 else rows
     lines = [
         "| | " + " | ".join(f"cycle {row['cycle']}" for row in chosen) + " |",
@@ -302,7 +302,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def troubles(made: Parts, spool: Spool) -> list[str]:
-    """The lines of all logs that report missing memory."""
+    """The log lines of all programs that report a lack of memory."""
     logs = [*made.logs.glob("*.log"), *spool.paths.jobs.rglob("log")]
     return [
         f"{path.name}: {line.strip()[:300]}"

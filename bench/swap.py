@@ -1,22 +1,23 @@
-"""The cost of a new checkpoint for sampling clients: the stall of running requests, and the time
-until the checkpoint is served.
+"""Measures the effect of a new checkpoint on sampling clients: the stall of running requests, and
+the time until the checkpoint is served.
 
     python -m bench.swap [--shape qwen3-8b] [--ways merge-device nccl-device adapter] [--requests
     64] [--swaps 8]
                          [--gpus 0] [--trainer-gpus 1] [--publications 500]
 
 vLLM runs with Tandem's settings. The base model and the adapters have random weights. An adapter
-has rank 16 and is on all linear layers, or on attention only in a mixture of experts. `--requests`
-streams run all the time. The program commits a checkpoint, and Tandem's publisher copies, loads,
-verifies and announces the checkpoint. The stall of a swap is the longest gap between two tokens of
-a running request around the swap, less the median gap. With nccl and volume the ranks of a trainer
-send or write whole weights (these ranks don't train: they have the random adapters). `sent` is the
-time to connect and send, and `sending` is the time without connecting. The ways nccl and volume
-share one vLLM. vLLM and the trainer each have as many tensor-parallel ranks as GPUs. After the
-swaps, `--many` requests without streams measure the throughput with the newest checkpoint, from the
-start of the first request to the end of the last. The checkpoint's probe consists of vLLM's own
-log-probs. With `--publications N`, N more checkpoints follow one another while nobody samples, and
-the memory of vLLM's processes is read after the 10th and after every 50th.
+has rank 16 and is on all linear layers. In a mixture of experts it is on attention only.
+`--requests` streaming requests run all the time. The program commits a checkpoint, and Tandem's
+publisher copies, loads, verifies and announces the checkpoint. The stall of a swap is the longest
+gap between two tokens of a request during the swap, minus the median gap before the swap. With nccl
+and volume, a trainer's ranks send or write whole weights. These ranks do not train and have the
+random adapters. `sent` is the time to connect and to send the weights. `sending` is the same time
+without the connecting. The ways nccl and volume use the same vLLM. vLLM and the trainer each have
+one tensor-parallel rank per GPU. After the swaps, `--many` requests without streaming measure the
+throughput of the newest checkpoint, from the start of the first request to the end of the last
+request. The reference log-probs in each checkpoint (its probe) come from vLLM itself. With
+`--publications N`, N more checkpoints are published one after another while no client samples. The
+memory of vLLM's processes is read after the 10th publication and after every 50th.
 """
 
 import argparse
@@ -72,9 +73,8 @@ PROMPTS = [list(range(100, 164)), list(range(400, 448))]
 
 @dataclass
 class Server:
-    """A vLLM that runs, the settings that it runs with, and a publisher that has seen vLLM start. A
-    publisher that has not seen the start would flush the prefix cache for each adapter (before vLLM
-    0.32)."""
+    """A running vLLM, its settings, and a publisher that has seen vLLM start. A publisher that has
+    not seen vLLM start would flush the prefix cache for each adapter (before vLLM 0.32)."""
 
     settings: Settings
     variables: dict[str, str]
@@ -86,8 +86,9 @@ class Server:
 def server(
     name: str, transport: str, copy: str, model: Path, options: argparse.Namespace
 ) -> Iterator[Server]:
-    """Starts vLLM with these settings; its log is <logs>/vllm.<name>.log. `copy`: the place of the
-    second copy of the weights; if it is empty, vLLM serves adapters."""
+    """Starts vLLM with these settings; vLLM's log is <logs>/vllm.<name>.log. `copy`: the place of
+    the second copy of the weights (`device` or `host`). If `copy` is empty, vLLM serves
+    adapters."""
     with ports.reserve() as reserved:
         port = str(reserved.port)
     variables = {
@@ -144,7 +145,7 @@ def new_session() -> aiohttp.ClientSession:
 def completion(
     settings: Settings, model: str, prompt: list[int], tokens: int, *, stream: bool
 ) -> dict[str, Any]:
-    """The arguments of a POST that asks vLLM for exactly `tokens` new tokens."""
+    """The arguments of a POST request to vLLM for exactly `tokens` new tokens."""
     body = {
         "model": model,
         "prompt": prompt,
@@ -162,8 +163,9 @@ def completion(
 
 
 class Streams(threading.Thread):
-    """`--requests` streams, which run all the time. Each stream sends one request after another for
-    `--tokens` new tokens. `times` has the time of each token."""
+    """A thread with `--requests` concurrent streams. Each stream sends streaming requests for
+    `--tokens` new tokens, one after another. `times` has a list of the tokens' times for each
+    request."""
 
     def __init__(self, settings: Settings, model: str, options: argparse.Namespace) -> None:
         super().__init__(daemon=True)
@@ -183,7 +185,8 @@ class Streams(threading.Thread):
 
     async def _stream(self, session: aiohttp.ClientSession, number: int) -> None:
         generator, whole = np.random.default_rng(number), self._options.tokens
-        # The first requests have different lengths, so that later prompts come one by one.
+        # The first requests have different lengths, so that the streams' later requests begin at
+        # different times.
         first = max(1, whole * (number + 1) // self._options.requests)
         for tokens in itertools.chain([first], itertools.repeat(whole)):
             if self._ended.is_set():
@@ -207,8 +210,8 @@ class Streams(threading.Thread):
         self.join(30)
 
     def stall(self, begin: float, end: float) -> float:
-        """The longest gap of a running request around [begin, end], less the median gap of the
-        second before."""
+        """The longest gap between two tokens of a request that overlaps [begin, end], minus the
+        median gap in the second before `begin`."""
         gaps, before = [0.0], []
         for times in list(self.times):
             for first, second in itertools.pairwise(times):
@@ -220,7 +223,7 @@ class Streams(threading.Thread):
 
 
 def device_memory(pid: int) -> int:
-    """MiB on GPUs that a process and its descendants use."""
+    """The GPU memory in MiB that a process and its descendants use."""
     members = {pid, *(process.pid for process in processes.descendants(pid))}
     command = [
         "nvidia-smi",
@@ -248,7 +251,7 @@ def write_adapter(directory: Path, seed: int, arch: Any, lora: LoraShape, model:
 
 
 class Bench:
-    """Publications to one vLLM."""
+    """Publishes checkpoints to one vLLM and measures the publications."""
 
     def __init__(self, name: str, vllm: Server, model: Path, options: argparse.Namespace) -> None:
         self._name, self._vllm, self._options = name, vllm, options
@@ -303,7 +306,8 @@ class Bench:
         return "bench" if self._settings.weights == "merged" else f"bench@{self._step}"
 
     def swaps(self, way: str, senders: Senders | None) -> dict[str, Any]:
-        """Publish under the streams' load: medians and maxima of the parts."""
+        """Publishes checkpoints while the streams run. Returns medians and maxima of the parts of a
+        publication."""
         options, transport = self._options, {"adapter": "lora"}.get(way, way.partition("-")[0])
         self.publish(transport, senders)
         if senders:
@@ -332,8 +336,8 @@ class Bench:
 
     def throughput(self) -> dict[str, float]:
         """New tokens per second of `--many` requests, from the start of the first request to the
-        end of the last: the median, the lowest and the highest of `--rounds` rounds. As in RL,
-        GROUP requests share a prompt."""
+        end of the last request. Returns the median, the lowest and the highest of `--rounds`
+        rounds. GROUP requests have the same prompt, as in RL."""
         rates = sorted(asyncio.run(self._round(number)) for number in range(self._options.rounds))
         return {
             "tokens/s": statistics.median(rates),
@@ -375,8 +379,8 @@ class Bench:
         assert not streams.errors, streams.errors[:3]
 
     def growth(self, way: str) -> list[dict[str, Any]]:
-        """Publish while nobody samples. Returns the memory after the 10th publication, and after
-        every 50th."""
+        """Publishes checkpoints while no client samples. Returns the memory after the 10th
+        publication, and after every 50th."""
         rows, begin = [], time.monotonic()
         for number in range(1, self._options.publications + 1):
             self.publish(way, None)
@@ -407,7 +411,7 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(ways: list[str], model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures the ways in `ways`, which one vLLM can serve."""
+    """Measures the ways in `ways`, all with the same vLLM."""
     name, (transport, _, copy) = "+".join(ways), ways[0].partition("-")
     started, rows = time.monotonic(), []
     with server(name, transport, copy, model, options) as vllm:
@@ -492,7 +496,7 @@ def main() -> None:
         "--name", default=None, help="of the file under bench/results; default: swap-SHAPE"
     )
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the exit ends vLLM and the ranks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # SystemExit ends vLLM and the ranks too
     options.out = options.out or Path(tempfile.mkdtemp(prefix="tandem-swap-"))
     options.logs, options.name = (
         options.logs or options.out,

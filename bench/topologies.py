@@ -1,20 +1,20 @@
-"""Real jobs under each topology: tokens/s, memory compared with `tandem plan`, and the start
-compared with one GPU.
+"""Runs jobs under each topology. Measures tokens/s, compares the memory with `tandem plan`, and
+compares the start time with that of one GPU.
 
     python -m bench.topologies [--cases moe-1 moe-ep2 moe-tp2-sp ...] [--out DIR] [--jobs 2]
     [--device cuda]
     python -m bench.topologies --recommended 4 [--cases plan-8b-8k ...] [--jobs 1]
     python -m bench.topologies --hosts 2 [--network socket] --cases 8b-dp2 8b-tp2
 
-Each case runs jobs of some optimizer steps through the runner, by `fork`, on a model of random
-weights. Cases with the same shape and row have the same data, so their first losses differ by
-rounding alone. tokens/s are measured over all optimizer steps of the job but the first. Memory is
-the peak of the fullest rank: torch's allocations, and what CUDA and NCCL use in addition. The cases
-`groups-…` show what CUDA and NCCL use for small models. With `--recommended N` each case has the
-topology that `tandem plan` recommends for N of this machine's GPUs. A job of all weights is then
-cancelled after its steps, before it writes ten bytes per weight. With `--hosts N` each case's ranks
-are divided over N hosts, each of which is an agent on this machine. `DIR` should be in memory: the
-largest models have 65 GB.
+Each case runs jobs of a few optimizer steps through the runner, with the launcher `fork` and a
+model of random weights. Cases with the same shape and row have the same data, so their first losses
+differ by rounding alone. tokens/s are measured over all optimizer steps of a job except the first.
+Memory is the largest peak of any rank: torch's allocations, and the additional memory of CUDA and
+NCCL. The cases `groups-…` show the memory of CUDA and NCCL with small models. With `--recommended
+N` each case has the topology that `tandem plan` recommends for N of this machine's GPUs. With
+`--recommended`, a job that trains all weights is cancelled before it writes its checkpoint of ten
+bytes per weight. With `--hosts N` each case's ranks are divided over N hosts, each of which is an
+agent on this machine. `DIR` should be in memory, because the largest models have 65 GB.
 """
 
 import argparse
@@ -103,7 +103,8 @@ MODELS: dict[str, dict[str, Any]] = {
         SHAPES["qwen3-30b-a3b-8l"]
         | {"num_hidden_layers": 48, "architectures": ["Qwen3MoeForCausalLM"]}
     ),
-    # The text models only, with the shapes of the published checkpoints.
+    # The entries below have only the text model of each checkpoint, with the shapes of the
+    # published checkpoint.
     "qwen3.5-9b": TRAIN["qwen3.5-9b"],
     "qwen3.5-35b-a3b": {
         "model_type": "qwen3_5_moe_text",
@@ -179,11 +180,11 @@ class Case:
     settings: dict[str, int] = field(default_factory=dict)
     ranks: int = 2
     row: int = 8192
-    # whether each row is one group of answers to a prompt; otherwise each row is one sequence
+    # True: each row is one group of answers to a prompt; False: each row is one sequence
     tree: bool = False
     full: bool = False
     steps: int = STEPS
-    rows: int = ROWS  # rows of a step, over all ranks
+    rows: int = ROWS  # rows of an optimizer step, summed over all ranks
     cancelled: bool = False  # the job is cancelled after its steps
 
 
@@ -261,8 +262,8 @@ CASES = {
 
 
 def submit(spool: Spool, job_id: str, vocabulary: int, case: Case) -> None:
-    """Queue one job with the case's optimizer steps. A job that is cancelled after these steps gets
-    one more step."""
+    """Queues a job with the case's optimizer steps. A job that the program cancels gets one more
+    step, so that it does not end by itself."""
     rng = np.random.default_rng(0)
 
     def tokens(count: int) -> list[int]:
@@ -309,9 +310,9 @@ def submit(spool: Spool, job_id: str, vocabulary: int, case: Case) -> None:
 
 
 def gpu_memory() -> int:
-    """Memory of GPU 0 in bytes; 80 GiB, as on an H100, on a machine without GPUs. nvidia-smi
-    measures the memory, because this process must not hold memory on the trainer's GPUs: the runner
-    would wait."""
+    """The memory of GPU 0 in bytes. On a machine without GPUs it is 80 GiB, the memory of an H100.
+    nvidia-smi reads the memory. This process must not use memory on the trainer's GPUs, because the
+    runner would wait for free GPUs."""
     if not torch.cuda.is_available():
         return 80 * 2**30
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
@@ -331,7 +332,7 @@ def lora_of(case: Case, arch: Arch) -> LoraShape | None:
 
 
 def cancel_after(steps: int, spool: Spool, job: str, log: Path) -> None:
-    """Wait for this number of a job's steps, then cancel the job."""
+    """Waits until a job has made `steps` optimizer steps, and cancels the job."""
     end = time.monotonic() + 300
     while sum(event.type == "step" for event in spool.events.read(job)) < steps:
         assert time.monotonic() < end, log.read_text()[-3000:]
@@ -432,8 +433,8 @@ def _agent(
     options: argparse.Namespace,
     log: BinaryIO,
 ) -> subprocess.Popen[bytes]:
-    """Starts the agent of one host. With `--network socket` each host has an NCCL id of its own, so
-    NCCL takes the hosts for different machines and sends through the socket."""
+    """Starts the agent of one host. With `--network socket` each host has a different NCCL_HOSTID.
+    NCCL then treats the hosts as different machines and sends through sockets."""
     own = {"TANDEM_HOST_INDEX": str(host)}
     if options.device == "cuda":
         own["TANDEM_TRAINER_DEVICES"] = ",".join(map(str, gpus))
@@ -534,10 +535,10 @@ def main() -> None:
         try:
             rows.append(measure(name, case, options))
             print(json.dumps(rows[-1]), f"{time.monotonic() - options.begun:.0f} s", flush=True)
-        except (AssertionError, InvalidInput) as error:  # InvalidInput means that no topology fits
+        except (AssertionError, InvalidInput) as error:  # no topology fits the model
             print(f"{name}: {error}", flush=True)
         if CASES[name].model not in models[number + 1 :]:
-            shutil.rmtree(options.out / CASES[name].model)  # makes room for the next model
+            shutil.rmtree(options.out / CASES[name].model)  # frees memory in DIR for the next model
     if not rows:
         raise SystemExit("no case was measured")
     report(

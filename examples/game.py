@@ -1,7 +1,7 @@
-"""The game of `game.toml`, in several turns: rock, paper, scissors against an opponent who says his
-move first. In the next round the opponent plays the move that would have beaten the model's last
-move. A model that has never seen the game first learns the form of the answers by SFT. In the SFT
-data all moves are equally frequent:
+"""The game of `game.toml` is rock, paper, scissors in several turns, against an opponent who says
+the move first. In the next round the opponent plays the move that would have beaten the model's
+last move. A model that has never seen the game first learns the form of the answers by SFT. In the
+SFT data all moves are equally frequent:
 
     python examples/game.py > games.jsonl
     tandem train sft game games.jsonl --learning-rate 5e-3 --epochs 40 --lora-rank 16
@@ -41,7 +41,7 @@ class Game:
         return sampler.finish(won / self.rounds, metrics={"rounds": played})
 
     def sft_examples(self) -> list[dict[str, list[Message]]]:
-        """Every possible game, including games with bad moves."""
+        """A dialogue for every possible game, including games with bad moves."""
         examples = []
         for move, *answers in product(BEATEN_BY, repeat=1 + self.rounds):
             messages: list[Message] = []

@@ -25,19 +25,19 @@ QUESTIONS = [
 
 
 def tasks() -> list[str]:
-    """The questions; the loop asks them in another order in each epoch."""
+    """The questions. `tandem rl` plays the questions in another order in each epoch."""
     return QUESTIONS
 
 
 async def rollout(question: str, sampler: Any) -> Any:
-    """One answer and its reward."""
+    """Samples one answer to a question, and returns it with its reward."""
     answer = await sampler.chat([{"role": "user", "content": question}])
     said = answer["content"].strip()
     return sampler.finish(REWARDS.get(said, 0.0), metrics={"maybe": said == "maybe"})
 
 
 def sft_examples() -> list[dict[str, Any]]:
-    """Every question with every answer."""
+    """A dialogue for each question and each answer."""
     return [
         {
             "messages": [

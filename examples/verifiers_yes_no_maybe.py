@@ -1,7 +1,8 @@
-"""A taskset of verifiers (0.4) trains on Tandem. See docs/verifiers.md.
+"""Trains a model by Tandem on a taskset of verifiers (0.4). See docs/verifiers.md.
 
-Answer a question with yes (reward 0.5), no (0.75) or maybe (1.0). The arguments are
-the run's name, and the directory or hub name of the base model, whose tokenizer the program loads.
+The task is to answer a question with yes (reward 0.5), no (0.75) or maybe (1.0). The first argument
+is the run's name. The second argument is the base model's directory or hub name, from which the
+program loads the tokenizer.
 
     TANDEM_URL=http://127.0.0.1:8080 TANDEM_INFERENCE_URL=http://127.0.0.1:8000 \
         python examples/verifiers_yes_no_maybe.py my-run Qwen/Qwen3-0.6B

@@ -62,8 +62,8 @@ class Task:
         )
 
     async def rollout(self, model: str, group_size: int, seed: int) -> list[dict[str, Any]]:
-        """One group per question. A group has several answers to the same prompt, and each answer
-        is a trajectory of one assistant turn."""
+        """Samples one group of answers per question. A group has several answers to the same
+        prompt, and each answer is a trajectory of one assistant turn."""
         responses = await asyncio.gather(
             *(self.ask(model, q, group_size, seed * 1000 + i) for i, q in enumerate(QUESTIONS))
         )
@@ -101,7 +101,8 @@ class Task:
 
 
 def sft_examples() -> list[dict[str, Any]]:
-    """Every question with every answer. A model that learns these examples answers at random."""
+    """A dialogue for each question and each answer. A model that learns these examples answers at
+    random."""
     return [
         {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
         for q in QUESTIONS
@@ -196,8 +197,8 @@ def api_key() -> str:
 
 
 async def job_numbers(tandem: AsyncTandem, job_id: str) -> dict[str, Any]:
-    """From a job's events: the job's duration, the seconds of its parts, and the metrics of its
-    last optimizer step."""
+    """The job's duration, the seconds of its parts, and the metrics of its last optimizer step, all
+    from the job's events."""
     events = await tandem.job_events(job_id)
     at = {event.type: event.time for event in events}
     metrics = next((e.data["metrics"] for e in reversed(events) if e.type == "step"), {})

@@ -9,7 +9,8 @@ _HEAD = (Path(__file__).parent / "readme-head.md").read_text()
 
 
 def of(text: str) -> str:
-    """README.md for a values.yaml. A key without a comment is part of the one above it."""
+    """README.md for a values.yaml. A key without a comment belongs to the nearest key above it that
+    has a comment."""
     parts = [_HEAD]
     found = [value for value in values.read(text) if value.comment]
     parents = {value.path[:-1] for value in found}

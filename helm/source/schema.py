@@ -1,8 +1,9 @@
-"""values.schema.json: strict everywhere. Types are those of the defaults, unless `SPECIAL` knows
-better.
+"""values.schema.json: strict everywhere. A value has the type of its default, unless `SPECIAL`
+describes the value.
 
 Nothing is `required`: `helm upgrade --reuse-values` from an older chart checks values that lack
-what this one added; the templates lay them over the defaults (templates/_checks.tpl).
+this chart's new keys. The templates then merge the values into the defaults
+(templates/_checks.tpl).
 """
 
 from typing import Any
@@ -39,12 +40,13 @@ def closed(**properties: Schema) -> Schema:
 
 
 def removable(schema: Schema) -> Schema:
-    """`schema`, or "": none. null can't say that: the templates put the default in its place."""
+    """`schema`, or "", which removes the value. null can't remove it, because the templates replace
+    null by the default."""
     return schema | {"pattern": f"^({schema['pattern'].removeprefix('^').removesuffix('$')})?$"}
 
 
 def optional(schema: Schema) -> Schema:
-    """`schema`, or null: the program's own default."""
+    """`schema`, or null, which stands for the program's own default."""
     if "enum" in schema:
         return {"enum": [*schema["enum"], None]}
     types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
@@ -57,7 +59,8 @@ _QUANTITIES = closed(
 _ACCESS = enum("ReadWriteMany", "ReadWriteOnce")
 _POSITIVE: Schema = {"type": "number", "exclusiveMinimum": 0}
 
-# By the whole name of a value, or by its last part where it means the same everywhere.
+# Schemas by the full name of a value, or by "*." and its last part if that part has one meaning in
+# the whole file.
 SPECIAL: dict[str, Schema] = {
     "device": enum("cuda", "cpu"),
     "gpuMode": enum("dedicated", "shared"),
@@ -192,13 +195,14 @@ SPECIAL: dict[str, Schema] = {
 
 
 def of(text: str) -> Schema:
-    """The schema for a values.yaml. KeyError for a null default that `SPECIAL` does not name."""
+    """The schema for a values.yaml. Raises KeyError if a default is null and `SPECIAL` does not
+    describe the value."""
     root: Schema = closed()
     at: dict[tuple[str, ...], Schema] = {(): root}
     for value in values.read(text):
         parent = at.get(value.path[:-1])
         if parent is None:
-            continue  # inside of what SPECIAL describes whole
+            continue  # `SPECIAL` describes a key above this one, with all of its content
         schema = _schema(value)
         if schema is None:
             schema = closed()
@@ -215,7 +219,8 @@ def of(text: str) -> Schema:
 
 
 def _schema(value: values.Value) -> Schema | None:
-    """None: an object, closed, of the keys below it."""
+    """The schema of one value; None for a mapping, which allows only the keys that it has in
+    values.yaml."""
     special = SPECIAL.get(value.name)
     if special is None and len(value.path) > 1:
         special = SPECIAL.get(f"*.{value.path[-1]}")

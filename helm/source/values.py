@@ -1,4 +1,4 @@
-"""values.yaml with its comments: what stands above a key, in sections."""
+"""The keys of values.yaml, each with the comment above it and with its section."""
 
 import re
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class Value:
 
 
 def read(text: str) -> list[Value]:
-    """Every key of the file, mappings too, in order. Keys of a mapping in one line ({a: 1}) belong
-    to the mapping."""
+    """Every key of the file in order, also the keys whose values are mappings. The keys of a
+    mapping on one line ({a: 1}) are not listed."""
     data = yaml.safe_load(text)
     found: list[Value] = []
     comment: list[str] = []

@@ -1,12 +1,12 @@
-{{/* Lays the values over the chart's own defaults, so that values stored by an older chart (--reuse-values) have what
-this one added; then refuses what can't be. */}}
+{{/* Adds the chart's defaults to the values, because values stored by an older chart (--reuse-values) lack this chart's
+new keys. Then refuses impossible values. */}}
 {{- define "tandem.init" -}}
 {{- include "tandem.default" (list .Values (.Files.Get "files/values.yaml" | fromYaml)) -}}
 {{- include "tandem.setReplicas" . -}}
 {{- include "tandem.checks" . -}}
 {{- end -}}
 
-{{/* Replaces a null of `replicas` by the number that the workload has now, which somebody may have set by hand. */}}
+{{/* Replaces `replicas: null` by the present number of the workload, which may have been set by `kubectl scale`. */}}
 {{- define "tandem.setReplicas" -}}
 {{- range $role := list "controller" "trainer" "inference" -}}
 {{- $values := index $.Values $role -}}
@@ -169,8 +169,8 @@ this one added; then refuses what can't be. */}}
 {{- end -}}
 {{- end -}}
 
-{{/* (dict "component" "trainer" "spec" spec): an API server refuses two items of one name, and says neither where they
-come from nor, for a variable, in which container they are. */}}
+{{/* (dict "component" "trainer" "spec" spec): refuses a pod in which two items of a list have the same name. An API
+server would refuse the pod too, but would not name the value of the chart or the container. */}}
 {{- define "tandem.checkPod" -}}
 {{- $containers := concat .spec.initContainers .spec.containers -}}
 {{- $lists := list

@@ -1,4 +1,5 @@
-{{/* The environment of each role's programs. docker-compose.yml has the same settings: tests/helm/test_drift.py compares. */}}
+{{/* The environment of each role's programs. docker-compose.yml has the same settings; tests/helm/test_drift.py
+compares the two. */}}
 
 {{/* A map of settings in camelCase as TANDEM_* variables; null and "" are left out. */}}
 {{- define "tandem.settings" -}}
@@ -10,7 +11,8 @@
 {{- end -}}
 {{- end -}}
 
-{{/* (dict "root" $ "role" "trainer"); "runner" true: of the runner's own pod, which has no GPU. */}}
+{{/* (dict "root" $ "role" "trainer"): a role's variables. With "runner" true: the variables of the runner's own pod,
+which has no GPU. */}}
 {{- define "tandem.env" -}}
 {{- $v := .root.Values -}}
 - name: TANDEM_BASE_MODEL
@@ -39,7 +41,8 @@
 {{- $own := false -}}
 {{- range $v.trainer.extraEnv -}}{{- if eq .name "OMP_NUM_THREADS" -}}{{- $own = true -}}{{- end -}}{{- end -}}
 {{- if not $own }}
-{{- /* The runner and all hosts have the same, whatever their cores: it decides the order of sums. */}}
+{{- /* The runner and all hosts have the same number of threads, because this number decides the order of floating-point
+sums. */}}
 - name: OMP_NUM_THREADS
   value: {{ include "tandem.threads" .root | quote }}
 {{- end }}
@@ -57,7 +60,7 @@
 {{- end }}
 {{- end }}
 {{- if eq .role "controller" }}
-{{- /* It refuses runs and jobs that the trainer's topology can't compute. */}}
+{{- /* The controller refuses runs and jobs that the trainer's topology can't compute. */}}
 {{- include "tandem.settings" (pick $v.trainer.settings "topology" "tensorParallel" "sequenceParallel" "pipelineParallel" "contextParallel" "expertParallel" "expertTensorParallel") }}
 - name: TANDEM_INFERENCE_URL
   value: http://{{ include "tandem.host" (dict "root" .root "host" "inference") }}:{{ $v.inference.service.port }}

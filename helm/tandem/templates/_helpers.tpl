@@ -1,11 +1,11 @@
-{{/* Names, labels, images, quantities. Every template begins with `tandem.init` (_checks.tpl). */}}
+{{/* Templates of names, labels, images and quantities. Every template begins with `tandem.init` (_checks.tpl). */}}
 
 {{- define "tandem.name" -}}
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* At most 40 characters: StatefulSets and their pods' labels append to it. Of a longer name the end is a digest, so that
-two releases with one beginning don't meet. */}}
+{{/* The full name has at most 40 characters, because StatefulSets and their pods' labels append to it. The end of a
+longer name is replaced by a digest, so that two releases with the same beginning get different names. */}}
 {{- define "tandem.fullname" -}}
 {{- $name := .Values.fullnameOverride -}}
 {{- if not $name -}}
@@ -14,19 +14,20 @@ two releases with one beginning don't meet. */}}
 {{- if gt (len $name) 40 }}{{ $name | trunc 31 | trimSuffix "-" }}-{{ sha256sum $name | trunc 8 }}{{ else }}{{ $name | trimSuffix "-" }}{{ end -}}
 {{- end -}}
 
-{{/* What every pod of the release has, and selects them. It never changes: neither versions nor users' labels. */}}
+{{/* Labels that every pod of the release has. Selectors use these labels. The labels never change, so they contain no
+versions and no labels of users. */}}
 {{- define "tandem.releaseLabels" -}}
 app.kubernetes.io/name: {{ include "tandem.name" . | quote }}
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
-{{/* (dict "root" $ "component" "trainer"): the same for the pods of a component. */}}
+{{/* (dict "root" $ "component" "trainer"): labels by which selectors find the pods of a component. */}}
 {{- define "tandem.selectorLabels" -}}
 {{ include "tandem.releaseLabels" .root }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
-{{/* (dict "root" $ "component" "trainer"): of objects. */}}
+{{/* (dict "root" $ "component" "trainer"): labels of an object. */}}
 {{- define "tandem.labels" -}}
 {{- $labels := omit .root.Values.commonLabels "tandem-headless" -}}
 {{- $_ := set $labels "app.kubernetes.io/version" .root.Chart.AppVersion -}}
@@ -36,7 +37,8 @@ app.kubernetes.io/component: {{ .component }}
 {{- mergeOverwrite $labels (include "tandem.selectorLabels" . | fromYaml) | toYaml -}}
 {{- end -}}
 
-{{/* (dict "root" $ "component" "trainer" "values" podLabels): of pods. Without versions: a new chart alone restarts nothing. */}}
+{{/* (dict "root" $ "component" "trainer" "values" podLabels): labels of a pod. They contain no version, so that a new
+version of the chart alone restarts no pod. */}}
 {{- define "tandem.podLabels" -}}
 {{- $labels := mergeOverwrite (deepCopy .root.Values.commonLabels) .values (dict "app.kubernetes.io/part-of" "tandem") -}}
 {{- mergeOverwrite $labels (include "tandem.selectorLabels" . | fromYaml) | toYaml -}}
@@ -51,12 +53,12 @@ app.kubernetes.io/component: {{ .component }}
 {{- if and .Values.trainer.enabled (eq .Values.trainer.executor "kubernetes") }}true{{ end -}}
 {{- end -}}
 
-{{/* Processes of a job. */}}
+{{/* The number of a job's processes. */}}
 {{- define "tandem.ranks" -}}
 {{ mul (ternary .Values.trainer.gpus .Values.trainer.cpuRanks (eq .Values.device "cuda") | int) (int .Values.trainer.hosts) }}
 {{- end -}}
 
-{{/* Threads of each process of a Job's pod: the cores that the pod requests, divided. */}}
+{{/* Threads of each process of a Job's pod: the requested cores divided by the number of processes. */}}
 {{- define "tandem.threads" -}}
 {{- $cpu := toString (dig "requests" "cpu" "" .Values.trainer.resources) -}}
 {{- $cores := ternary 0 (regexFind "^[0-9]+" $cpu | int) (hasSuffix "m" $cpu) -}}
@@ -74,7 +76,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- if and (eq .role "inference") (include "tandem.several" .root) }}proxy{{ else }}{{ include "tandem.componentOf" . }}{{ end -}}
 {{- end -}}
 
-{{/* Whether the GPUs come by a ResourceClaim that two containers use. */}}
+{{/* Whether trainer and inference use the same GPUs by a ResourceClaim. */}}
 {{- define "tandem.claimed" -}}
 {{- if and (include "tandem.shared" .) (eq .Values.shared.via "claim") }}true{{ end -}}
 {{- end -}}
@@ -89,7 +91,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 {{- end -}}
 
-{{/* (dict "root" $ "role" "trainer"): whether it has a pod. */}}
+{{/* (dict "root" $ "role" "trainer"): whether a role has a pod. */}}
 {{- define "tandem.runs" -}}
 {{- $role := index .root.Values .role -}}
 {{- if and (ne $role.enabled false) (gt (int $role.replicas) 0) }}true{{ end -}}
@@ -120,12 +122,12 @@ app.kubernetes.io/component: {{ .component }}
 {{- default (printf "%s-cache" (include "tandem.fullname" .)) .Values.cache.existingClaim -}}
 {{- end -}}
 
-{{/* Whether a volume holds all pods on one node. */}}
+{{/* Whether all pods must run on one node, because a volume is ReadWriteOnce. */}}
 {{- define "tandem.oneNode" -}}
 {{- if or (eq .Values.data.accessMode "ReadWriteOnce") (and (eq .Values.cache.type "claim") (eq .Values.cache.accessMode "ReadWriteOnce")) }}true{{ end -}}
 {{- end -}}
 
-{{/* (dict "root" $ "role" "trainer"). A digest wins over a tag. */}}
+{{/* (dict "root" $ "role" "trainer"): a role's image. A digest takes precedence over a tag. */}}
 {{- define "tandem.image" -}}
 {{- $all := .root.Values.image -}}
 {{- $own := (index .root.Values .role).image -}}
@@ -144,7 +146,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- if eq $unit "Mi" }}{{ $number }}{{ else if eq $unit "Gi" }}{{ mul $number 1024 }}{{ else if eq $unit "Ti" }}{{ mul $number 1048576 }}{{ else }}0{{ end -}}
 {{- end -}}
 
-{{/* A value as an environment variable has it: integers without a point or an exponent. */}}
+{{/* The text of a value for an environment variable: integers have no point and no exponent. */}}
 {{- define "tandem.string" -}}
 {{- if and (kindIs "float64" .) (eq (floor .) (. | float64)) }}{{ int64 . }}{{ else }}{{ . }}{{ end -}}
 {{- end -}}
@@ -154,7 +156,7 @@ app.kubernetes.io/component: {{ .component }}
 {{ include "tandem.fullname" .root }}-{{ .host }}.{{ .root.Release.Namespace }}.svc
 {{- end -}}
 
-{{/* A role's paths that Ingress and HTTPRoute let in, as JSON: not /metrics, and none of vLLM's other routes. */}}
+{{/* The public paths of a role, as JSON. Ingress and HTTPRoute do not route /metrics and vLLM's other paths. */}}
 {{- define "tandem.publicPaths" -}}
 {{ ternary (list "/v1" "/rollout") (list "/v1" "/api/v1") (eq . "inference") | toJson }}
 {{- end -}}

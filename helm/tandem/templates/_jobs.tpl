@@ -1,4 +1,5 @@
-{{/* `trainer.executor: kubernetes`: the runner's pod, and the template of the Jobs that it creates. */}}
+{{/* Templates for `trainer.executor: kubernetes`: the runner's pod, and the template of the Jobs that the runner
+creates. */}}
 
 {{- define "tandem.jobConfig" -}}
 {{ include "tandem.fullname" . }}-job
@@ -8,7 +9,8 @@
 {{- default (printf "%s-runner" (include "tandem.fullname" .)) .Values.trainer.runner.serviceAccountName -}}
 {{- end -}}
 
-{{/* The runner in the controller's image. It may always be replaced: its Jobs go on, and the next runner finds them. */}}
+{{/* The StatefulSet of the runner, in the controller's image. The runner's pod may be replaced at any time: the Jobs
+continue, and the next runner finds them. */}}
 {{- define "tandem.runner" -}}
 {{- $about := dict "root" . "component" "trainer" "role" "trainer" "runner" true -}}
 {{- $spec := include "tandem.runnerSpec" . -}}
@@ -37,7 +39,7 @@ spec:
         {{- include "tandem.podLabels" (merge (dict "values" dict) $about) | nindent 8 }}
       annotations:
         kubectl.kubernetes.io/default-container: trainer
-        # It reads the template at its start.
+        # The runner reads the template at its start, so a changed template restarts the runner.
         tandem/job-template: {{ include "tandem.jobTemplate" . | sha256sum | trunc 16 | quote }}
     spec:
       {{- $spec | nindent 6 }}
@@ -71,8 +73,8 @@ volumes:
   {{- end }}
 {{- end -}}
 
-{{/* What the runner fills: the name, labels and annotations of the job, the agent's arguments, the pod's deadline, the
-owner's uid (src/tandem/trainer/executor/manifest.py). */}}
+{{/* The template of a Job. The runner adds the name, labels and annotations of the job, the agent's arguments, the
+pod's deadline and the owner's uid (src/tandem/trainer/executor/manifest.py). */}}
 {{- define "tandem.jobTemplate" -}}
 {{- $v := .Values -}}
 {{- $about := dict "root" . "component" "job" "role" "trainer" -}}
@@ -90,14 +92,14 @@ metadata:
     {{- with $v.kueue.priorityClass }}
     kueue.x-k8s.io/priority-class: {{ . | quote }}
     {{- end }}
-  # `helm uninstall` takes the Jobs along.
+  # When `helm uninstall` deletes the StatefulSet, Kubernetes deletes the Jobs.
   ownerReferences:
     - {apiVersion: apps/v1, kind: StatefulSet, name: {{ include "tandem.fullname" . }}-trainer}
 spec:
   completionMode: Indexed
   completions: {{ int $v.trainer.hosts }}
   parallelism: {{ int $v.trainer.hosts }}
-  # A job's next attempt is another Job.
+  # The runner creates another Job for a job's next attempt.
   backoffLimit: 0
   podReplacementPolicy: Failed
   podFailurePolicy:
@@ -106,7 +108,7 @@ spec:
         onPodConditions: [{type: DisruptionTarget, status: "True"}]
       - action: FailJob
         onExitCodes: {containerName: trainer, operator: NotIn, values: [0]}
-  # The runner deletes it; this is for those that no runner has seen.
+  # The runner deletes an ended Job. This limit is for Jobs that no runner has seen.
   ttlSecondsAfterFinished: 3600
   template:
     metadata:
@@ -211,10 +213,10 @@ subjects: [{kind: ServiceAccount, name: {{ $name }}, namespace: {{ .Release.Name
 {{- end }}
 {{- end -}}
 
-{{/* Who may create Jobs may run anything as any account of the namespace. So the runner's Jobs are held to the template's
-image, account and volumes. */}}
+{{/* An account that may create Jobs may run any program as any account of the namespace. So this policy allows the
+runner's Jobs only the template's image, account and volumes. */}}
 {{- define "tandem.jobPolicy" -}}
-{{- /* `helm lint` has no namespace. */ -}}
+{{- /* With `helm lint` the release has no namespace, and the name must not begin with "-". */ -}}
 {{- $name := trimPrefix "-" (printf "%s-%s-jobs" .root.Release.Namespace (include "tandem.fullname" .root)) -}}
 {{- $spec := .template.spec.template.spec -}}
 {{- $images := list -}}

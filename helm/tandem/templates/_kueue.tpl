@@ -1,4 +1,5 @@
-{{/* What Kueue 0.19 refuses to change on a StatefulSet. Helm would have changed other objects before it hears of that. */}}
+{{/* Checks for changes of a StatefulSet that Kueue 0.19 refuses. Without these checks, Helm would already have changed
+other objects when Kueue refuses. */}}
 
 {{- define "tandem.kueueIsThere" -}}
 {{- range .Capabilities.APIVersions -}}
@@ -6,7 +7,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* A digest of the parts of a pod's spec that must stay as they are. */}}
+{{/* A digest of the parts of a pod's spec that Kueue does not allow to change. */}}
 {{- define "tandem.kueueShape" -}}
 {{- $shape := pick . "nodeSelector" "affinity" "tolerations" "runtimeClassName" "topologySpreadConstraints" "resourceClaims" -}}
 {{- range $kind := list "initContainers" "containers" -}}
@@ -19,7 +20,8 @@
 {{- toJson $shape | sha256sum | trunc 16 -}}
 {{- end -}}
 
-{{/* (dict "root" $ "name" "x-trainer" "shape" digest "kueue" values): compares with the StatefulSet that is there. */}}
+{{/* (dict "root" $ "name" "x-trainer" "shape" digest "kueue" values): compares the values with the existing
+StatefulSet. */}}
 {{- define "tandem.checkKueue" -}}
 {{- $new := .kueue -}}
 {{- if include "tandem.kueueIsThere" .root -}}

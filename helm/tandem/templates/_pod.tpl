@@ -1,4 +1,4 @@
-{{/* The parts of a pod that are the same for several. */}}
+{{/* Parts of a pod that several pods have. */}}
 
 {{- define "tandem.podSecurityContext" -}}
 runAsNonRoot: true
@@ -6,7 +6,7 @@ runAsNonRoot: true
 runAsUser: {{ int .Values.podSecurity.runAsUser }}
 runAsGroup: 0
 fsGroup: 0
-# A recursive change of owner of a large volume would take hours.
+# Without OnRootMismatch, Kubernetes would change the owner of every file of the volume at each start.
 fsGroupChangePolicy: OnRootMismatch
 {{- end }}
 seccompProfile: {type: RuntimeDefault}
@@ -18,8 +18,8 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end -}}
 
-{{/* What every pod of the release has, tests too. A Service called <x>-controller would otherwise give every pod a
-variable ..._CONTROLLER_PORT, which is a setting's name. */}}
+{{/* The part of the spec that every pod of the release has, also the pods of `helm test`. Service links are off: the
+Service <x>-controller would give every pod a variable ..._CONTROLLER_PORT, which is the name of a setting. */}}
 {{- define "tandem.podCommon" -}}
 serviceAccountName: {{ include "tandem.serviceAccountName" . | quote }}
 automountServiceAccountToken: false
@@ -47,7 +47,7 @@ nodeSelector:
 {{- end }}
 {{- $wanted := $role.tolerations -}}
 {{- if include "tandem.oneNode" .root -}}
-{{- /* The trainer's node may be tainted, and this pod has to follow it. */ -}}
+{{- /* The trainer's node may be tainted, and this pod must run on the same node. */ -}}
 {{- $wanted = concat $wanted .root.Values.trainer.tolerations | uniq -}}
 {{- end -}}
 {{- $tolerations := list -}}
@@ -78,10 +78,10 @@ schedulerName: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* A ReadWriteOnce volume: the others go where the trainer is, which has the choice since it is the hardest to place;
-and the trainer, when it comes back, to where the volume is in use. Its own label matches its term, so that the first
-pod of all can be placed. Without a trainer's pod, and where jobs have pods of their own, the choice is inference's, and
-then the controller's. */}}
+{{/* With a ReadWriteOnce volume the trainer chooses the node, since it is the hardest to place, and the other pods
+follow. A restarted trainer goes to the node on which the volume is in use. The trainer's label matches its own affinity
+term, so that the first pod of all can be placed. If there is no trainer's pod, or if jobs have their own pods,
+inference chooses the node. If there is no inference either, the controller chooses it. */}}
 {{- define "tandem.affinity" -}}
 {{- $affinity := deepCopy (index .root.Values .role).affinity -}}
 {{- if include "tandem.oneNode" .root -}}
@@ -102,7 +102,7 @@ then the controller's. */}}
 {{- toYaml $affinity -}}
 {{- end -}}
 
-{{/* Requests and limits without the empty ones. */}}
+{{/* Requests and limits without the empty quantities. */}}
 {{- define "tandem.amounts" -}}
 {{- $result := dict -}}
 {{- range $kind, $amounts := . -}}
@@ -115,7 +115,8 @@ then the controller's. */}}
 {{- toYaml $result -}}
 {{- end -}}
 
-{{/* (dict "root" $ "role" "trainer"): requests and limits. /dev/shm is memory of the container, so it is added. */}}
+{{/* (dict "root" $ "role" "trainer"): requests and limits. /dev/shm counts as memory of the container, so its size is
+added. */}}
 {{- define "tandem.resources" -}}
 {{- $role := index .root.Values .role -}}
 {{- $shm := include "tandem.mebibytes" (default "" $role.shmSize) | int64 -}}
@@ -130,7 +131,7 @@ then the controller's. */}}
 {{- $_ := set $part $name (toString $value) -}}
 {{- end -}}
 {{- end -}}
-{{- /* Among the requests too: they are all that Kueue reads of a StatefulSet. */ -}}
+{{- /* The requests contain the GPUs too, because Kueue reads only the requests of a StatefulSet. */ -}}
 {{- if ne $.role "controller" -}}
 {{- range $name, $value := $role.extendedResources -}}
 {{- $_ := set $part $name (toString $value) -}}
@@ -147,18 +148,19 @@ then the controller's. */}}
 {{- toYaml $result -}}
 {{- end -}}
 
-{{/* Seconds a role's container may take to stop: supervision.stop_seconds of its programs, which are the same for any
-number of inference servers behind a proxy; tests compare. */}}
+{{/* The seconds that a role's container may take to stop: supervision.stop_seconds of its programs. They do not depend
+on the number of inference servers behind a proxy. Tests compare the numbers. */}}
 {{- define "tandem.stopSeconds" -}}
 {{- get (dict "controller" 15 "trainer" 87 "inference" 59) . -}}
 {{- end -}}
 
-{{/* (dict "root" $ "role" "trainer"): with what comes before SIGTERM, and a margin. */}}
+{{/* (dict "root" $ "role" "trainer"): the sum of the seconds before SIGTERM, the seconds to stop, and a margin of 10.
+*/}}
 {{- define "tandem.graceSeconds" -}}
 {{- add (include "tandem.stopSeconds" .role | int) (include "tandem.preStopSeconds" . | int) 10 -}}
 {{- end -}}
 
-{{/* (dict "root" $ "role" "trainer"): the longest time before SIGTERM. */}}
+{{/* (dict "root" $ "role" "trainer"): the longest time before SIGTERM, in seconds. */}}
 {{- define "tandem.preStopSeconds" -}}
 {{- if and (eq .role "inference") (include "tandem.several" .root) -}}
 {{ int .root.Values.inference.drainSeconds }}
@@ -167,7 +169,8 @@ number of inference servers behind a proxy; tests compare. */}}
 {{- end -}}
 {{- end -}}
 
-{{/* (dict "root" $ "role" "trainer" "name" "tmp"): volumes' names in a pod with two roles. */}}
+{{/* (dict "root" $ "role" "trainer" "name" "tmp"): the name of a role's volume; in a pod with two roles it begins with
+the role. */}}
 {{- define "tandem.own" -}}
 {{- if and (include "tandem.shared" .root) (ne .role "controller") }}{{ .role }}-{{ .name }}{{ else }}{{ .name }}{{ end -}}
 {{- end -}}
@@ -182,7 +185,7 @@ number of inference servers behind a proxy; tests compare. */}}
 {{- if ne .role "controller" }}
 - name: {{ include "tandem.own" (merge (dict "name" "shm") .) }}
   emptyDir: {medium: Memory, sizeLimit: {{ $role.shmSize }}}
-{{- /* What its programs compile, and load as code: no other pod can write it, but for the next Job's pods. */}}
+{{- /* Kernels that the programs compile and load as code. Only the next Job's pods can write to the same volume. */}}
 - name: {{ include "tandem.own" (merge (dict "name" "private-cache") .) }}
 {{- with dig "kernels" "existingClaim" "" $role }}
   persistentVolumeClaim: {claimName: {{ . | quote }}}
@@ -197,7 +200,8 @@ number of inference servers behind a proxy; tests compare. */}}
 {{- end }}
 {{- end -}}
 
-{{/* (dict "root" $ "admin" true): as files, readable for the group. Not below /run/secrets, where clusters put theirs. */}}
+{{/* (dict "root" $ "admin" true): the secrets as files that the group may read. They are not below /run/secrets, where
+clusters mount their own secrets. */}}
 {{- define "tandem.secretVolume" -}}
 {{- $secret := .root.Values.secret -}}
 projected:
@@ -248,7 +252,7 @@ projected:
 {{- end }}
 {{- end -}}
 
-{{/* (dict "root" $ "role" "trainer"): what runs before a role's programs, from the small image. */}}
+{{/* (dict "root" $ "role" "trainer"): the containers that run before a role's programs, in the controller's image. */}}
 {{- define "tandem.initContainers" -}}
 {{- $controller := dict "root" .root "role" "controller" -}}
 {{- if .root.Values.tinyModel }}
@@ -273,7 +277,7 @@ projected:
     {{- toYaml . | nindent 4 }}
     {{- end }}
   {{- include "tandem.initRest" . | nindent 2 }}
-    {{- /* What these variables and the base model name may be below a mount. */}}
+    {{- /* The variables and the base model may name files on these mounts. */}}
     {{- with (index .root.Values .role).extraVolumeMounts }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -291,7 +295,8 @@ volumeMounts:
   {{- include "tandem.mounts" . | nindent 2 }}
 {{- end -}}
 
-{{/* (dict "root" $ "role" "trainer"): the container of a role's programs; "runner" true: of the runner alone. */}}
+{{/* (dict "root" $ "role" "trainer"): the container of a role's programs. With "runner" true: the container of the
+runner alone. */}}
 {{- define "tandem.container" -}}
 {{- $role := index .root.Values .role -}}
 {{- $health := list "python" "-m" "tandem.supervise.health" -}}
@@ -318,8 +323,8 @@ volumeMounts:
     httpGet: {path: /healthz, port: http}
     periodSeconds: 2
     failureThreshold: 150
-  # Not /readyz: on a full, read-only or hanging volume the only endpoint has to stay, because reads and deletes go on,
-  # and answers say what is wrong.
+  # The probe does not use /readyz: the only endpoint must stay on a full, read-only or hanging volume. Reads and
+  # deletes still work then, and the answers explain the errors.
   readinessProbe:
     httpGet: {path: /healthz, port: http}
     periodSeconds: 10
@@ -330,7 +335,7 @@ volumeMounts:
     timeoutSeconds: 10
     failureThreshold: 4
   {{- else }}
-  # Until everything answers for the first time, nothing else is asked: a model may take long to arrive.
+  # The other probes begin when all programs have answered once, because the download of a model may take long.
   startupProbe:
     exec: {command: {{ toJson (append $health "--started") }}}
     periodSeconds: 10
@@ -341,7 +346,7 @@ volumeMounts:
     periodSeconds: {{ ternary 5 15 (and (eq .role "inference") (eq (include "tandem.several" .root) "true")) }}
     timeoutSeconds: 10
     failureThreshold: 2
-  # Whether its programs go on, not whether a port answers. vLLM may load a model meanwhile, and a job may train.
+  # The probe checks that the programs run, and connects to no port: vLLM may be loading a model.
   livenessProbe:
     exec: {command: {{ toJson (append $health "--live") }}}
     periodSeconds: 30
@@ -349,7 +354,7 @@ volumeMounts:
     failureThreshold: 4
   {{- end }}
   {{- if and (eq .role "inference") (include "tandem.several" .root) }}
-  # The proxy takes the server out, and running requests end.
+  # Before SIGTERM the proxy stops sending requests to this server, and the running requests end.
   lifecycle:
     preStop: {exec: {command: [python, -m, tandem.supervise.drain, {{ int $role.drainSeconds | quote }}]}}
   {{- else if $role.preStopSeconds }}
@@ -377,13 +382,13 @@ volumeMounts:
 {{- end }}
 {{- end -}}
 
-{{/* Ports of one pod have different names. */}}
+{{/* The name of a role's metrics port; the ports of one pod need different names. */}}
 {{- define "tandem.metricsPort" -}}
 {{- if and (include "tandem.shared" .root) (eq .role "inference") }}metrics-vllm{{ else }}metrics{{ end -}}
 {{- end -}}
 
-{{/* (dict "root" $ "component" "engine" "roles" (list "trainer" "inference") "lead" "trainer"): a component's pod. `lead`:
-the role whose values say where and how it runs. */}}
+{{/* (dict "root" $ "component" "engine" "roles" (list "trainer" "inference") "lead" "trainer"): the spec of a
+component's pod. `lead`: the role whose values say where and how it runs. */}}
 {{- define "tandem.podSpec" -}}
 {{- $text := include "tandem.uncheckedPodSpec" . -}}
 {{- include "tandem.checkPod" (dict "component" .component "spec" (fromYaml $text)) -}}

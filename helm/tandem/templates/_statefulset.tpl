@@ -1,5 +1,6 @@
-{{/* (dict "root" $ "component" "trainer" "roles" (list "trainer") "lead" "trainer"): the one pod of a component, or one for
-each of several inference servers, of which an upgrade stops one after the other. `lead`: the role whose values say where and how the pod runs. */}}
+{{/* (dict "root" $ "component" "trainer" "roles" (list "trainer") "lead" "trainer"): the StatefulSet of a component. It
+has one pod, or one pod per inference server; an upgrade restarts the servers one after another. `lead`: the role whose
+values say where and how the pod runs. */}}
 {{- define "tandem.statefulset" -}}
 {{- $root := .root -}}
 {{- $lead := index .root.Values .lead -}}
@@ -8,7 +9,7 @@ each of several inference servers, of which an upgrade stops one after the other
 {{- range $role := .roles -}}
 {{- $podLabels = mergeOverwrite $podLabels (index $root.Values $role).podLabels -}}
 {{- if eq $role "trainer" -}}
-{{- /* A job in progress is not moved to make room. */ -}}
+{{- /* An autoscaler must not evict a pod in which a job runs. */ -}}
 {{- $_ := set $podAnnotations "cluster-autoscaler.kubernetes.io/safe-to-evict" "false" -}}
 {{- $_ := set $podAnnotations "karpenter.sh/do-not-disrupt" "true" -}}
 {{- end -}}
@@ -38,9 +39,9 @@ metadata:
 spec:
   replicas: {{ int $lead.replicas }}
   serviceName: {{ include "tandem.fullname" $root }}-{{ ternary "inference-pods" .component (eq .component "inference") }}
-  # With OrderedReady a pod that never becomes ready would not be replaced by the next upgrade, which may be its cure.
+  # With OrderedReady, an upgrade would not replace a pod that never becomes ready, although the upgrade may repair it.
   podManagementPolicy: Parallel
-  # Never a second pod beside the first: there may be no second GPU.
+  # A StatefulSet starts no second pod beside the first, because there may be no free GPU.
   updateStrategy: {type: {{ $lead.updateStrategy }}}
   revisionHistoryLimit: 3
   selector:
@@ -67,13 +68,14 @@ spec:
           count: {{ int .Values.trainer.gpus }}
 {{- end -}}
 
-{{/* With a digest of the template, which is immutable: a changed claim is another object. */}}
+{{/* The name contains a digest of the template: templates are immutable, so a changed template needs another object.
+*/}}
 {{- define "tandem.gpuClaim" -}}
 {{ include "tandem.fullname" . }}-gpus-{{ include "tandem.gpuClaimSpec" . | sha256sum | trunc 8 }}
 {{- end -}}
 
-{{/* (dict "root" $ "component" "trainer" "name" "trainer" "ports" (list ...)): the pods' own addresses. They are there
-before a pod is ready: who talks to a vLLM that sleeps or loads needs it. */}}
+{{/* (dict "root" $ "component" "trainer" "name" "trainer" "ports" (list ...)): a headless Service with the pods' own
+addresses. It also has the addresses of pods that are not ready, for requests to a vLLM that sleeps or loads. */}}
 {{- define "tandem.headless" -}}
 apiVersion: v1
 kind: Service

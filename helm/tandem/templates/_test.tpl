@@ -1,5 +1,5 @@
-{{/* (dict "root" $ "name" "reach" "role" "controller" "weight" 1 "args" (list ...) "env" (list ...) "data" true): one pod
-of `helm test`, in a role's image and where that role runs. Its component is its own, so nothing selects it. */}}
+{{/* (dict "root" $ "name" "reach" "role" "controller" "weight" 1 "args" (list ...) "env" (list ...) "data" true): one
+pod of `helm test`, in a role's image, placed like the role's pods. No selector matches its component. */}}
 {{- define "tandem.test" -}}
 {{- $root := .root -}}
 {{- $component := printf "test-%s" .name -}}
@@ -45,7 +45,7 @@ spec:
         - {name: secrets, mountPath: /etc/tandem/secrets, readOnly: true}
         - {name: tmp, mountPath: /tmp}
         - {name: cache, mountPath: /cache}
-        # Where the images of trainer and inference have their own files.
+        # The directory in which the images of trainer and inference write their caches.
         - {name: cache, mountPath: /private-cache}
   volumes:
     {{- if .data }}

@@ -1,10 +1,10 @@
-"""Made-up metrics, to look at the dashboards without a GPU or a job.
+"""Serves made-up metrics, which show the dashboards without a GPU or a job.
 
     python -m images.grafana.demo DIRECTORY [--gpus 8]
 
-This command serves the four pages that Prometheus scrapes of a deployment, each on a free port,
-until Ctrl-C. DIRECTORY gets the shipped configuration of Prometheus with these ports as targets:
-`cd DIRECTORY && prometheus`.
+The command serves the metrics pages of a deployment until Ctrl-C, each page on a free port. It
+writes the shipped configuration of Prometheus to DIRECTORY, with these ports as targets. Start
+Prometheus by `cd DIRECTORY && prometheus`.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="that train; as many more serve")
     arguments = parser.parse_args()
     world = World(arguments.gpus)
-    replicas = dict[str, int]()  # name -> port of each vLLM
+    replicas = dict[str, int]()  # name of each vLLM server -> its port
     servers = {job: MetricsServer("127.0.0.1", 0, DemoPage(world, job), replicas) for job in JOBS}
     second = MetricsServer("127.0.0.1", 0, DemoPage(world, "tandem-vllm", 1), {})
     replicas |= {"0": servers["tandem-vllm"].server_port, "1": second.server_port}

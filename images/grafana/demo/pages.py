@@ -1,4 +1,4 @@
-"""The pages that Prometheus scrapes of the made-up deployment."""
+"""The metrics pages of the made-up deployment, which Prometheus scrapes."""
 
 import math
 import time

@@ -78,8 +78,8 @@ _BETWEEN_TOKENS = (
     80,
 )
 _BATCH = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# Histogram -> its buckets in vLLM 0.32, and the median and the spread of the log-normal
-# distribution from which its values are drawn.
+# Histogram -> (its buckets in vLLM 0.32, median, spread). The values are drawn from a log-normal
+# distribution with this median and this spread.
 _PER_REQUEST = {
     "vllm:request_prompt_tokens": (_LENGTH, 180, 0.4),
     "vllm:request_generation_tokens": (_LENGTH, 420, 0.7),

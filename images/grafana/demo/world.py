@@ -1,9 +1,9 @@
-"""A made-up deployment on H200s: half of them train, the others serve. Every metric of every
-exporter has a series.
+"""A made-up deployment on H200s: half of the GPUs train, and the others serve. Every metric of
+every exporter has a series.
 
-Jobs come and go, some attempts fail, and the trainer's memory rises and falls with them. A second
-of this made-up world is a second of the clock. The world begins in the middle of a job, after some
-minutes of history.
+Jobs come and go, some attempts fail, and the trainer's memory rises and falls with them. The
+deployment's state changes in real time, once per second. Its first scrape is in the middle of a
+job, after some minutes of history.
 """
 
 import math
@@ -58,7 +58,8 @@ def new_samples(exporter: Exporter, *, gauges: bool) -> Samples:
 
 
 class World:
-    """The state of the deployment: as many GPUs train as serve."""
+    """The state of the deployment. The number of training GPUs is equal to the number of serving
+    GPUs."""
 
     def __init__(self, gpus: int = 1) -> None:
         self.uuids: dict[Exporter, list[str]] = {
@@ -70,8 +71,8 @@ class World:
         self.ranks = [
             {"uuid": uuid, "rank": str(rank)} for rank, uuid in enumerate(self.uuids["trainer"])
         ]
-        self.lock = threading.Lock()  # the servers of several pages read and advance the world
-        self.now = 0.0  # seconds since the world began
+        self.lock = threading.Lock()  # the servers of several pages read and advance this state
+        self.now = 0.0  # seconds since the begin of the deployment's history
         self.random = random.Random(3)
         self.counts = {exporter: new_samples(exporter, gauges=False) for exporter in ALL}
         self.vllm = vllm.new_samples(), vllm.new_samples()  # of two servers
@@ -81,11 +82,11 @@ class World:
         self.job: tuple[str, str] | None = None  # id and kind of the running job
         self.queued = 0
         self.step = self._jobs_made = 0
-        self.newest = self.served = 0  # steps of the run
+        self.newest = self.served = 0  # the newest and the served step of the run
         # part of the publication -> seconds, for the served step
         self.publication = dict(_PUBLICATION)
         self.released = 0.0  # bytes that the last job gave back on each GPU
-        self.step_ended = self.checkpoint_made = 0.0  # seconds on the scale of `now`
+        self.step_ended = self.checkpoint_made = 0.0  # times of events, on the scale of `now`
         self.last_step: dict[str, float] = {}  # tandem_train_<name> -> value
         self.phase_peaks: dict[str, float] = {}
         self._life = self._live()
@@ -94,7 +95,7 @@ class World:
         self.began = time.time() - self.now  # Unix seconds
 
     def advance(self, now: float) -> None:
-        """Lets the seconds until `now` (Unix seconds) pass."""
+        """Advances the state to the time `now` (Unix seconds)."""
         while self.began + self.now + 1 <= now:
             self._second()
 
@@ -121,11 +122,10 @@ class World:
                 http.observe("tandem_http_request_duration_seconds", seconds, route=route)
 
     def busy(self, exporter: Exporter) -> bool:
-        """Whether the exporter's GPUs compute."""
+        """Whether the GPUs of this exporter's role compute."""
         return self._phase != "" if exporter == "trainer" else self.sampling
 
-    # ---------------------------------------------------------------- what happens; each yield is a
-    # second
+    # ---------------------------------------------------------------- events; a yield is a second
 
     def _live(self) -> Iterator[None]:
         while True:

@@ -1,5 +1,4 @@
-"""The dashboard shows how much GPU memory is in use by which program, and whether jobs give the
-memory back."""
+"""The dashboard shows how much GPU memory each program uses, and whether jobs free their memory."""
 
 from limits import LIMITS
 from panels import (

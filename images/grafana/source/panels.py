@@ -1,4 +1,4 @@
-"""Panels and dashboards in Grafana's JSON model, with the parts that all our dashboards share.
+"""Panels and dashboards in Grafana's JSON model, and the parts that all dashboards share.
 
 Queries are PromQL, where @ns, @pod and @gpu stand for the matchers of the dashboard's variables.
 """
@@ -15,7 +15,8 @@ MATCHERS = {
     "@pod": 'namespace=~"$namespace",pod=~"$pod"',
     "@gpu": 'namespace=~"$namespace",pod=~"$pod",role=~"$role",uuid=~"$uuid"',
 }
-# Every dashboard has these variables, so that links between dashboards keep the chosen values.
+# Every dashboard has these variables, so that a link to another dashboard keeps their chosen
+# values.
 VARIABLES = {
     "namespace": ("Namespace", 'label_values(up{job=~"tandem-.*"}, namespace)'),
     "role": ("Role", 'label_values(up{job=~"tandem-.*",namespace=~"$namespace"}, role)'),
@@ -68,8 +69,8 @@ def panel(
 
     `text`: the description, which says what the panel shows and from which metrics. `limits`:
     (colour, the value from which the colour applies); values below all limits are green. `texts`:
-    words and colours for values. `more`: `options` of the panel, `custom` and further defaults of
-    its fields.
+    value -> (word, colour). `more`: the panel's `options`, and `custom` and other defaults of the
+    panel's fields.
     """
     steps: list[Json] = [{"color": GREEN, "value": None}]
     steps += [{"color": colour, "value": value} for colour, value in limits or []]
@@ -114,7 +115,8 @@ def timeseries(
     line: bool = False,
     **more: Any,
 ) -> Json:
-    """`stack`: none, normal or percent; `line`: the limits are drawn as dashed lines."""
+    """A panel of lines. `stack`: none, normal or percent. `line`: whether the limits are drawn as
+    dashed lines."""
     custom = {
         "drawStyle": "line",
         "lineWidth": 1,
@@ -215,8 +217,8 @@ def heatmap(title: str, text: str, unit: str, *queries: Json, **more: Any) -> Js
 def table(
     title: str, text: str, *queries: Json, columns: dict[str, str], unit: str = "none", **more: Any
 ) -> Json:
-    """`columns`: label, or "Value", -> heading. The columns have this order; all other columns are
-    hidden."""
+    """`columns`: name of a label, or "Value" -> heading of the column. The table has its columns in
+    this order, and hides all other columns."""
     order = {name: index for index, name in enumerate(columns)}
     organize = {
         "id": "organize",
@@ -252,8 +254,8 @@ def row(title: str) -> Json:
 def dashboard(
     uid: str, title: str, text: str, *panels: Json, extra: dict[str, tuple[str, str]] | None = None
 ) -> Json:
-    """Panels flow from left to right and wrap at 24 columns. The panels of one line should have the
-    same height.
+    """The panels are placed from left to right, and wrap at Grafana's 24 grid columns. All panels
+    of a line should have the same height.
 
     `extra`: variables that only this dashboard has, as name -> (label, query).
     """
@@ -322,8 +324,8 @@ def _datasource() -> Json:
 
 
 def _variable(name: str, label: str, expr: str) -> Json:
-    # The choice "All" is ".*" and not the list of existing values, because this list is empty on a
-    # machine without GPUs.
+    # The choice "All" has the value ".*", because the list of existing values is empty on a machine
+    # without GPUs.
     return {
         "name": name,
         "label": label,
