@@ -57,7 +57,8 @@ def _server() -> Any:
     process."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["policies", "tandem.trainer.rank.entry", "rank.jobs"])
-    # The NVML check keeps Megatron's import from calling CUDA, which no fork survives.
+    # This variable makes torch look for GPUs through NVML, so Megatron's import does not call CUDA.
+    # A process that has called CUDA can't fork children that use CUDA.
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *sys.path]))
     variables = {"PYTHONPATH": path, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     # A test's own directory for temporary files may have too long a name for the server's socket.

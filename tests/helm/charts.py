@@ -1,10 +1,9 @@
 """Functions that render, install and upgrade the chart with the Helm library.
 
-The library has no `template`. A render is an installation into an API server in memory
+The Helm library has no `template`. A render is an installation into an API server in memory
 (`helm.kubernetes_api`). The installation ends when Helm records the release. The record contains
-the rendered objects. Errors are the library's errors, with Helm's own message. Helm accepts a key
-that is given twice, and two objects with the same name. This module raises an error for such a key
-and for such objects.
+the rendered objects. A failed render raises the Helm library's error with Helm's own message. Helm
+accepts duplicate keys and two objects with the same name, but this module raises an error for them.
 """
 
 import asyncio
@@ -34,7 +33,8 @@ atexit.register(shutil.rmtree, WORK, ignore_errors=True)
 
 
 class UniqueKeys(yaml.CSafeLoader):
-    """Refuses mappings that contain a key twice. PyYAML itself would keep the key's last value."""
+    """Refuses mappings that contain a key twice. PyYAML itself would keep the last value of a
+    duplicate key."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -44,7 +44,7 @@ class UniqueKeys(yaml.CSafeLoader):
 
 @dataclass(frozen=True)
 class Rendered:
-    """The objects and the notes that a chart renders. Hooks are among the objects."""
+    """The objects, including hooks, and the notes that a chart renders."""
 
     objects: list[Object]
     notes: str
@@ -134,7 +134,7 @@ def render(
 
 @cache
 def shared_server(version: str = NEWEST) -> ApiServer:
-    """The API server that renders. It records no releases."""
+    """An API server for renders. The server records no releases."""
     server = ApiServer(version).__enter__()
     server.records = False
     atexit.register(server.__exit__)
@@ -143,8 +143,8 @@ def shared_server(version: str = NEWEST) -> ApiServer:
 
 @cache
 def _kubeconfig(port: int, text: str) -> Path:
-    # With a kubeconfig in a string the library throttles its requests after 10 requests. With a
-    # kubeconfig in a file it does so after 100 requests.
+    # The Helm library throttles its requests after 10 requests if the kubeconfig is a string, and
+    # after 100 requests if the kubeconfig is a file.
     path = WORK / f"{port}.kubeconfig"
     path.write_text(text)
     # Helm's Kubernetes client caches the API server's list of resources in this directory, and no
@@ -157,7 +157,7 @@ def _kubeconfig(port: int, text: str) -> Path:
 def helm(
     server: ApiServer, action: str, *arguments: Any, namespace: str = NAMESPACE, **options: Any
 ) -> Any:
-    """Does an action of the Helm library, such as `Lint`. Returns the action's answer."""
+    """Runs an action of the Helm library, such as `Lint`. Returns the action's result."""
     kubeconfig = str(_kubeconfig(server.port, server.kubeconfig))
     configured = getattr(helm_sdkpy, action)(helm_sdkpy.Configuration(namespace, kubeconfig))
     return asyncio.run(configured.run(*arguments, **options))
@@ -166,14 +166,15 @@ def helm(
 def install(
     server: ApiServer, values: Object, release: str = "t", chart: Path = CHART, **options: Any
 ) -> Object:
-    """Does `helm install`. Returns the library's release."""
+    """Installs a chart as `helm install` does. Returns the Helm library's description of the
+    release."""
     options |= {"wait": False, "timeout": 60, "server_side_apply": True}
     return helm(server, "Install", release, str(chart), values, **options)
 
 
 def upgrade(server: ApiServer, values: Object, *, reuse_values: bool = False) -> Object:
-    """Does `helm upgrade` of the release `t`, with `--reuse-values` or `--reset-values`. Returns
-    the library's release."""
+    """Upgrades the release `t` as `helm upgrade` does with `--reuse-values` or `--reset-values`.
+    Returns the Helm library's description of the release."""
     how = {"reuse_values": reuse_values, "reset_values": not reuse_values}
     return helm(server, "Upgrade", "t", str(CHART), values, wait=False, timeout=60, **how)
 

@@ -1,11 +1,12 @@
-"""A Kubernetes API server in memory. The Helm library uses it to render and keep releases. The
-runner's executor uses it to make Jobs.
+"""A Kubernetes API server in memory. The Helm library renders and stores releases in this server.
+The runner's executor creates Jobs in this server.
 
-The server stores objects as the real one does: it refuses a known name, it compares versions, and a
-deleted object stays until its finalizers are gone. It checks Jobs against Kubernetes' own schemas
-and against a quota, and asks a test's `admission` about each new Job. It checks requests against
-the rules of a Role. `fail` makes requests fail. The server runs no pods: a Job controller and a
-kubelet are in `executor.nodes`.
+The server stores objects as a real API server does. The server refuses a new object with a known
+name, and compares resource versions. A deleted object stays until its finalizers are gone. The
+server checks Jobs against Kubernetes' own schemas and against a quota. The function `admission` of
+a test accepts or refuses each new Job. The server checks requests against the rules of a Role. The
+method `fail` makes requests fail. The server runs no pods: a Job controller and a kubelet are in
+`executor.nodes`.
 """
 
 import base64
@@ -217,7 +218,7 @@ class ApiServer:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """No request is answered until the block ends."""
+        """The server answers no request until the `with` block ends."""
         self.fail("*", "*", "cut", times=10**9)
         fault = self.faults[-1]
         try:
@@ -225,7 +226,7 @@ class ApiServer:
         finally:
             self.faults.remove(fault)
 
-    # ---- what controllers do
+    # ---- actions of controllers
 
     def add(self, obj: Object) -> Object:
         """Creates an object, as a controller does."""
@@ -485,12 +486,12 @@ class ApiServer:
         return self._store(obj)
 
     def _delete(self, obj: Object, *, foreground: bool) -> None:
-        """Removes an object. An object that has finalizers or is a Pod, whose containers must stop
-        first, is only marked as deleted."""
+        """Removes an object. An object with finalizers is only marked as deleted. A Pod is only
+        marked too, because its containers must stop first."""
 
         def mark(obj: Object) -> None:
             finalizers = obj["metadata"].setdefault("finalizers", [])
-            # On this server only Jobs have dependent objects.
+            # Among the objects of this server, only Jobs have dependent objects.
             if obj["kind"] == "Job" and foreground and FOREGROUND not in finalizers:
                 finalizers.append(FOREGROUND)
             obj["metadata"].setdefault("deletionTimestamp", now())
@@ -609,7 +610,7 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Logs nothing, because a render makes dozens of requests."""
+        """Logs no requests, because a render makes dozens of requests."""
 
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

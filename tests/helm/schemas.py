@@ -1,9 +1,9 @@
 """Checks whether a Kubernetes of a given version accepts an object: `validate(obj, version)`.
 
-Built-in kinds are checked against Kubernetes' own JSON schemas. The schemas are the strict ones of
-the `kubernetes-validate` package, which refuse unknown fields. Custom kinds are checked against
-their definitions in `crds/`, without the definitions' CEL rules. A kind without a schema is a
-problem too. An API server also refuses some objects that all schemas accept, so this module also
+Built-in kinds are checked against Kubernetes' own JSON schemas. The package `kubernetes-validate`
+has strict versions of these schemas, which refuse unknown fields. Custom kinds are checked against
+their definitions in `crds/`, without the definitions' CEL rules. A kind without a schema counts as
+a problem. An API server also refuses some objects that all schemas accept. So this module also
 checks names, labels, mounts of volumes that the pod lacks, and requests above limits.
 """
 
@@ -21,7 +21,7 @@ from lightkube.utils.quantity import parse_quantity
 
 from helm.pods import Object, containers, pod_template
 
-# `kubernetes_validate` reads its definitions, some MB of JSON, for each object.
+# Without this cache `kubernetes_validate` reads some MB of JSON definitions for each object.
 kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 CRDS = {
@@ -30,8 +30,8 @@ CRDS = {
 }
 LABEL = re.compile(r"^(([A-Za-z0-9][-A-Za-z0-9_.]{0,61})?[A-Za-z0-9])?$")
 DNS_NAME = re.compile(r"^[a-z]([-a-z0-9.]*[a-z0-9])?$")
-# The pods of a StatefulSet have a label of at most 63 characters. It consists of the StatefulSet's
-# name, `-` and 10 characters.
+# The pods of a StatefulSet have a label that consists of the StatefulSet's name, `-` and 10
+# characters. A label has at most 63 characters.
 LONGEST_NAME = {"ConfigMap": 253, "StatefulSet": 52}
 
 

@@ -36,14 +36,14 @@ def test_readme_and_schema_are_made_from_the_values():
 
 
 def unknown(values: dict) -> list[str]:
-    """The schema's errors about mappings: keys that the chart does not have."""
+    """The schema's errors about keys that the chart does not have."""
     errors = SCHEMA.iter_errors(values)
     return [error.message for error in errors if isinstance(error.instance, dict)]
 
 
 def missing(text: str, before: str) -> list[str]:
-    """The dotted names in a text that look like values of the chart but are none. `before`: a
-    pattern of the text before a name."""
+    """The dotted names in a text that begin like a value of the chart but name no value. `before`:
+    a pattern of the text before a name."""
     names = set(re.findall(rf"(?:{before})([a-z][A-Za-z]*(?:\.[A-Za-z]+)+)(?![-/\w])", text))
     known = [name for name in names if name.partition(".")[0] in charts.defaults()]
     return [name for name in known if unknown(charts.at(name, None))]

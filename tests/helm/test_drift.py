@@ -29,16 +29,17 @@ OF_A_POD = {
     "TANDEM_REPLICA",
     # Under Compose, docker-compose.hosts.yml sets these four variables.
     *("TANDEM_EXECUTOR", "TANDEM_TRAINER_HOSTS", "TANDEM_START_SECONDS", "TANDEM_ORPHAN_SECONDS"),
-    # Under Compose there are no pods of jobs that this setting could keep.
+    # This setting is about pods of jobs, which Compose does not have.
     "TANDEM_LINGER_SECONDS",
     # The chart sets these four variables for the pod of a runner without ranks. Under Compose the
-    # runner is in the trainer's image. This image has the role, and one thread per core of the
-    # container.
+    # runner is in the trainer's image. The trainer's image sets TANDEM_ROLE. A program in this
+    # image has one thread per core of the container.
     *("TANDEM_JOB_TEMPLATE", "TANDEM_PARALLEL_JOBS", "TANDEM_ROLE", "OMP_NUM_THREADS"),
 }
 # The images set the directories and the hosts. Services and NetworkPolicies name the ports. Secrets
-# are files. The images have none of Slurm's programs. The other settings have no effect in a pod,
-# or are settings of hosts without Kubernetes.
+# are files. The images have none of Slurm's programs. TANDEM_DOCKER is ART's setting for
+# TANDEM_LAUNCH=torchrun. TANDEM_HOST_INDEX and TANDEM_HOST_ADDRESS are settings of hosts without
+# Kubernetes.
 WITHOUT_VALUE = OF_COMPOSE | {
     f"TANDEM_{name}"
     for name in (
@@ -76,8 +77,8 @@ def found(name: str, role: str) -> tuple[Object, Object, list[Object]]:
 
 
 def variables(name: str, role: str) -> dict[str, str]:
-    """The variables of a role's program in a golden. The role's preflight check has the same
-    variables, but no GPU."""
+    """The variables of a role's program in a golden. A preflight check has the variables of its
+    role, but no GPU."""
     if (name, role) == ("no-trainer", "trainer"):
         return {}
     _, container, inits = found(name, role)

@@ -91,7 +91,7 @@ def service_of(pod: Object, container: Object, directory: Path) -> Object:
         "mem_limit": int(parse_quantity(memory)),
         "memswap_limit": int(parse_quantity(memory)),
         "stop_grace_period": f"{pod['spec'].get('terminationGracePeriodSeconds', 30)}s",
-        # While a pod starts, its image's health check takes the place of the pod's probes.
+        # At a pod's start, the health check of its image replaces the pod's probes.
         "healthcheck": {"interval": "3s", "disable": "readinessProbe" not in container},
         "profiles": ["test"] if component(pod).startswith("test-") else [],
         **volumes_of(pod, container, directory),
@@ -163,7 +163,7 @@ def test_the_pods_of_helm_test_succeed(stack, rendered):
     assert "helm-test@1 is served" in done.stdout + done.stderr
 
 
-# Sets the time of the runner's last sign of life to an hour ago.
+# Sets the modification time of the file `runner.alive` to an hour ago.
 _AGE = """
 import os, pathlib, time
 (path,) = pathlib.Path("/run/tandem").glob("tandem-*/runner.alive")

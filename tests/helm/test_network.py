@@ -71,7 +71,7 @@ class World:
 
     Policies add up. A pod that no policy selects for a direction is open in that direction. Both
     ends must allow a connection. Network plugins differ on whether an address block contains pods.
-    In this model an address block contains pods, because then more connections are open.
+    In this model an address block contains pods, because this choice opens more connections.
     """
 
     def __init__(self, release: Rendered) -> None:
@@ -115,7 +115,7 @@ class World:
         return here and selects(selector.get("podSelector", {}), peer.labels)
 
     def behind(self, url: SplitResult) -> tuple[Peer, int]:
-        """The pod and its port that answer the requests to a URL of a Service."""
+        """The pod and the port that get the requests to a URL of a Service."""
         spec = self.services[url.hostname.partition(".")[0]]
         peer = self.own[spec["selector"][COMPONENT]]
         (target,) = (port["targetPort"] for port in spec["ports"] if port["port"] == url.port)

@@ -18,8 +18,8 @@ HOST_FIELDS = {"hostNetwork", "hostPID", "hostIPC", "hostAliases", "sysctls", "h
 
 
 def own(name: str) -> list[tuple[Object, Object]]:
-    """(pod, container) for the containers of a golden, without those that users add. The rules do
-    not hold for containers of users."""
+    """(pod, container) for the containers of a golden, without containers that users add. The rules
+    do not hold for containers that users add."""
     found = [(pod, c) for pod in rendered(name).pods() for c in pods.containers(pod)]
     return [(pod, c) for pod, c in found if c["image"] not in ("busybox", "x")]
 
@@ -94,8 +94,8 @@ def test_secrets_are_files_and_only_inference_gets_the_admin_token(name):
 
 @GOLDENS
 def test_a_selector_selects_the_pods_of_one_component_of_its_release(name):
-    """The selectors are right whatever labels users give. In the golden `everything`, users give
-    the labels of other pods."""
+    """A selector selects the right pods, whatever labels users give. In the golden `everything`,
+    users give the labels of other pods."""
     releases = [rendered(name), rendered(name, "b")]
     labels = [pod["metadata"]["labels"] for one in releases for pod in one.pods()]
     assert len({(one[INSTANCE], one[COMPONENT]) for one in labels}) == len(labels)
@@ -143,7 +143,7 @@ def test_each_monitor_finds_the_one_port_of_its_job(name):
     for monitor in monitors:
         (endpoint,) = monitor["spec"].get("podMetricsEndpoints") or monitor["spec"]["endpoints"]
         job = endpoint["relabelings"][0]["replacement"]
-        # Prometheus' jobs without an address scrape each vLLM of the container. In the chart a pod
+        # A Prometheus job without an address scrapes each vLLM of the container. In the chart a pod
         # has one vLLM.
         static = SCRAPED[job].get("static_configs", [{"targets": [":8000"]}])
         port = int(static[0]["targets"][0].rpartition(":")[2])

@@ -72,7 +72,7 @@ def test_a_role_that_is_scaled_to_0_stays_at_0(role, name):
 
     with ApiServer() as server:
         charts.install(server, merged(BASE, SHARED if name == "engine" else {}))
-        spec()["replicas"] = 2  # `kubectl scale` makes the same change.
+        spec()["replicas"] = 2  # `kubectl scale` would change `replicas` in this way.
         if name == "inference":
             assert replicas() == 2
         else:
@@ -85,8 +85,8 @@ def test_a_role_that_is_scaled_to_0_stays_at_0(role, name):
         assert replicas(**{role: {"replicas": 0}}) == replicas() == 0
 
 
-# Changes that the webhook of Kueue 0.19 for StatefulSets refuses: a pattern for the names in the
-# chart's message → the change of values.
+# A pattern for the names in the chart's message → a change of values. Kueue 0.19's webhook for
+# StatefulSets refuses these changes.
 KUEUE_REFUSES = {
     "requests, .*trainer": at("trainer.gpus", 2),
     "requests, .*inference": at("inference.resources.requests.cpu", "5"),

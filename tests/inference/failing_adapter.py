@@ -1,8 +1,8 @@
 """python -m inference.failing_adapter: prints the answers of vLLM's executor to three orders that
 load adapters. The executor has two workers. The adapter `bad` can't be loaded.
 
-The executor and the workers are vLLM's own classes with the plugin's change. They run in this
-process and without a model.
+The executor and the workers are vLLM's own classes with the plugin's change. The executor and the
+workers run in this process, without a model.
 """
 
 from collections import deque

@@ -1,7 +1,7 @@
 """python -m inference.held_adapters DIRECTORY: the worker's check of adapters that vLLM holds.
 
 vLLM and its worker run in this process, with the plugin's change. Prints one line per case as JSON:
-the case's name, and the text of the refusal, which is empty if the adapter is served.
+the case's name and the text of the refusal. The text is empty if the adapter is served.
 """
 
 import json
@@ -65,7 +65,8 @@ def one_value(tensors: Tensors) -> Tensors:
 
 
 def one_more_rank(tensors: Tensors) -> Tensors:
-    """Both matrices contain the file's values and one rank more, so their product is wrong."""
+    """The matrices A and B contain the file's values and one rank more, so their product is
+    wrong."""
     return {
         name: torch.cat([t, t[:, :1]], 1) if "lora_B" in name else torch.cat([t, t[:1]])
         for name, t in tensors.items()
@@ -123,7 +124,8 @@ class Worker:
         return ""
 
     def load_changed(self, adapter: Path, change: Callable[[Tensors], Tensors]) -> str:
-        """Does the same as `load`, in a vLLM that applies `change` to the file's tensors."""
+        """Loads the adapter as `load` does, in a vLLM that applies `change` to the file's
+        tensors."""
         load = LoRAModel.from_lora_tensors.__func__  # type: ignore[attr-defined]
 
         def changed(cls: type, *args: Any, tensors: Tensors, **options: Any) -> Any:

@@ -1,5 +1,5 @@
-"""vLLM's own API server, with vLLM's templates, parsers and routes. Its engine answers with texts
-that a test has written."""
+"""vLLM's own API server, with vLLM's templates, parsers and routes. The server's engine answers
+with texts that a test has written."""
 
 import asyncio
 import contextlib
@@ -21,8 +21,8 @@ from tiny import write_random_model
 from waiting import until
 
 FAMILIES = {
-    # By chat template of TRL's wheel: the template's special tokens, the tokens that end a turn,
-    # and vLLM's parsers of tool calls and of reasoning.
+    # Chat template of TRL's wheel -> the template's special tokens, the tokens that end a turn, and
+    # vLLM's parsers of tool calls and of reasoning.
     "qwen3": ("<think> </think> <tool_call> </tool_call>", "<|im_end|>", "hermes", "qwen3"),
     "qwen3_5_think": (
         "<think> </think> <tool_call> </tool_call>",
@@ -54,7 +54,7 @@ GEMMA = {
 
 class ScriptedEngine:
     """Answers each request with the next of `texts`. `prompts` are the token ids of each request's
-    prompt, `sampled` the token ids of each answer."""
+    prompt, and `sampled` are the token ids of each answer."""
 
     def __init__(self, config: Any, renderer: Any) -> None:
         self.vllm_config, self.model_config = config, config.model_config

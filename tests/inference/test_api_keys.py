@@ -1,4 +1,4 @@
-"""The middleware `ApiKeys` around the guard. With it vLLM accepts every API key of the
+"""The middleware `ApiKeys` around the guard. With this middleware vLLM accepts every API key of the
 deployment."""
 
 import json
@@ -38,7 +38,8 @@ def test_each_key_counts_as_the_one_that_vllm_knows(client: TestClient) -> None:
         assert (answer.status_code, answer.text) == (200, f"Bearer first {name}")
     for wrong in ("Bearer fourth", "Bearer", "Basic first", "first", "Bearer ann"):
         assert client.get("/tokenize", headers={"Authorization": wrong}).status_code == 401
-        # vLLM checks the key on /v1/models. This test's app answers with the header that it got.
+        # vLLM checks the key on /v1/models. The app of this test answers with the header that the
+        # app got.
         assert client.get("/v1/models", headers={"Authorization": wrong}).text == f"{wrong} "
     twice = [("Authorization", "Bearer second"), ("Authorization", "Bearer third")]
     assert client.get("/tokenize", headers=twice).status_code == 401

@@ -121,8 +121,8 @@ def test_delta_nets(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_what_a_family_needs(family: str, flags: list[str], tmp_path: Path) -> None:
-    """vLLM serves a model with vision without the vision tower. vLLM reads the growth of queries
-    only from its own key in the model's config."""
+    """vLLM serves a model with vision without the vision tower. vLLM reads the scaling of queries
+    by position only from the config key `llama_4_scaling`, which is vLLM's own."""
     argv = command(base_model=str(write_random_model(tmp_path, family=family))).argv
     assert [flag for flag in ("--language-model-only", "--hf-overrides") if flag in argv] == flags
     if "--hf-overrides" in flags:

@@ -37,7 +37,7 @@ def test_the_version_before_comes_back_without_its_files(dense: Model, tmp_path:
 def test_a_version_is_lost_from_the_moment_that_another_one_is_ordered(
     dense: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A swap to the lost version could exchange pieces that the other version's thread has begun
+    """A swap to the first version could exchange pieces that the second version's thread has begun
     to write."""
     first, second = (dense.adapter(tmp_path, seed) for seed in (1, 2))
     workers = Workers(dense, whole=True)

@@ -1,5 +1,5 @@
-"""`MergedServer` around a fake vLLM, whose engine answers, hesitates, fails and dies as a test
-says."""
+"""`MergedServer` around a fake vLLM. The engine of the fake vLLM answers, answers late, fails or
+dies as a test says."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 
 ROUTE = "/tandem/merged"
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
-RANDOM = "0a1b2c3d"  # vLLM appends such a random text to each sequence's id.
+RANDOM = "0a1b2c3d"  # vLLM appends a random text like this one to each sequence's id.
 
 
 class Engine:
@@ -85,7 +85,8 @@ def anyio_backend() -> str:
 
 class World:
     """The server around a fake vLLM. A request reaches the engine when the event `tokenised` is
-    set, and ends when the event `proceed` is set. Both events are set at the beginning."""
+    set, and ends when the event `proceed` is set. The events `tokenised` and `proceed` are set at
+    the beginning."""
 
     def __init__(self) -> None:
         self.engine = Engine()
@@ -169,7 +170,7 @@ class World:
     def sample(
         self, path: str = COMPLETIONS, name: str = "", **body: Any
     ) -> asyncio.Task[httpx.Response]:
-        """A running request. Without `name` the client gives the request no id."""
+        """A running request. If `name` is empty, the request has no id from the client."""
         headers = {"x-request-id": name.encode()} if name else {}
         return asyncio.create_task(self.http.post(path, json=body, headers=headers))
 
@@ -330,7 +331,8 @@ async def test_torn_weights_answer_nobody_until_a_swap_succeeds(
 async def test_a_dead_engine_ends_every_wait(
     world: World, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM never answers a call that its engine had received before it died."""
+    """vLLM never answers a call that its engine received and did not finish before the engine
+    died."""
     monkeypatch.setattr(merged_server, "_CHECK_SECONDS", 0.05)
     await world.publish(1)
     running = await world.running()
@@ -443,9 +445,9 @@ async def test_an_answer_that_saw_no_swap_is_vllms_own(world: World) -> None:
     assert "x-tandem-weights" not in answer.headers
 
 
-# The ids that vLLM 0.26 and 0.32 give to the sequences of the request "{id}"
-# (v1/engine/parallel_sampling.py, input_processor.py, entrypoints/openai/*/serving.py), and for
-# each id the numbers of the prompt and of the sample.
+# Id that vLLM 0.26 and 0.32 give to a sequence of the request "{id}" -> the numbers of the prompt
+# and of the sample. vLLM makes the ids in v1/engine/parallel_sampling.py, input_processor.py and
+# entrypoints/openai/*/serving.py.
 SEQUENCES = {
     COMPLETIONS: {
         "cmpl-{id}-0-{r}": (0, 0),
@@ -532,8 +534,8 @@ async def test_several_swaps_in_one_request(world: World) -> None:
     assert {entry["prompt"]: entry["spans"] for entry in answer.json()["weight_versions"]} == {
         # Sequence 0 waited in the queue at the first swap.
         0: [["run@2", 0], ["run@1", 3]],
-        # Sequence 1 got no tokens between the first swap and the last swap, and the last swap
-        # returned to the weights that sequence 1 had at first.
+        # Sequence 1 got no tokens between the first swap and the last swap. The last swap returned
+        # to the weights that sequence 1 had at first.
         1: [["run@1", 0]],
         # Sequence 2 ended before the second swap.
         2: [["run@1", 0], ["run@2", 6]],

@@ -34,8 +34,8 @@ OFFER = {
 
 
 class FakeVllm:
-    """A fake vLLM that accepts weights by every way except `broken`. Its weights are the weights of
-    `model`."""
+    """A fake vLLM that accepts weights by every way except `broken`. The fake vLLM's weights are
+    the weights of `model`."""
 
     def __init__(
         self, model: Path, log: list[str], broken: str, state: dict[str, str] | None
@@ -144,7 +144,7 @@ def test_an_offer_of_an_attempt_that_was_ended_is_passed_over(scene: Scene) -> N
 def test_files_that_ranks_still_write_are_waited_for(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An offer of ranks that write files names no meeting."""
+    """An offer of ranks that write files has no field `meeting`."""
     monkeypatch.setattr(liveness, "beat", lambda _: None)
     written = SimpleNamespace(type="sent", attempt=1, data={"transport": "volume"})
     scene.offers = [SimpleNamespace(type="offered", attempt=1, data={"transport": "volume"})]
@@ -192,8 +192,8 @@ def test_hashing_the_whole_weights_of_a_lora_run_is_no_hang(
 def slower(
     monkeypatch: pytest.MonkeyPatch, directory: Path
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that makes a function wait until the publisher renews its sign of life in
-    `directory`."""
+    """A decorator that makes a function wait until the publisher renews the file `publisher.alive`
+    in `directory`."""
     monkeypatch.setenv(liveness.VARIABLE, str(directory))
     monkeypatch.setattr(transports, "BEAT_SECONDS", 0.01)
     sign = directory / "publisher.alive"
@@ -254,8 +254,8 @@ def test_after_a_wait_in_vain_requests_are_let_in_for_as_long(
 
 @pytest.mark.parametrize("phase", get_args(MergedPhase))
 def test_only_announced_weights_count(scene: Scene, phase: MergedPhase) -> None:
-    """Weights that vLLM holds without an announcement were not verified, or are torn. The publisher
-    must write and check these weights again."""
+    """Weights that vLLM serves without an announcement were not verified, or are a mix of two
+    versions. The publisher must write and check these weights again."""
     transport = scene.transport(
         state={"phase": phase, "name": "r@1", "path": "/1", "transport": "merge"}
     )

@@ -96,7 +96,8 @@ class MergedTrainer(Trainer):
 
     def step(self, seed: int, *, probe_of: int | None = None) -> Path:
         """Commit a checkpoint with the random adapter of `seed`. The checkpoint's probe has the
-        log-probs of this adapter, or those of the adapter of seed `probe_of` if it is given."""
+        log-probs of this adapter. If `probe_of` is given, the probe has the log-probs of the
+        adapter of seed `probe_of`."""
         adapter = self.adapter(seed, lora=EVERYWHERE)
         told = adapter if probe_of is None else self.adapter(probe_of, lora=EVERYWHERE)
         commit(self.spool, self.run, adapter, self.probe(told, lora=EVERYWHERE))
@@ -365,8 +366,8 @@ def test_requests_that_run_during_a_swap(
 def test_every_sequence_of_a_request_tells_its_versions(
     vllm: VllmServer, trainer: MergedTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The requests have several prompts, several samples or chat messages. Their id has the form of
-    vLLM's own ids of sequences."""
+    """The requests have several prompts, several samples or chat messages. Each request's id has
+    the form of vLLM's own ids of sequences."""
     trainer.step(1)
     trainer.publish(trainer.run)
     trainer.step(2)

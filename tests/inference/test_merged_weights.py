@@ -30,8 +30,8 @@ KINDS = pytest.mark.parametrize("whole", [False, True], ids=["merged", "whole"])
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_workers_blocks_are_the_whole_model(model: Model, tp: int) -> None:
-    """The model has 2 heads of keys and values. With 4 workers, two workers hold each of these
-    heads."""
+    """The model has 2 heads of keys and values. Among 4 workers, two workers have a copy of each
+    head of keys and values."""
     times = {name: np.zeros(value.shape, int) for name, value in model.tensors.items()}
     for rank in range(tp):
         worker = model.worker(tp, rank)
@@ -185,7 +185,7 @@ def test_a_model_that_is_not_the_files_is_refused(
 
 
 def test_the_proof_compares_bytes(dense: Model, tmp_path: Path) -> None:
-    """A comparison of numbers would pass here: 0.0 equals -0.0."""
+    """A comparison of numbers would find no difference, because 0.0 equals -0.0."""
     norm = dense.tensors["model.norm.weight"].index_fill(0, torch.tensor(0), 0)
     changed = dense.tensors | {"model.norm.weight": norm}
     save_file(changed, tmp_path / "model.safetensors")
@@ -372,9 +372,9 @@ class Served(Workers):
         change: Callable[[list[Any]], object] = lambda _: None,
         **of: int,
     ) -> str:
-        """The problem that the publisher's check finds, or an empty text if the check finds none.
-        `of` maps the names of some tensors to the row that the check compares. The check chooses
-        the other tensors' rows at random."""
+        """The problem that the publisher's check finds. The text is empty if the check finds no
+        problem. `of` maps the names of some tensors to the row that the check compares. The check
+        chooses the other tensors' rows at random."""
         check = SpotCheck(str(self.model.directory), str(self.model.dtype).removeprefix("torch."))
         expected = check.adapter_rows(adapter or self.adapter, LORA)
         expected.rows |= of

@@ -184,8 +184,8 @@ def test_an_adapter_that_no_worker_can_load_shifts_no_answers() -> None:
 def test_flashinfer_is_hidden_where_it_can_not_compile(
     cuda: bool, compiles: bool, hidden: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM 0.32 asks `has_flashinfer` before it uses most of FlashInfer's kernels. For all-reduce
-    and attention it imports FlashInfer without asking."""
+    """vLLM 0.32 calls `has_flashinfer` before it uses most of FlashInfer's kernels. For all-reduce
+    and attention vLLM imports FlashInfer without a call of `has_flashinfer`."""
     platform = SimpleNamespace(is_cuda=lambda: cuda)
     monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
     monkeypatch.setitem(

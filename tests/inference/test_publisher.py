@@ -82,8 +82,8 @@ def then(
     ("wrong", "word"),
     [
         (lambda stage: stage.step(0.5, weights=0.9), "differ from the trainer's"),
-        # The checkpoint has the weights of the step before it. The log-probs of both steps differ
-        # by less than the tolerance.
+        # The checkpoint has the weights of the step before it. The log-probs of the checkpoint and
+        # of the step before it differ by less than the tolerance.
         (
             lambda stage: stage.step(0.305, weights=0.3),
             "nearer to those of the checkpoint before it",
@@ -170,7 +170,8 @@ def test_a_record_names_the_manifest_that_is_on_the_volume(stage: Stage) -> None
         status = manifest.stat()
         assert stage.record().manifest == (status.st_ino, status.st_mtime_ns)
         manifest.with_suffix(".new").write_bytes(manifest.read_bytes())
-        manifest.with_suffix(".new").replace(manifest)  # A restore gives the file a new inode too.
+        # A file that is restored from a backup has a new inode.
+        manifest.with_suffix(".new").replace(manifest)
         assert stage.spool.checkpoints.has("run", stage.record())
         publisher.once()
 
@@ -285,8 +286,8 @@ def test_a_checkpoint_that_vllm_answers_with_500_is_tried_again_later(
 def test_an_adapter_that_a_worker_does_not_hold_is_refused_after_one_load(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a worker does not hold the adapter, vLLM answers the load with status 500. Passing faults
-    have this status too, and after a passing fault the publisher tries the load again."""
+    """If a worker does not hold the adapter, vLLM answers the load with status 500. A transient
+    fault also gives status 500, and the publisher tries the load again after a transient fault."""
     publisher = stage.publisher()
     publisher.once()
     stage.step(0.3)
@@ -440,7 +441,8 @@ def test_the_prefix_cache_is_reset_where_it_could_hold_the_old_adapter(
 
 def test_old_steps_stay_in_use_and_for_the_grace_unless_there_are_too_many(stage: Stage) -> None:
     for number in range(5):
-        # No client uses the steps of these runs, and they displace no steps of the run `run`.
+        # No client uses the steps of these runs. The steps of these runs displace no steps of the
+        # run `run`.
         make_run(stage.spool, f"idle-{number}", stage.model)
     for step in range(1, 7):
         stage.step(step / 10)
@@ -472,8 +474,8 @@ def test_the_run_that_was_used_last_is_served_first(stage: Stage) -> None:
     publisher = stage.publisher()
     publisher.once()
     stage.vllm.used = {"sampled@0": time.time() + 60}
-    # A second publisher sees the use and writes its time into the record. A third publisher reads
-    # the time from the record.
+    # A second publisher sees that a client used a step, and writes the time of the use into the
+    # record. A third publisher reads the time from the record.
     stage.publisher().once()
     stage.vllm.stop()
     stage.vllm.used.clear()
@@ -729,8 +731,9 @@ class Killed(BaseException):
 
 
 class DyingClient(VllmClient):
-    """A client that dies at one call. If `calls_left` is even, it dies before the server gets the
-    call. If `calls_left` is odd, it dies after the call, and the answer is lost."""
+    """A client that dies at one call. If `calls_left` is even, the client dies before the server
+    gets the call. If `calls_left` is odd, the client dies after the call, and the answer is
+    lost."""
 
     calls_left = 0
 

@@ -155,8 +155,8 @@ def test_a_half_sent_request_is_closed(vllm: VllmServer) -> None:
 
 def test_what_the_processes_of_vllm_show(vllm: VllmServer) -> None:
     """No command line and no log contains a secret. The engine is forked from the server, but does
-    not listen on the server's port. If the engine outlived the server and listened there, clients
-    would hang on this port."""
+    not listen on the server's port. If an engine outlived its server and still listened on the
+    server's port, clients would hang."""
     port, server = int(vllm.url.rpartition(":")[2]), psutil.Process(vllm.pid)
     children = server.children(recursive=True)
     assert children
@@ -272,7 +272,7 @@ def test_prompt_logprobs_are_right_while_others_sample(
     assert distance(alone["base"], alone[adapters[0]]) > 0.5
     for model in models:
         with stream(vllm, adapters[-1]) as answer:
-            # The variable keeps the iterator alive. Without it the request would end.
+            # The variable keeps the iterator alive. Without the variable the request would end.
             lines = answer.iter_lines()
             next(lines)
             assert distance(client.prompt_logprobs(model, SEQUENCES[1]), alone[model]) < 1e-4
@@ -322,7 +322,7 @@ def test_requests_to_a_sleeping_vllm_wait_and_end_as_without_the_sleep(
         client.wake_up()
         assert not client.is_sleeping()
         assert (running.result(), coming.result()) == undisturbed
-    client.wake_up()  # a second wake changes nothing either
+    client.wake_up()  # a second wake changes nothing
     assert not asleep()
     assert undisturbed[0]["finish_reason"] == "length"
 
@@ -420,7 +420,7 @@ def test_adapters_on_attention_are_served_and_those_on_experts_are_refused(
         served[lora] = trainer.publish(run)
     assert (served[ATTENTION].step, served[ATTENTION].refused_step) == (1, None)
     assert served[ATTENTION].tokens_checked == 149 + 32 + 63
-    # Both sides compute in float32, so the error is far below the allowed 0.02.
+    # The trainer and vLLM compute in float32, so the error is far below the allowed 0.02.
     assert served[ATTENTION].mean_abs_logprob_error < 1e-4
     # vLLM (0.32, CPU) loads the file without an error and leaves the experts' adapters out.
     assert (served[EVERYWHERE].step, served[EVERYWHERE].refused_step) == (0, 1)

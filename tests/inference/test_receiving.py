@@ -34,8 +34,8 @@ CASES = [("qwen3", 1, 1), ("qwen3", 2, 1), ("qwen2", 2, 1), ("qwen3_moe", 1, 1),
 def senders(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Senders]:
-    """A trainer of one rank, of two tensor-parallel ranks, or of two stages. Its model has tied
-    embeddings and biases, or experts."""
+    """A trainer of one rank, of two tensor-parallel ranks, or of two stages. The trainer's model
+    has tied embeddings and biases, or experts."""
     family, tp, pp = request.param
     directory = tmp_path_factory.mktemp("senders")
     with start_ranks(directory, write_model(family, tmp_path_factory), tp, pp) as ranks:
@@ -100,7 +100,7 @@ def failed(workers: Workers, version: Path) -> float:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory, dense: Model) -> Iterator[Senders]:
-    """Two ranks that all tests share. No test may kill them."""
+    """Two ranks that all tests share. No test may kill these ranks."""
     with start_ranks(tmp_path_factory.mktemp("ranks"), dense.directory) as senders:
         yield senders
 
@@ -131,8 +131,8 @@ def arriving(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], 
 def test_ranks_that_die_or_stop(
     dense: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, sig: signal.Signals
 ) -> None:
-    """When ranks die or stop, the live weights do not change. The workers then merge the new
-    weights from the adapter instead."""
+    """When ranks die or stop, the live weights do not change. The workers merge the new weights
+    from the adapter if the ranks do not send them."""
     adapter = dense.adapter(tmp_path, 1)
     workers = Workers(dense, 2, whole=True)
     begin = [0.0]
@@ -289,11 +289,11 @@ def test_two_servers_get_the_weights_at_once(
 def test_ranks_go_on_without_a_server_that_does_not_come(
     ranks: Senders, dense: Model, adapters: list[Path]
 ) -> None:
-    """The ranks fix the list of servers after a time. A server that comes later learns at once that
-    it must take the weights in another way."""
+    """The ranks fix the list of servers after a time. A server that joins later gets an error at
+    once, and must take the weights in another way."""
     there, late = Workers(dense, whole=True), Workers(dense, 2, whole=True)
     source = offered(ranks, adapters[0], "0")
-    # Only one of the late server's two workers comes in time.
+    # Only one of the late server's two workers joins in time.
     late.weights[0].stage(str(adapters[0]), SCALE, {**source, "server": "1"})
     ranks.send()
     begin = time.monotonic()

@@ -76,7 +76,7 @@ class Several:
         return None if record is None else record.step
 
     def check(self) -> None:
-        """No request is answered without the announced step."""
+        """Every vLLM that answers requests has the announced step."""
         if self.announced() is not None:
             for name in self.ready():
                 assert self.stage.record().model in self.vllms[name].adapters
@@ -118,7 +118,7 @@ def die(several: Several, name: str, seconds: float = replicas_module.DEAD_SECON
         each.living()  # Every publisher has seen the record at least once.
         beat, since = each._seen[name]
         each._seen[name] = beat, since - seconds
-    several.vllms[name].ready_until = 0.0  # By then vLLM's permission to answer has ended.
+    several.vllms[name].ready_until = 0.0  # vLLM's permission to answer requests has ended.
 
 
 def test_a_step_is_announced_when_every_ready_replica_has_verified_it(
@@ -201,7 +201,8 @@ def test_nobody_waits_for_a_dead_replica(
     three.member("a").beat()
     assert (three.announced(), three.served_events("job")) == (1, 1)
     three.check()
-    # Replica c, which hung, continues. It answers no request before it has the announced step.
+    # Replica c, which hung, continues. Replica c answers no request before it has the announced
+    # step.
     member = three.member("c")
     monkeypatch.setattr(member, "_beaten", time.monotonic() - replicas_module.DEAD_SECONDS)
     member.beat()
@@ -215,8 +216,8 @@ def test_nobody_waits_for_a_dead_replica(
 def test_a_publisher_that_is_killed_in_any_phase(
     several: Callable[..., Several], stage: Stage, tmp_path: Path, phase: str
 ) -> None:
-    """Publisher b dies in each phase of a publication. No server answers without the announced
-    step. Replica a goes on, and replica b comes back."""
+    """Publisher b dies in each phase of a publication. A server that lacks the announced step
+    answers no requests. Replica a goes on, and replica b comes back."""
     two = several()
     two.once("a", "b", "a")
     two.member("b").stop()
@@ -262,8 +263,8 @@ def test_a_publisher_that_is_killed_in_any_phase(
 def test_a_clock_that_is_wrong_kills_nobody(
     several: Callable[..., Several], stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hosts' clocks differ and may be changed, so only a record that does not change means a dead
-    replica."""
+    """A replica counts as dead only if its record stops changing, because hosts' clocks may be
+    wrong."""
     two = several()
     two.once("a", "b", "a")
     stage.step(0.3)
@@ -281,8 +282,8 @@ def test_a_clock_that_is_wrong_kills_nobody(
 def test_one_that_is_about_to_be_stopped_leaves(
     several: Callable[..., Several], stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replica that is about to be stopped is not ready: the proxy has removed it, its requests
-    end, and the other replicas announce steps without it."""
+    """A replica that is about to be stopped is not ready. The proxy sends this replica no new
+    requests, and the other replicas announce steps without this replica."""
     two = several()
     two.once("a", "b", "a")
     leaving = stage.spool.root.parent / "leaving"
@@ -312,7 +313,8 @@ def test_who_joins_between_verification_and_announcement_has_the_announced_step(
     three = several("abc", keep_served=1)
     three.once("a", "b", "a")
     stage.step(0.3)
-    three.once("a")  # Replica a verifies step 1, but step 1 is not announced: b lacks it.
+    # Replica a verifies step 1. Step 1 is not announced, because replica b lacks step 1.
+    three.once("a")
     three.once("c")
     assert three.ready() == "ab", "c has run@1 and not run@0, which clients are told to ask for"
     assert "does not serve run@0" in stage.spool.replicas.living()["c"].why
@@ -336,7 +338,7 @@ def test_an_announced_step_stays_loaded_while_a_replica_is_slow(
     two.once("a", "b", "a")
     for effect in (0.2, 0.3, 0.4):
         stage.step(effect)
-        two.once("a")  # In these tests an idle adapter has no grace: it could be unloaded at once.
+        two.once("a")  # In these tests the publisher may unload an idle adapter at once.
         assert two.announced() == 0
         two.check()
     two.once("b", "a")
@@ -449,7 +451,7 @@ def test_retention_keeps_what_a_living_replica_serves(
     assert stage.spool.checkpoints.steps("run") == [0, 1, 4], "b serves 1"
     die(two, "b")
     two.member("a").beat()
-    two.once("a")  # Publisher a unloads step 1, which is announced no more.
+    two.once("a")  # Publisher a unloads step 1, which is no longer announced.
     removal.prune(stage.spool, settings)
     assert stage.spool.checkpoints.steps("run") == [0, 4]
 
@@ -520,7 +522,7 @@ def test_vllm_answers_requests_while_it_has_permission() -> None:
     assert asked(app, chat) == 503
     assert asked(app, ready, "POST", True, soon) == 200
     assert [asked(app, path) for path in (chat, ready)] == [200, 200]
-    app.until -= 1  # This line stands for one second that passes.
+    app.until -= 1  # This line has the effect of one second that passes.
     assert [asked(app, path) for path in (chat, ready)] == [200, 503], "the proxy knows it first"
     app.until -= READY_MARGIN_SECONDS
     assert [asked(app, path) for path in (chat, ready)] == [503, 503]

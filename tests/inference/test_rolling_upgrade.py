@@ -1,4 +1,4 @@
-"""A rolling upgrade of two inference servers behind the real HAProxy, in the chart's order: one
+"""A rolling upgrade of two inference servers behind the real HAProxy, in the chart's order. One
 server after the other runs `tandem.supervise.drain`, gets SIGTERM, starts again as the new version,
 and becomes ready."""
 
@@ -82,7 +82,7 @@ class Pod:
         return answers(f"{self.url}{READY_ROUTE}")
 
     def stop(self, *, drained: bool) -> None:
-        if drained:  # The chart's preStop hook runs the same command.
+        if drained:  # The chart's preStop hook runs `tandem.supervise.drain` too.
             assert self._run(["-m", "tandem.supervise.drain", DRAIN_SECONDS]).wait(90) == 0
         for program in reversed(self._programs):  # The publisher ends first, as in supervisord.
             program.terminate()
@@ -162,7 +162,7 @@ def test_no_request_fails_in_a_rolling_upgrade(
     both, url = pods
     clients = Clients(stage, url)
     try:
-        # A StatefulSet too upgrades its pods from the last to the first.
+        # The order is that of a StatefulSet, which upgrades its pods from the last to the first.
         for number, pod in enumerate(reversed(both), 1):
             time.sleep(3)
             pod.stop(drained=drained)

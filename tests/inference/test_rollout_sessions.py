@@ -473,8 +473,8 @@ def test_sessions_have_bounded_memory() -> None:
 @pytest.mark.parametrize("program", ["agents_door", "anthropic_door"])
 @pytest.mark.parametrize("family", ["qwen3_5_think"], indirect=True)
 def test_agents_of_other_dialects_run_unmodified(vllm: Scripted, program: str) -> None:
-    """The agents use the OpenAI Agents SDK and Anthropic's API. The door keeps the tokens of each
-    turn, and the prompt with the tool's answer continues these tokens."""
+    """The agents use the OpenAI Agents SDK and Anthropic's API. The rollout door keeps the tokens
+    of each turn. The prompt with the tool's answer continues these tokens."""
     before, first = breaks(vllm), len(vllm.engine.prompts)
     sessions = [next(names), next(names)]
     made = call("qwen3_5_think", deep=False)

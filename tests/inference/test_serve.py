@@ -20,7 +20,7 @@ def environments(
     """The list of the environments of the vLLMs that `start` starts."""
     log = logging.getLogger()
     level = log.level
-    monkeypatch.setattr(log, "handlers", [])  # The program adds its own handlers.
+    monkeypatch.setattr(log, "handlers", [])  # `serve.main` adds its own log handlers.
     given: list[dict[str, str]] = []
 
     def become_vllm(_program: str, _argv: list[str], environment: dict[str, str]) -> None:

@@ -1,6 +1,6 @@
 """The publisher on GPUs that a trainer uses too. A hold is the record by which a runner takes the
-GPUs from vLLM. Under a live hold the publisher lets vLLM sleep, and without a live hold it wakes
-vLLM."""
+GPUs from vLLM. The publisher lets vLLM sleep while a live hold exists, and wakes vLLM when no live
+hold exists."""
 
 import subprocess
 import sys
@@ -193,8 +193,8 @@ def test_a_publisher_that_was_killed_before_it_answered_is_followed_by_one_that_
 
 
 def test_a_vllm_that_is_not_ready_is_not_put_to_sleep(shared):
-    """A vLLM that is not ready may be starting. It may have looked for a hold before the hold was
-    written."""
+    """A vLLM that is not ready may be starting. A starting vLLM may have looked for a hold before
+    the hold was written."""
     publisher = shared.publisher()
     shared.hold(phase="sleeping")
     shared.vllm.dead = True
@@ -205,7 +205,7 @@ def test_a_vllm_that_is_not_ready_is_not_put_to_sleep(shared):
         "vLLM stopped being ready",
     )
     shared.vllm.dead = False
-    # The publisher's answer does not change, so the runner gives up.
+    # The publisher still answers `refused`, so the runner gives up.
     assert publisher.once() is False
     assert (shared.said().state, shared.answer()[0]) == ("awake", "refused")
 
@@ -254,8 +254,8 @@ def test_a_volume_that_refuses_to_remove_a_lost_hold_does_not_keep_vllm_asleep(s
 
 
 def test_the_place_of_vllm_is_what_ranks_need(stage):
-    """The place of a vLLM on this machine names this process's network. The place of a vLLM on
-    another machine has the host of TANDEM_INFERENCE_URL."""
+    """The `VllmPlace` of a vLLM on this machine names this process's network. The `VllmPlace` of a
+    vLLM on another machine has the host of TANDEM_INFERENCE_URL."""
     here = stage.publisher(weights="merged", transport="nccl", base_model=str(stage.model))
     [place] = here._spool.inference.places()
     assert same_network(place.network)

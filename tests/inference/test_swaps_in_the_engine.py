@@ -1,6 +1,6 @@
 """The effect of a swap on vLLM's requests with asynchronous scheduling. On a GPU the engine's next
-step already runs while the engine takes an order, so tokens of this step have not arrived yet. vLLM
-on the CPU never schedules asynchronously.
+step already runs while the engine takes an order. The tokens of the running step have not arrived
+yet. vLLM on the CPU never schedules asynchronously.
 """
 
 import sys

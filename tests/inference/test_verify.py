@@ -27,7 +27,8 @@ BASE = RNG.normal(-3.0, 0.5, (4, 64))
 
 
 class Scorer:
-    """A vLLM that answers for one adapter, and for the base model too if `base` is given."""
+    """A vLLM that answers requests for one adapter. If `base` is given, this vLLM also answers
+    requests for the base model."""
 
     def __init__(
         self,
@@ -98,9 +99,10 @@ def test_right_weights_pass_whatever_the_step_and_the_noise(step: float, error: 
 def test_right_weights_pass_where_trainer_and_vllm_differ_by_more_than_the_step(
     step: float,
 ) -> None:
-    """The trainer's kernels and vLLM's kernels round differently. Each program rounds about equally
-    with and without the adapter. After a small step vLLM's log-probs of the checkpoint are then
-    nearer to vLLM's log-probs of the base model than to the trainer's log-probs of the checkpoint.
+    """The trainer's kernels and vLLM's kernels round differently. The trainer and vLLM each round
+    about equally with and without the adapter. So after a small step, vLLM's log-probs of the
+    checkpoint differ less from vLLM's log-probs of the base model than from the trainer's
+    log-probs.
     """
     size = 2e-2
     for _ in range(300):
@@ -139,9 +141,9 @@ def test_right_weights_pass_where_rounding_moves_all_copies_of_a_prompt_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The sequences of a task such as "What is 47 + 38?" share most words, so rounding moves their
-    tokens together. On an H100, right merged weights lay at 0.19 of the way from the log-probs of
-    the previous step to those of the checkpoint. The standard error of this share is 0.06 if each
-    token counts separately.
+    tokens together. The log-probs of right weights should lie near those of the checkpoint. On an
+    H100, the log-probs of right merged weights lay at only 0.19 of the way from the previous step
+    to the checkpoint. The standard error of the value 0.19 is 0.06 if each token counts separately.
     """
     monkeypatch.setitem(globals(), "TOKENS", [[200 + i, *TOKENS[0][1:]] for i in range(4)])
 
@@ -177,9 +179,9 @@ def test_a_few_tokens_may_be_off_by_any_amount(share: float, passes: bool) -> No
 def test_a_mixtures_tokens_that_go_to_other_experts_decide_nothing(
     step: float, refused: int
 ) -> None:
-    """In a mixture of experts, each computation sends a few of 100 tokens to other experts. These
-    tokens differ from computation to computation. `refused`: in at least this many of 50 tries the
-    old weights must be refused."""
+    """In a mixture of experts, each computation sends a few of 100 tokens to other experts, and
+    each time other tokens. `refused`: the minimum number of refusals of the old weights in 50
+    tries."""
 
     def computed(values: np.ndarray) -> np.ndarray:
         return values + noise(0.03) + noise(1.0) * (RNG.random(values.shape) < 0.04)
@@ -267,9 +269,10 @@ def test_a_server_with_short_prompts_is_compared_on_the_beginnings() -> None:
 def test_the_bound_grows_with_the_measured_rounding_and_with_the_way(
     moved: float, base_error: float
 ) -> None:
-    """The way is the distance from the base model's log-probs to the checkpoint's. After a real
-    model has moved by 0.8 nats, vLLM's and the trainer's log-probs of its right weights differ by
-    0.12 nats. With an FP8 base the log-probs differ by 0.33 nats from the first step on."""
+    """`moved` is the distance from the base model's log-probs to the checkpoint's log-probs. After
+    a real model moved by 0.8 nats, the log-probs of right weights in vLLM and in the trainer
+    differed by 0.12 nats. With an FP8 base model, vLLM's and the trainer's log-probs differ by 0.33
+    nats from the first step on."""
     new, base = BASE + moved, BASE + base_error
     bound = max(ROUNDING["bfloat16"], 4 * base_error) + MOVED_SHARE * moved
     rule = Tolerance(ROUNDING["bfloat16"])

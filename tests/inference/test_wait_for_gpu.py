@@ -1,5 +1,5 @@
 """The program that becomes vLLM first kills the processes of an earlier vLLM and waits until vLLM's
-GPUs are free. It refuses to start while a second vLLM runs."""
+GPUs are free. The program refuses to start while another vLLM server runs."""
 
 import os
 import select
@@ -14,7 +14,7 @@ from tandem.system import processes
 from waiting import alive, until
 
 # A program that, like `tandem.inference.server.serve`, waits for the GPUs and then becomes "vLLM".
-# Here "vLLM" is a shell with a child that runs in a session of its own.
+# In this test "vLLM" is a shell with a child that runs in a session of its own.
 START = """
 import os, sys
 from tandem.config import load_settings
@@ -48,8 +48,8 @@ class Servers:
         self.running: list[subprocess.Popen[str]] = []
 
     def use(self, mib: int) -> None:
-        """Sets the memory in use on the second GPU, vLLM's. The first GPU does not belong to vLLM
-        and is always full."""
+        """Sets the memory in use on the second GPU, which belongs to vLLM. The first GPU does not
+        belong to vLLM and is always full."""
         self.driver.set(gpu("GPU-aaaa", 80000 * MIB), gpu("GPU-bbbb", mib * MIB))
 
     def start(self, **variables: str) -> subprocess.Popen[str]:

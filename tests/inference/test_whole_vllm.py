@@ -1,5 +1,5 @@
 """The real vLLM on the CPU gets whole weights from running ranks or from files. The tests check
-from which of the two the weights came, and each bit of the weights."""
+whether the weights came from ranks or from files, and check each bit of the weights."""
 
 import signal
 import tempfile
@@ -108,7 +108,7 @@ def make(
 
 
 def sample(vllm: VllmServer, run: str, enough: Event) -> list[str]:
-    """For each of several long answers, the steps that answered it. Several answers are needed,
+    """The steps whose weights computed each of several long answers. One answer is not enough,
     because on a busy machine a swap may take longer than one answer."""
     found = []
     while not enough.is_set():
@@ -233,7 +233,7 @@ def test_a_server_that_dies_while_it_receives(vllm: VllmServer, make: Make) -> N
     step = trainer.offer(2)
     with ThreadPoolExecutor(1) as pool:
         publishing = pool.submit(trainer._publisher.once)
-        time.sleep(1.0)  # By then vLLM's workers wait in the store for the ranks.
+        time.sleep(1.0)  # After one second vLLM's workers wait in the store for the ranks.
         vllm._kill()
         begin = time.monotonic()
         trainer.senders.send(step)

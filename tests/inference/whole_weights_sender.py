@@ -43,7 +43,7 @@ class Senders:
         self._number = 0
         self._job: Job | None = None
         directory.mkdir()
-        if not spool.inference.places():  # No publisher has named vLLM's place.
+        if not spool.inference.places():  # No publisher has written a `VllmPlace`.
             spool.inference.put_place(VllmPlace(address="127.0.0.1", network=network_name()))
         [port] = free_ports(1)
         self._environment = os.environ | {

@@ -1,6 +1,6 @@
 """A model as one tensor-parallel worker of vLLM holds it: modules with the names and attributes of
-vLLM 0.26 and 0.32. The code here cuts heads, halves and experts for the worker without Tandem's own
-layout of weights, so tests can check the layout against it."""
+vLLM 0.26 and 0.32. This module cuts heads, halves and experts for the worker without Tandem's own
+layout of weights. So tests can check Tandem's layout against this module."""
 
 import json
 from collections.abc import Mapping
@@ -194,8 +194,8 @@ class Model:
 
 
 class Workers:
-    """The tensor-parallel workers of one server. With `whole` the workers receive whole weights.
-    Without `whole` they merge adapters."""
+    """The tensor-parallel workers of one server. If `whole` is true, the workers receive whole
+    weights. If `whole` is false, the workers merge adapters."""
 
     def __init__(self, model: Model, tp: int = 1, *, whole: bool = False) -> None:
         self.model = model
@@ -233,7 +233,7 @@ class Workers:
 
     def check(self, adapter: Path | None, scale: float = SCALE) -> None:
         """Every bit of a worker's weights equals the bit of the merge by numpy, cut for the worker.
-        Without an adapter, every bit equals the base model's bit."""
+        If `adapter` is None, every bit equals the base model's bit."""
         tensors = self.model.tensors if adapter is None else self.model.merged(adapter, scale)
         for rank, worker in enumerate(self.each):
             assert worker.bits() == self.model.worker(len(self.each), rank, tensors).bits()

@@ -1,7 +1,8 @@
 """The model's outputs and gradients on one row of random trees.
 
-`python cpu_reference.py DIRECTORY` computes these on the CPU in fp32, for a test that computes on a
-GPU. The program is a process of its own, because a process uses one device for its whole life.
+`python cpu_reference.py DIRECTORY` computes the outputs and gradients on the CPU in fp32, for a
+test that computes on a GPU. The program is a process of its own, because a process uses one device
+for its whole life.
 """
 
 import sys

@@ -45,8 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"family": "qwen3_moe", **QWEN_WINDOW},
     "gpt_oss": {"family": "gpt_oss"},
-    # Delta nets normalise what they read from a state. With large weights, small reads occur, and
-    # their normalisation enlarges the rounding.
+    # Delta nets normalise what they read from a state. Large weights make some reads small, and the
+    # normalisation of small reads enlarges rounding errors.
     "qwen3_5": {"family": "qwen3_5_text", "spread": 0.7},
     "qwen3_5, tied": {
         "family": "qwen3_5_text",

@@ -1,7 +1,7 @@
 """Full fine-tuning. The loss and the gradients of all weights equal transformers' results, and
 three optimizer steps equal steps of torch's AdamW.
 
-`tests/oracle` has the mistakes that such a comparison must find.
+`tests/oracle` injects the bugs that a comparison with transformers must find.
 """
 
 from dataclasses import dataclass
@@ -92,8 +92,9 @@ def trained(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", SUPPORTED)
 def test_like_transformers_and_adamw(alone, tmp_path, monkeypatch, case):
-    """Loss and gradients are compared at each level of what layers keep for the backward pass. The
-    weights are compared after three steps. A step updates a weight in several parts."""
+    """The test compares loss and gradients at each `SaveLevel`, which decides what layers keep for
+    the backward pass. The test compares the weights after three steps. A step updates a weight in
+    several parts."""
     monkeypatch.setattr(sharded_adam, "CHUNK", 1000)
     model = write_random_model(
         tmp_path / "model", seed=4, num_hidden_layers=3, **{"spread": 1.0, **SUPPORTED[case]}

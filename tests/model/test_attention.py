@@ -1,5 +1,5 @@
-"""Both attention kernels, SDPA and FlexAttention, see the same trees. Other tests are about long
-probes and about rows in which only the first slots are computed."""
+"""The attention kernels SDPA and FlexAttention apply the same mask to trees. The file also tests
+long probes, and rows in which only the first slots are computed."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers":
 def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path, config):
     """The test compares forward passes only, because FlexAttention has no backward pass on the CPU.
     `test_gpu_like_cpu.py` compares gradients on a GPU."""
-    # PyTorch's FlexAttention without compilation, with the same blocks.
+    # `_attend` calls FlexAttention with the blocks of `flex`, but without compilation.
     monkeypatch.setattr(attention, "flex", flex_attention._attend)
     model = write_random_model(tmp_path / "model", **config)
     lora = LORA.model_copy(update={"targets": all_targets(read_arch(str(model)))[:4]})

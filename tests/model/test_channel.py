@@ -1,4 +1,4 @@
-"""Whole weights travel between processes that meet through a file. A process of another user can't
+"""Processes that find each other through a file send whole weights. A process of another user can't
 take part."""
 
 import os
@@ -23,7 +23,8 @@ def test_weights_arrive_and_all_sockets_are_loopbacks(tmp_path: Path, where: str
     if where == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     environment = rank_environment(Settings(weights="merged", transport="nccl"))
-    environment["NCCL_SOCKET_IFNAME"] = "lo"  # `way_to_vllm` chooses loopback on one host too.
+    # The module `way_to_vllm` chooses loopback if ranks and vLLM are on one host.
+    environment["NCCL_SOCKET_IFNAME"] = "lo"
     command = [sys.executable, str(END), str(tmp_path)]
     with watched(os.getpid()) as found:
         ends = [

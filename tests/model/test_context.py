@@ -44,7 +44,7 @@ def test_the_masks_of_some_slots_are_the_rows_of_the_whole(window):
 
 def test_padding_keeps_a_longer_row_of_the_attention():
     """The probe computes only the first slots of a row that is as long as the job's rows. Padding
-    of the computed slots does not shorten the row of the attention."""
+    of the computed slots does not shorten the row that attention uses."""
     few = RowTensors(
         torch.arange(5), torch.arange(5), torch.arange(512) + 1, torch.arange(4), torch.arange(4)
     )

@@ -1,5 +1,6 @@
-"""The gated delta rule over packed trees computes the same as the recurrence, which goes token by
-token along each sequence, and the same as transformers' chunk rule."""
+"""The gated delta rule over packed trees computes the same as transformers' chunk rule. The rule
+over packed trees also computes the same as the recurrence, which goes token by token along each
+sequence."""
 
 import itertools
 import random
@@ -154,8 +155,8 @@ def test_padding_is_one_segment():
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(8))
 def test_flash_linear_attention_computes_the_same(number):
-    """The results in bf16, which rounds by 2^-8, differ by at most 3% in norm from torch's results
-    in float64 for the same inputs."""
+    """The results in bf16 differ by at most 3% in norm from torch's results in float64 for the same
+    inputs. A value in bf16 is rounded by up to 2^-8 of its size."""
     rule = module._flash_linear_attention()
     if rule is None:
         pytest.skip("needs fla-core")
@@ -227,8 +228,8 @@ def test_level_by_level_is_chunk_by_chunk(number):
 
 
 def test_a_parents_state_gets_the_gradients_of_its_children(monkeypatch):
-    """Without the gradients of states, the parent's keys have another gradient, so the comparison
-    above would find this mistake."""
+    """If the gradients of states were missing, the keys of the parent segment would have another
+    gradient. So `test_level_by_level_is_chunk_by_chunk` would find this mistake."""
     row = recurrence(torch.tensor([11] * 5 + [8] * 3 + [11] * 3), 11, torch.device("cpu"))
     args = [x.detach().float().requires_grad_() for x in inputs(0, 11, (2, 4), (8, 6))]
 

@@ -1,4 +1,4 @@
-"""CUDA starts while a rank does its first work. The first work does not wait for CUDA."""
+"""CUDA starts while a rank does its first work. The rank's first work does not wait for CUDA."""
 
 import subprocess
 import sys
@@ -8,7 +8,8 @@ import pytest
 
 from tiny import write_random_model
 
-# The test runs without a GPU. There CUDA fails to start, so code that needs CUDA fails visibly.
+# The test runs without a GPU. CUDA fails to start without a GPU, so code that needs CUDA fails
+# visibly.
 BUILD = """
 import sys, torch, traceback
 from tandem.errors import InvalidInput

@@ -1,5 +1,5 @@
 """The architecture of a model and the shapes of its adapters, from the model's config.json. Tandem
-refuses everything that it doesn't build."""
+refuses a config whose features Tandem does not implement."""
 
 import errno
 import json
@@ -123,7 +123,8 @@ OF_SOME = {  # Keys that only models with windows or mixtures have.
     "per_layer_config",  # transformers writes `global_head_dim` in this key
     "attn_output_gate",  # transformers and vLLM do not read this key.
     "output_gate_type",
-    # vLLM reads the next four keys. transformers does not have the choices of these keys.
+    # vLLM reads the next four keys. transformers does not implement the variants that these keys
+    # choose.
     "topk_method",
     "scoring_func",
     "moe_layer_freq",
@@ -264,8 +265,8 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
         found["mlp_layer_types"] = found["first_k_dense_replace"]
         found["head_dim"] = (arch.head_dim, hf.qk_head_dim)
         found["partial_rotary_factor"] = (mla.rope_size, hf.head_dim)
-        # transformers' default of `num_key_value_heads` fits one published model, whatever
-        # `num_attention_heads` is. So the right value is the number of heads.
+        # transformers' default of `num_key_value_heads` fits only one published model, so the test
+        # expects the value of `num_attention_heads`.
         found["num_key_value_heads"] = (arch.num_kv_heads, arch.num_heads)
     return found
 

@@ -84,7 +84,8 @@ def write_model(directory: Path, config: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module", params=list(BF16))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a model with an adapter. Its file `cpu.pt` has the CPU's results."""
+    """The directory of a model with an adapter. The file `cpu.pt` in this directory has the CPU's
+    results."""
     directory = tmp_path_factory.mktemp(request.param)
     write_model(directory, SHAPES[request.param] | {"model_type": request.param})
     write_random_adapter(directory / "adapter", directory, lora_of(directory))

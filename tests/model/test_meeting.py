@@ -1,4 +1,5 @@
-"""The file by which ranks and vLLM's workers meet (`TANDEM_TRANSPORT=nccl`)."""
+"""The file through which ranks and vLLM's workers connect to each other
+(`TANDEM_TRANSPORT=nccl`)."""
 
 import os
 from pathlib import Path
@@ -10,8 +11,8 @@ from tandem.model.transfer.channel import join_meeting, make_meeting
 
 
 def test_a_meeting_is_a_new_file_of_its_owner_and_group(tmp_path: Path) -> None:
-    """`make_meeting` refuses a path where a file or link is already. The ranks and workers meet
-    through the file only, so no socket listens for them."""
+    """`make_meeting` refuses a path that already has a file or a link. The ranks and vLLM's workers
+    find each other through the file only, so no socket listens for them."""
     before = listening(os.getpid())
     path, others = tmp_path / "meeting", tmp_path / "others"
     umask = os.umask(0)

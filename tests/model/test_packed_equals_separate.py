@@ -42,8 +42,8 @@ def groups(draw):
 
 
 def loss(outputs, advantages: torch.Tensor | float):
-    """A function of log-probs and entropies. It gives each item a weight that depends on the item's
-    advantage."""
+    """A function of log-probs and entropies. The function gives each item a weight that depends on
+    the item's advantage."""
     return (
         outputs.logprobs.exp() * advantages
         + 0.3 * advantages**2 * outputs.logprobs

@@ -1,5 +1,5 @@
 """Qwen3.5's mixtures of experts. Published checkpoints stack all experts of a layer in one tensor
-and have a vision tower. Some variants are refused."""
+and have a vision tower. Tandem refuses some variants of these mixtures."""
 
 import math
 from pathlib import Path

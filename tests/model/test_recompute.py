@@ -1,5 +1,5 @@
-"""Tensors that layers keep for the backward pass. At a lower level layers keep less, which needs
-less memory and gives the same gradients. No tensor outlives the pass."""
+"""Tensors that layers keep for the backward pass. At a lower `SaveLevel` layers keep less, which
+needs less memory and gives the same gradients. No tensor that a layer keeps outlives the pass."""
 
 import gc
 

@@ -99,7 +99,7 @@ def test_values_and_gradients_with_forced_experts(alone, tmp_path, norm_topk_pro
             layer.save_level = keep
         loss(policy(row).logprobs).backward()
         found.append(gradients(policy))
-    for others in found[1:]:  # The recomputation in the backward pass uses the same experts.
+    for others in found[1:]:  # The recomputation in the backward pass uses the forced experts too.
         assert all(torch.equal(gradient, others[name]) for name, gradient in found[0].items())
     actual = {}
     for name, gradient in found[0].items():

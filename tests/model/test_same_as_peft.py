@@ -49,7 +49,7 @@ def test_an_adapter_that_peft_saved(alone, tmp_path):
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_an_adapter_that_we_saved_is_the_one_that_was_read(alone, tmp_path, family):
     """The saved file has the same bytes as the file that was read. In `test_same_gradients.py` PEFT
-    reads such files."""
+    reads adapter files of this form."""
     model = write_random_model(tmp_path / "model", family=family)
     adapter = write_random_adapter(tmp_path / "adapter", model, LORA)
     save_file(make_policy(model, LORA, adapter).adapter_tensors(), tmp_path / "saved")
@@ -131,8 +131,8 @@ def test_a_damaged_adapter_leaves_the_policy_as_it_was(alone, tmp_path):
 
 
 def test_a_sum_with_the_residual_rounds_it_once(alone):
-    """The residual is far larger than the output that the layer adds to it. So rounding the
-    residual gives a larger error than rounding the output."""
+    """The residual is far larger than the output that the layer adds to it. Rounding the large
+    residual gives a larger error than rounding the layer's output."""
     torch.manual_seed(3)
     layer = LoraLinear(
         64, {"o_proj": 256}, "columns", LORA, AdapterSwitch(), dtype=torch.bfloat16

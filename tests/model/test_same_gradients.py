@@ -2,9 +2,9 @@
 compute sequence by sequence. The cases are each family with its special features, at every
 `SaveLevel`.
 
-transformers in float64 gives the expected values. The error of transformers in float32 gives the
-rounding to allow: if an expert gets a single token, the rounding of this token is in the expert's
-gradient, in Tandem and in transformers.
+transformers in float64 gives the expected values. The allowed error depends on the error of
+transformers in float32. If an expert gets a single token, the expert's gradient contains this
+token's rounding error, in Tandem and in transformers.
 """
 
 import peft
@@ -34,7 +34,7 @@ SHAPES = {
         LoraShape(rank=3, alpha=6.0, targets=("q_proj", "up_proj")),
         LoraShape(rank=1, alpha=2.0, targets=("down_proj", "o_proj")),
     ],
-    "qwen3_5_moe": [  # PEFT can adapt these layers. It can't adapt the experts.
+    "qwen3_5_moe": [  # PEFT can adapt these layers. PEFT can't adapt the experts.
         LoraShape(rank=3, alpha=1.5, targets=(*LORA_TARGETS[:4], *DELTA_NET_TARGETS)),
     ],
 }

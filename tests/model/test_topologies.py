@@ -1,6 +1,6 @@
 """Every topology computes what one rank computes, and two runs have the same bits.
 
-`tests/oracle` has the mistakes that such a comparison must find.
+`tests/oracle` injects the bugs that a comparison with one rank must find.
 """
 
 import json
@@ -54,8 +54,8 @@ SMALL = ("qwen3_5", "gemma4", "smollm3")
 MORE: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 5},
     "gemma4_text": {"num_global_key_value_heads": 2},
-    # A head of a delta net may read almost nothing from its state. The normalisation of such a read
-    # would enlarge the rounding.
+    # A head of a delta net may read almost nothing from its state. The normalisation of a very
+    # small read would enlarge rounding errors.
     "qwen3_5_moe_text": {"rms_norm_eps": 1e-3},
 }
 TOPOLOGIES: dict[str, dict[int, list[dict[str, Any]]]] = {
@@ -100,8 +100,8 @@ def results(request, tmp_path_factory):
     for family in dict.fromkeys(family for family, _ in asked):
         topologies = TOPOLOGIES[family]
         directory = found[family] = tmp_path_factory.mktemp(family)
-        # Large biases, many products, and the normalisation of small reads of a state enlarge the
-        # rounding, so models with these features have smaller weights.
+        # Large biases, many products, and the normalisation of small reads of a state enlarge
+        # rounding errors. So models with these features have smaller weights.
         small = topologies is BIASED or family == "glm4_moe_lite"
         spread = 0.5 if family.startswith(SMALL) else 1.0 if small else 2.5
         more = MORE.get(family, {})

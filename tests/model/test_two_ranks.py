@@ -24,9 +24,9 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused(alone):
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_each_rank_reads_its_share_and_gets_the_others(tmp_path, where):
-    """On GPUs a rank copies the other rank's share, and later reads only its own share again. On
-    the CPU ranks can't share memory, so each rank reads the other rank's share too. Later each rank
-    on the CPU reads all weights."""
+    """On GPUs a rank copies the other rank's share. For a next job a rank on a GPU reads only its
+    own share. On the CPU ranks can't share memory, so each rank reads all weights, for the first
+    job and for a next job."""
     if where == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     write_random_model(tmp_path / "model", seed=9, num_hidden_layers=4)

@@ -37,8 +37,8 @@ STALL_SECONDS = 180.0  # On a GPU the first job compiles kernels for a minute.
 
 
 def gpu_like() -> SimpleNamespace:
-    """A stand-in for the module `device`: with it `train` rehearses on the CPU as it does on a
-    GPU."""
+    """A stand-in for the module `device`. With this stand-in `train` calls `Policy.rehearse` on the
+    CPU, as `train` does on a GPU."""
     return SimpleNamespace(**vars(device) | {"is_cuda": lambda: True})
 
 

@@ -2,10 +2,11 @@
 topology], ...].
 
 A case is a run of two jobs. The second job continues from the first job's checkpoint. In each of a
-job's first two attempts, one rank kills itself at a random file operation or heartbeat. Then all
-other ranks are killed, and the job is tried again, as the runner would do. DIRECTORY/<kind> is the
-model of a case. Prints a line of JSON for each case: the places where its ranks were killed, and
-the names of the files that differ from the undisturbed run's files.
+job's first two attempts, one rank kills itself at a random file operation or heartbeat. After the
+death of this rank, all other ranks are killed, and the job is tried again, as the runner would do.
+DIRECTORY/<kind> is the model of a case. Prints a line of JSON for each case. The line has the
+places where ranks were killed, and the names of the files that differ from the undisturbed run's
+files.
 """
 
 import json

@@ -2,10 +2,10 @@
 ...}.
 
 The ranks compute the same requests in an undisturbed session, and in sessions in which ranks kill
-themselves. These sessions have `kills` kills in all, each at a random file operation or heartbeat.
-Prints a line of JSON for each case: the places where ranks were killed, the differences from the
-undisturbed session, and the distance of the undisturbed session's log-probs from the log-probs of a
-single rank.
+themselves. The sessions with kills have `kills` kills in all, each at a random file operation or
+heartbeat. Prints a line of JSON for each case. The line has the places where ranks were killed, and
+the differences from the undisturbed session. The line also has the distance of the undisturbed
+session's log-probs from the log-probs of a single rank.
 """
 
 import json
@@ -70,7 +70,7 @@ def logprobs(found: dict[str, Any]) -> np.ndarray:
 
 def main(model: Path, directory: Path, cases: dict[str, tuple[str | None, int]]) -> None:
     os.environ["TANDEM_SESSION_IDLE_SECONDS"] = "0"
-    # With this stand-in for a GPU the ranks rehearse.
+    # This stand-in for a GPU makes the ranks call `Policy.rehearse`.
     train_module.device = jobs.gpu_like()  # type: ignore[assignment]
     entry.preload(jobs.settings().device)
     spool = Spool.create(directory / "spool")

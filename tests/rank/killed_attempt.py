@@ -26,8 +26,8 @@ def attempt(spool: Spool, job: Job, ranks: int, killed: int, kill_at: int) -> li
     """Runs one attempt. The rank `killed` dies at its moment number `kill_at`; a moment is a file
     operation on the spool or a heartbeat. Every rank is dead afterwards. Returns each rank's number
     of moments."""
-    # The array has no lock between processes: if a rank were killed while one of its threads held
-    # such a lock, the lock would stay held for ever.
+    # The array has no lock between processes, because a killed rank could leave the lock locked for
+    # ever.
     [port], moments = free_ports(1), FORK.Array("i", ranks, lock=False)
     started = [
         FORK.Process(

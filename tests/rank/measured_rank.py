@@ -3,10 +3,11 @@ the begin of each step:
 
     measured_rank.py <spool> <job> <file>
 
-The file gets a list of rows. Each row has `at` ("begin" or "end" of a phase, or "step"), `stats`
-(`memory.stats`), `sizes` (bytes of each allocation of policy and optimizer, by kind) and `visible`
-(on the CPU, bytes of all tensors that Python can reach). The row of a phase's end also has `phase`,
-the phase's name, and `reported`, the rank's own report.
+The file gets a list of rows. A row's `at` is "begin" or "end" of a phase, or "step". A row's
+`stats` are the result of `memory.stats`. A row's `sizes` are the bytes of each allocation of policy
+and optimizer, by kind. On the CPU a row's `visible` is the bytes of all tensors that Python can
+reach. The row of a phase's end also has `phase`, the phase's name, and `reported`, the rank's own
+report.
 """
 
 import gc
@@ -78,7 +79,7 @@ def measure(at: str, phase: str | None = None, reported: dict[str, int] | None =
     if device.is_cuda():
         # Each thread that multiplies matrices has a workspace of 32 MiB.
         memory.release_workspaces()
-        # This allocation makes the allocator take back memory that other streams no longer use.
+        # This `torch.empty` makes the allocator take back memory that other streams no longer use.
         torch.empty(1, device=device.device())
     else:
         visible = sum(
@@ -95,8 +96,8 @@ def measure(at: str, phase: str | None = None, reported: dict[str, int] | None =
 
 
 class FollowedPool(ThreadPoolExecutor):
-    """A pool that notes its tasks. The tasks use memory only while they run, so a phase is measured
-    after its tasks are done."""
+    """A thread pool that records its tasks. The tasks use memory only while they run, so a phase is
+    measured after its tasks are done."""
 
     def submit(self, *arguments: Any, **options: Any) -> Future[Any]:
         future = super().submit(*arguments, **options)
@@ -105,8 +106,7 @@ class FollowedPool(ThreadPoolExecutor):
 
 
 class MeasuredWatch(phases.MemoryWatch):
-    """Measures when the rank makes its own report, right after the rank has taken the report's
-    numbers."""
+    """Measures the allocations right after the rank has taken the numbers for its own report."""
 
     def begin_phase(self) -> None:
         measure("begin")

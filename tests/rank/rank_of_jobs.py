@@ -14,7 +14,7 @@ from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
 from tandem.trainer.rank import entry, train
 
-# The ranks of all jobs meet in one store, as with torchrun's agent.
+# The ranks of all jobs connect through one store, as with torchrun's agent.
 store = TCPStore(
     os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=os.environ["RANK"] == "0"
 )
@@ -22,7 +22,7 @@ os.environ |= {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
     "TANDEM_TRAINER_RANKS": os.environ["WORLD_SIZE"],
 }
-# With this stand-in for a GPU the ranks rehearse.
+# This stand-in for a GPU makes the ranks call `Policy.rehearse`.
 train.device = jobs.gpu_like()  # type: ignore[assignment]
 # The ranks of a job also share the reading of the base weights.
 parallel.reading_groups = lambda: (parallel.current().data, parallel.current().expert_data)

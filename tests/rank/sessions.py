@@ -21,8 +21,8 @@ STEP = StepRequest(learning_rate=1e-2, beta2=0.99, eps=1e-8, max_grad_norm=1.0)
 
 
 def open_session(spool: Spool, model: Path, number: int = 1, session: str = "") -> str:
-    """Creates the run number `number` of a session. Without `session` it creates the session too.
-    Returns the run's name."""
+    """Creates the run number `number` of a session. If `session` is empty, creates a new session
+    for the run. Returns the run's name."""
     session = session or spool.sessions.create().id
     name, arch = spool.sessions.run_name(session, number), read_arch(str(model))
     spec = schema.RunSpec(
@@ -156,8 +156,8 @@ def claim(spool: Spool) -> schema.Job:
 
 
 def work(spool: Spool, idle: float = 0.0, main: jobs.Main = entry.main) -> schema.Job:
-    """Runs a session's job in this process. The job computes the waiting requests, parks the
-    session and succeeds."""
+    """Runs a session's job in this process. The job computes the waiting requests, saves the
+    session's state and succeeds."""
     job = claim(spool)
     attempt = Attempt(spool, job.spec.id, job.attempt)
     assert main(attempt, settings(idle)) == 0, jobs.error_of(spool, job)

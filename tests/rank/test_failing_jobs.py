@@ -108,7 +108,7 @@ def test_a_step_whose_event_a_full_volume_refuses_is_trained_all_the_same(
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_missing_optimizer_state_fails_the_job(listed: bool, spool: Spool) -> None:
     """The job fails even if the manifest doesn't list the missing file. The job does not begin with
-    a new state of Adam instead. (`test_resident` alters an adapter.)"""
+    a new state of Adam."""
     directory = jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"))
     (directory / checkpoint.OPTIMIZER_FILE).unlink()
     if not listed:
@@ -214,7 +214,8 @@ def test_a_policy_may_learn_in_later_epochs_what_its_sampler_found_impossible(sp
     [
         ([1e-30, -1e-30], -5.0, "advantage_std is 1e-30"),
         ([1e-50, -1e-50], -5.0, "norm 0,"),  # 1e-50 is 0 in float32.
-        ([-1.0, -2.0], 0.0, "clip_fraction is 1"),  # Both ratios are below PPO's lower bound.
+        # The two tokens' ratios are below PPO's lower bound.
+        ([-1.0, -2.0], 0.0, "clip_fraction is 1"),
     ],
 )
 def test_a_job_that_moves_nothing_fails_and_says_so(
@@ -227,7 +228,7 @@ def test_a_job_that_moves_nothing_fails_and_says_so(
 
 
 def test_a_job_that_moved_in_one_of_its_steps_succeeds(spool: Spool) -> None:
-    """The job has two steps. The first one moves the weights. In the second one the token's ratio
+    """The job has two steps. The first step moves the weights. In the second step the token's ratio
     is above PPO's upper bound, so the gradient is 0."""
     loss, groups = RLLoss(policy="ppo", old_logprobs="trainer"), one_token_each([1.0], -5.0)
     jobs.run_here(
@@ -239,8 +240,8 @@ def test_a_job_that_moved_in_one_of_its_steps_succeeds(spool: Spool) -> None:
 
 
 def test_a_reference_checkpoint_that_is_gone_fails_the_job(spool: Spool) -> None:
-    """The controller refuses a job whose reference checkpoint it can't find. Here the checkpoint is
-    removed after the job's submission."""
+    """The controller refuses a job whose reference checkpoint it can't find. In this test the
+    checkpoint is removed after the job's submission."""
     jobs.run_here(spool, jobs.submit_sft(spool))
     job = jobs.submit_rl(spool, loss=RLLoss(kl_coef=0.1, kl_reference=0))
     shutil.rmtree(spool.checkpoints.path("r", 0))
@@ -266,7 +267,7 @@ def test_running_out_of_memory_has_an_error_type_and_a_last_beat(spool: Spool, m
 def test_a_step_that_runs_out_of_memory_begins_again_with_layers_that_keep_less(
     spool: Spool, monkeypatch
 ) -> None:
-    """The checkpoint has the same bytes as without the error. If all layers already keep nothing,
+    """The error does not change the bytes of the checkpoint. If all layers already keep nothing,
     the job fails, because the layers can't free more memory."""
     original, levels = Policy.forward, list[list[SaveLevel]]()
 

@@ -136,7 +136,7 @@ def test_a_reference_is_another_models_weights(spool: Spool, reference: str | in
 
 @pytest.mark.parametrize("damaged", [WEIGHTS, STEPS_FILE, f"optimizer/exp_avg_sq/{WEIGHTS}", None])
 def test_a_damaged_file_or_a_missing_state_fails_the_job(spool: Spool, damaged: str | None) -> None:
-    """With `damaged` None, no file is damaged, but the manifest does not name the optimizer's
+    """If `damaged` is None, no file is damaged, and the manifest does not name the optimizer's
     state."""
     made = jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"))
     if damaged:
@@ -179,7 +179,7 @@ def several(
         run = f"{topology}-{kind}"
         if number == 1:
             jobs.make_run(spool, models[kind], run, seed=3, full=True)
-        # The default for two data-parallel ranks is two rows per step.
+        # By default a step of two data-parallel ranks has two rows.
         rows = (
             {} if topology in ("dp", "ep") and number == 1 else {"grad_accumulation_sequences": 2}
         )

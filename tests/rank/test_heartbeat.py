@@ -1,4 +1,4 @@
-"""A rank's heartbeats say its phase and its use of memory."""
+"""A rank's heartbeats contain the rank's phase and its use of memory."""
 
 import time
 from collections.abc import Callable
@@ -30,8 +30,8 @@ def test_a_beat_has_step_device_and_memory(spool: Spool, monkeypatch) -> None:
     jobs.run_here(spool, jobs.submit_rl(spool, loss=loss, epochs=2))
     last, total = beats[-1], len(jobs.steps_of(spool, "rl"))
     assert (last.step, last.steps, last.phase, last.uuid) == (total, total, "leave", "cpu")
-    # The rank has gone through every phase of the catalogue and reports a peak for each phase,
-    # except for the phases that only GPUs, resident ranks or SFT jobs have.
+    # The rank has gone through every phase of `PHASES`, and reports a memory peak for each phase.
+    # The exceptions are phases that only GPUs, resident ranks or SFT jobs have.
     happened = set(PHASES) - {"offload", "rehearsal", "evaluate"}
     assert {beat.phase for beat in beats} - {"leave"} == happened == set(last.phases)
     assert last.memory.keys() == {"allocated", "reserved", "allocated_peak", "reserved_peak"}
@@ -45,8 +45,8 @@ def test_a_beat_has_step_device_and_memory(spool: Spool, monkeypatch) -> None:
 
 
 def test_a_rank_beats_while_it_reads_and_hashes_for_long(spool: Spool, monkeypatch) -> None:
-    """From a slow volume, reading and hashing take longer than the time that a rank may be
-    silent."""
+    """On a slow volume, reading and hashing may take longer than a rank may go without a
+    heartbeat."""
     beats: list[str] = []
     monkeypatch.setattr(Heartbeat, "__call__", lambda _self, phase: beats.append(phase))
 

@@ -75,7 +75,7 @@ def test_a_lone_rank_makes_no_communicator(spool: Spool, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_a_rehearsal_changes_no_bit(spool: Spool, tmp_path: Path, monkeypatch, family: str) -> None:
-    """The rank rehearses as on a GPU, before it reads any base weight."""
+    """The rank calls `Policy.rehearse`, as on a GPU, before it reads any base weight."""
     model = jobs.make_model(tmp_path / "model", family)
     for run in ("plain", "rehearsed"):
         jobs.make_run(spool, model, run)
@@ -140,8 +140,8 @@ def test_rl_raises_the_log_probs_of_rewarded_answers(spool: Spool) -> None:
 def test_two_jobs_of_a_step_equal_one_job_of_two(
     kind: str, family: str, spool: Spool, tmp_path: Path
 ) -> None:
-    """The checkpoints of the two runs are equal bit for bit. So no step affects another step except
-    through the checkpoint, and all state survives the end of a job. The data is a single row."""
+    """One job of two steps and two jobs of one step make equal checkpoints, bit for bit. So the
+    checkpoint contains all state that a later step needs. The data is a single row."""
     model = jobs.make_model(tmp_path / "model", family)
     for run in ("once", "twice"):
         jobs.make_run(spool, model, run)
@@ -200,9 +200,9 @@ def aged(group: Group, step: int | None) -> Group:
 
 
 def test_the_samplers_difference_is_told_by_the_age_of_the_turns(spool: Spool) -> None:
-    """A turn is fresh if the job's base step has sampled it, and stale if an older step has. The
-    sampler's log-probs of fresh turns differ from the trainer's by rounding only. The log-probs of
-    stale turns differ by training too."""
+    """A turn is fresh if the job's base step sampled the turn, and stale if an older step sampled
+    the turn. The sampler's log-probs of fresh turns differ from the trainer's by rounding only. The
+    log-probs of stale turns differ by training too."""
     both = ("sampler_logprob_difference", "kl_sampler")
     parts = {f"{name}_{age}" for name in both for age in ("fresh", "stale")}
     groups = jobs.random_groups(2, 3)

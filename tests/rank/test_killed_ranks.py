@@ -30,7 +30,8 @@ CASES = [
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[Any, dict[str, Any]]:
-    """(kind, topology) -> the line of `kill_ranks.py` about this case, for the selected cases."""
+    """(kind, topology) of each selected case -> the line that `kill_ranks.py` prints about the
+    case."""
     directory = tmp_path_factory.mktemp("killed")
     for kind, config in MODELS.items():
         jobs.make_model(directory / kind, **config)

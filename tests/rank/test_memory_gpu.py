@@ -3,8 +3,7 @@ optimizer need. A step and a checkpoint leave no bytes behind, and the device is
 of the ranks.
 
 On a GPU torch's allocator counts the bytes. On the CPU the tests count the bytes of tensors that
-Python can reach, where this count is enough. `python3 -m pytest -m gpu
-tests/rank/test_memory_gpu.py` runs the tests on a GPU.
+Python can reach. `python3 -m pytest -m gpu tests/rank/test_memory_gpu.py` runs the tests on a GPU.
 """
 
 import json
@@ -146,10 +145,11 @@ def test_a_loaded_model_is_its_parameters_gradient_buffers_and_moments(
     assert measured.base <= base < measured.base + 2 * SEGMENT
     assert base % SEGMENT == 0
     assert measured.lora <= size_of(built, "gradients") <= measured.lora + SCALARS
-    assert size_of(built, "other") <= SCALARS  # The other bytes are RoPE's frequencies.
+    # The allocations of the kind `other` are RoPE's frequencies.
+    assert size_of(built, "other") <= SCALARS
     assert built["sizes"] | {"moments": loaded["sizes"]["moments"]} == loaded["sizes"]
     assert size_of(loaded, "moments") == 2 * measured.lora
-    # Between these two phases the rank reads weights, through memory that it allocates for that.
+    # Between the phases `build` and `state` the rank reads weights through temporary buffers.
     for row in (built, loaded):
         check_nothing_else_is_allocated(measured, row)
     assert loaded["reported"]["host_pinned"] <= SCALARS  # The readers' buffers are freed.

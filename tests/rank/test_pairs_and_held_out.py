@@ -191,8 +191,8 @@ def test_two_ranks_of_the_experts_evaluate_one_held_out_pair(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("reference", ["start", "base", 0])
 def test_the_reference_of_a_later_job(spool: Spool, model: Path, reference: Any) -> None:
-    """The job begins at step 1. With the reference "start", which is step 1, the loss begins at log
-    2. The references "base" and step 0 are the same model."""
+    """The job begins at step 1. The reference "start" is step 1. So the loss with the reference
+    "start" begins at log 2. The references "base" and step 0 are the same model."""
     jobs.run_here(spool, submit_pairs(spool, model, "r", PreferenceLoss(beta=BETA), epochs=4))
     pack = partial(
         prepare_dpo,
@@ -213,9 +213,9 @@ def test_the_reference_of_a_later_job(spool: Spool, model: Path, reference: Any)
 def test_weights_of_either_sign_and_other_targets_are_a_weighted_sum(
     spool: Spool, model: Path
 ) -> None:
-    """The job's loss is minus the sum of weight times log-prob. A client that knows the derivative
-    of another loss by each log-prob sends minus these derivatives as weights. The job's gradient is
-    then the gradient of the other loss."""
+    """The job's loss is minus the sum of weight times log-prob. A client may know the derivative of
+    another loss with respect to each log-prob. If the client sends minus these derivatives as
+    weights, the job's gradient is the gradient of the other loss."""
     rng = torch.Generator().manual_seed(3)
     ids = torch.randint(0, 250, (2, 9), generator=rng)
     targets = torch.randint(0, 250, (2, 9), generator=rng)

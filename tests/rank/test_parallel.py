@@ -14,8 +14,8 @@ from tandem.spool.schema import Beat, RankMemory, RLLoss, SFTLoss
 
 pytestmark = pytest.mark.slow  # Two ranks train all pairs before the first test.
 
-# Adam's eps is so large that the first updates are not the mere signs of gradients. Rounding can
-# flip such signs.
+# With a small eps, Adam's first updates depend only on the signs of gradients, and rounding can
+# flip signs. So eps is large in these tests.
 EPS = 1e-2
 LOSSES: dict[str, RLLoss | SFTLoss] = {
     "sft": SFTLoss(),
@@ -86,7 +86,7 @@ def results(spool: Spool, model: Path, tmp_path_factory: pytest.TempPathFactory)
         path = jobs.run_here(spool, job)
         made[kind, "one"] = jobs.steps_of(spool, job, measured=False), path, {}
     for kind, topology in PAIRS:
-        # The default for two data-parallel ranks is two rows per step.
+        # By default a step of two data-parallel ranks has two rows.
         rows = {} if topology == "dp" else {"grad_accumulation_sequences": 2}
         submit(spool, f"{topology}-{kind}", kind, models[kind], **rows)
     ran = jobs.run_two_ranks(spool, {f"{topology}-{kind}": topology for kind, topology in PAIRS})
@@ -132,8 +132,8 @@ def test_both_ranks_report_the_memory_of_every_phase(results: Results, spool: Sp
             often,
         )
         for phase, held in (*beat.phases.items(), *beat.highest.items()):
-            # On the CPU, allocated memory is the process's resident set. With torch the set has
-            # more than 100 MiB.
+            # On the CPU, allocated memory is the process's resident set. The resident set of a
+            # process that has imported torch is larger than 100 MiB.
             assert (
                 100 * 2**20
                 < held["allocated"]

@@ -1,5 +1,5 @@
-"""A resident rank, which stays after a job, makes the same checkpoints as new ranks. It reuses its
-state only if the state is still right."""
+"""A resident rank, which stays after a job, makes the same checkpoints as new ranks. A resident
+rank reuses its state only if the state is still right."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -82,8 +82,8 @@ def test_a_rank_that_stays_makes_the_checkpoints_that_new_ones_make(
 def test_the_state_in_memory_is_used_and_its_checkpoint_is_verified(
     tmp_path: Path, model: Path, full: bool
 ) -> None:
-    """If all weights are trained, ranks exchange weights only for the first job. After this job the
-    other ranks have closed the memory through which ranks share weights."""
+    """If all weights are trained, ranks exchange weights only for the first job. After the first
+    job the other ranks have closed the memory through which ranks share weights."""
     spool, state = Spool.create(tmp_path / "spool"), RankState()
     jobs.make_run(spool, model, full=full)
     main, kept = partial(entry.main, state=state), []

@@ -175,8 +175,8 @@ def test_a_session_that_idles_out_between_any_two_calls_gives_the_same_bytes(
     whole = program(client)
     sessions.work(spool)
     again = Client(spool, open_session(spool, model))
-    # Each job of the session computes one request and parks the session. The next job continues the
-    # session with the next request.
+    # Each job of the session computes one request and saves the session's state. The next job
+    # continues the session with the next request.
     log, waiting = spool.requests, list[tuple[Any, ...]]()
     append, last = log.append, log.last
     with monkeypatch.context() as patched:
@@ -348,8 +348,7 @@ def test_a_request_that_ends_its_ranks_again_and_again_is_given_up(spool: Spool,
 
 
 def test_sessions_take_turns(spool: Spool, client: Client, model: Path):
-    """Idle ranks leave soon if another job waits, even if their setting of the idle time is long:
-    here it is 1000 s."""
+    """Idle ranks leave soon if another job waits, even if their idle time is set to 1000 s."""
     other = Client(spool, open_session(spool, model))
     client.compute(random_data(1))
     other.compute(random_data(1))
@@ -369,7 +368,8 @@ def test_a_rank_whose_memory_runs_out_begins_again_with_the_passes_before(
         nonlocal count
         count += 1
         totals = add(self, *arguments)
-        if count in (2, 4):  # The second pass fails, and its second computation fails too.
+        # The second pass runs out of memory at its first and at its second computation.
+        if count in (2, 4):
             raise torch.OutOfMemoryError
         return totals
 

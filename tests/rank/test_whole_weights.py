@@ -113,8 +113,8 @@ def test_a_large_model_is_written_in_several_files(
     assert len(written_files) > 3
     for file in written_files:
         # `read_header` refuses a file that is shorter than its tensors. The files must have their
-        # full size before a rank writes tensors: if not, an NFS client overwrites tensors that
-        # other hosts have written.
+        # full size before a rank writes tensors. If a file is too short, an NFS client overwrites
+        # tensors that other hosts have written.
         entries = read_header(file)
         assert len(entries) == 1 or sum(entry.nbytes for entry in entries.values()) <= 20_000
 
@@ -131,8 +131,8 @@ def test_a_large_model_is_written_in_several_files(
     ids=describe,
 )
 def test_ranks_write_what_they_hold_and_each_element_once(sizes: Sizes) -> None:
-    """In some cases the number of parts into which experts are cut and the number of parts into
-    which other weights are cut do not divide each other."""
+    """Experts are cut into a number of parts, and other weights into another number. In some cases
+    neither of the two numbers divides the other number."""
     arch = arch_from_config(MIXTURE)
     written: dict[str, list[tuple[slice, ...]]] = defaultdict(list)
     for rank in range(sizes.world):
@@ -161,7 +161,7 @@ def test_ranks_write_what_they_hold_and_each_element_once(sizes: Sizes) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_no_buffer_is_longer_than_allowed(written: tuple[Path, int], tp: int) -> None:
     """A single part may be longer than `most` elements if it is one row, or the rows of one head
-    group or one expert. This model has no such part."""
+    group or one expert. This model has no part that is longer than `most`."""
     arch = read_arch(str(written[0] / "model"))
     most = 3000
     for rank in range(tp if arch.moe is None else 1):

@@ -42,8 +42,8 @@ def others(gpu: Path) -> int:
 
 
 def use(gpu: Path, who: str, mib: int) -> None:
-    """Sets the memory that this process uses in all. If the memory doesn't fit, writes this to the
-    journal and raises MemoryError."""
+    """Sets the memory that this process uses in all. If the memory doesn't fit, writes a line to
+    the journal and raises MemoryError."""
     if (in_use := others(gpu)) + mib > TOTAL:
         tell(gpu, f"{who}: out of memory")
         raise MemoryError(f"CUDA Error: out of memory: {who} wants {mib} MiB, {in_use} are in use")

@@ -89,8 +89,8 @@ class Stack:
         return (job_id, *self.wait(job_id))
 
     def until[T](self, condition: Callable[[], T], awaited: str, timeout: float = 120) -> T:
-        """Waits for the first true answer of `condition` and returns it. Fails at once if the
-        runner has ended with an error, because the condition would never become true."""
+        """Waits until `condition` returns a true value, and returns this value. Fails at once if
+        the runner has ended with an error, because the condition would never become true."""
         end = time.monotonic() + timeout
         refused = False
         while not (answer := condition()):

@@ -72,7 +72,8 @@ class SharedStack(Stack):
         self._vllm.wait()
 
     def vllm_does(self, **orders: float) -> None:
-        """Sets the behaviour of vLLM from now on. `shared_vllm` explains the orders."""
+        """Sets the behaviour of vLLM from now on. The docstring of `shared_vllm` explains the
+        orders."""
         (self.gpu / "orders").write_text(json.dumps(orders))
 
     def publisher(self) -> None:

@@ -1,9 +1,10 @@
-"""A fake vLLM as a program. The program sleeps like the real vLLM and uses memory of a fake GPU.
-The program is slow or refuses orders if a test wants this.
+"""A fake vLLM as a program. The program sleeps like the real vLLM and uses memory of a fake GPU. A
+test can make the program slow, or make it refuse orders.
 
-The fake GPU's file `orders` (JSON) has a test's wishes. `sleep_seconds` and `wake_seconds`: the
-seconds that vLLM needs to fall asleep and to wake. `refuse_wakes`: the number of wakes that fail
-first. `keep`: vLLM answers that it sleeps, but keeps its memory.
+A test writes its orders as JSON to the fake GPU's file `orders`. `sleep_seconds` and
+`wake_seconds`: the seconds that vLLM needs to fall asleep and to wake. `refuse_wakes`: the number
+of orders to wake that fail before one succeeds. `keep`: vLLM answers that it sleeps, but keeps its
+memory.
 """
 
 import json

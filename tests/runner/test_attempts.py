@@ -239,7 +239,7 @@ class Scripted:
 
 class Racing(Checkpoints):
     """Checkpoints for a race: frozen ranks commit right after each call of `made_by`. The runner
-    looks for the job's checkpoint by `made_by`."""
+    looks for the job's checkpoint with `made_by`."""
 
     executor: Scripted
 
@@ -432,7 +432,8 @@ def test_the_reasons_of_a_wait_are_events_and_a_new_runner_goes_on_with_it(clock
     state, _, events = run(script, clock, adopting=True)
     told = [event.data["reason"] for event in events if event.type == "waiting"]
     assert (state, told) == ("succeeded", ["quota"])
-    changing = [f"wait for {number % 7}" for number in range(8_000)]  # These waits take 800 s.
+    # The waits take 800 s of simulated time.
+    changing = [f"wait for {number % 7}" for number in range(8_000)]
     state, _, events = run([*changing, "stage", "commit", "exit 0"], clock)
     told = [event.data["reason"] for event in events if event.type == "waiting"]
     assert state == "succeeded"

@@ -63,7 +63,7 @@ NCCL = {"weights": "merged", "transport": "nccl"}
     ("settings", "given", "interface"),
     [
         ({}, None, "lo"),
-        (NCCL, None, None),  # The ranks choose the interface, depending on the place of vLLM.
+        (NCCL, None, None),  # The ranks choose the interface, depending on vLLM's host.
         ({}, "eth7", "eth7"),
     ],
 )
@@ -76,8 +76,8 @@ def test_nccl_among_ranks_listens_on_loopback_only(monkeypatch, settings, given,
 
 @pytest.mark.parametrize(("names", "visible"), [(["1"], "1"), ([], "0")])
 def test_ranks_count_gpus_as_the_runner_does(monkeypatch, names, visible):
-    """CUDA's default order begins with the fastest GPU. NVML, which measures the GPUs, uses the
-    order on the bus."""
+    """CUDA's default order of GPUs begins with the fastest GPU. NVML, which measures the GPUs,
+    orders them by their place on the PCI bus."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     environment = rank_environment(Settings(trainer_devices=names))

@@ -95,8 +95,9 @@ def test_every_end_of_a_rank_is_a_state_with_a_reason(
 
 @pytest.mark.slow
 def test_a_fork_server_may_take_longer_to_start_than_stall_seconds(tmp_path):
-    """The start of the fork server does not count as a stall. If it did, each attempt would end the
-    fork server during its imports, and the next attempt would begin the imports again."""
+    """The start of the fork server does not count as a stall. If the start counted as a stall, each
+    attempt would end the fork server during its imports. The next attempt would begin the imports
+    again."""
     stack = Stack(tmp_path / "spool", "fork", entry="rank_that_imports_slowly")
     code = (HERE / "fake_rank.py").read_text()
     slow = "\n\ndef preload(device: str):\n    time.sleep(12)\n"
@@ -118,8 +119,8 @@ def test_cancel(stack):
     assert stack.spool.queue.cancel(job_id) == "running"
     state, job = stack.wait(job_id)
     assert (state, job.result.error.type) == ("cancelled", "cancelled")
-    # The run's next job has no checkpoint to start from. The next job's error names the job that
-    # should have made this checkpoint.
+    # The run's next job has no checkpoint to start from. The error of the next job names the
+    # cancelled job, which should have made a checkpoint.
     state, job = stack.wait(follower)
     assert (state, job.result.error.type, job.attempt) == ("failed", "base_missing", 1)
     assert job_id in job.result.error.message
@@ -180,8 +181,8 @@ def main(attempt, settings): time.sleep(float(attempt.job))
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path, early):
-    """The fork server reports the end of a killed launch. The report comes before the next launch
-    (`early`) or after it."""
+    """The fork server reports the end of a killed launch. `early`: whether the report comes before
+    the next launch."""
     (tmp_path / "waiting_rank.py").write_text(WAITING_RANK)
     root = Spool.create(tmp_path / "spool").root
     server = ForkServer(
@@ -218,7 +219,7 @@ def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path,
 @pytest.mark.slow
 def test_a_job_that_waits_for_its_next_attempt_keeps_no_other_run_waiting(stack):
     """The job `unlucky` waits 1 s after its first attempt, and 2 s after its second attempt. The
-    other run's job starts during these pauses."""
+    job of the run `lucky` starts during the pauses of `unlucky`."""
     for run in ("unlucky", "lucky"):
         stack.run(run)
     stack.runner.send_signal(signal.SIGSTOP)  # The runner stops until all three jobs are queued.

@@ -208,8 +208,8 @@ def test_all_attempts_are_left_and_adopted_by_a_runner_that_has_room_for_one(spo
 
 
 def test_an_attempt_whose_thread_ends_by_an_error_ends_the_runner(spool: Spool) -> None:
-    """The runner ends, and leaves its attempts. The next runner settles or adopts these attempts,
-    as after every other end of a runner."""
+    """The runner ends, and leaves its attempts running. The next runner continues these attempts or
+    decides their outcome, as after any end of a runner."""
     submit(spool, "a0", run="a")
     submit(spool, "b0", run="b")
     cluster = Cluster()

@@ -16,7 +16,7 @@ RUNTIME = """
 int cudaGetDeviceCount(int *count) { fputs("CUDA is called\\n", stderr); *count = 0; return 100; }
 """
 # A program that does the fork server's imports and then calls CUDA. The program patches torch so
-# that NVML seems to find a GPU, as it does for the fork server.
+# that NVML seems to find a GPU. For a real fork server NVML finds a GPU.
 PRELOAD = """
 import sys, torch
 torch.cuda.is_available = lambda: True

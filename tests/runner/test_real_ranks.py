@@ -56,8 +56,8 @@ def checkpoints(tmp_path, launch: str) -> list[dict[str, str]]:
                 assert rank.phases["checkpoint"]["allocated"] > 100 * 2**20
         assert listeners
         assert set(listeners) <= LOOPBACK, f"whoever reaches that port reaches ranks: {listeners}"
-        # Only the processes that the launcher keeps between jobs are left. `torchrun` keeps none,
-        # `fork` keeps the fork server, and `resident` keeps torchrun and its ranks.
+        # Only the processes that the launcher keeps between jobs are left. `torchrun` keeps no
+        # process, `fork` keeps the fork server, and `resident` keeps torchrun and its ranks.
         assert len(stack.children()) == {"torchrun": 0, "fork": 1, "resident": 1 + RANKS}[launch]
         watching.close()
         assert stack.stop() == 0

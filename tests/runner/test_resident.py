@@ -1,5 +1,5 @@
-"""Ranks that stay between jobs. The same processes run job after job. After a job that did not
-succeed, the next job gets new processes."""
+"""Ranks that stay between jobs. The same processes run several jobs in turn. After a job that did
+not succeed, the next job gets new processes."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def test_the_same_processes_run_job_after_job(stack):
             == 1
         )
         assert ranks(stack) == before
-    # With more arenas the threads of each job would leave heaps of their own.
+    # With more than one malloc arena, the threads of each job would leave heaps of their own.
     for pid in before:
         assert b"MALLOC_ARENA_MAX=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 

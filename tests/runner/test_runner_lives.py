@@ -83,7 +83,8 @@ def test_sigterm_to_all_processes_uses_up_no_attempt_either(make, launch):
     job_id = stack.submit(stack.run(), do="wait", until=1, attempts=1)
     stack.until_beating(job_id)
     for process in (stack.runner.pid, *(child.pid for child in stack.children())):
-        with suppress(ProcessLookupError):  # The process's parent may have ended it already.
+        # The parent of the process may have ended the process already.
+        with suppress(ProcessLookupError):
             os.kill(process, signal.SIGTERM)
     assert stack.runner.wait(loop.STOP_SECONDS) == 0
     state, job = stack.spool.jobs.get(job_id)
@@ -221,7 +222,7 @@ def test_a_runner_that_starts_on_a_full_volume_waits(tmp_path):
 def test_a_checkpoint_that_fills_the_volume_is_removed_so_that_the_jobs_end_can_be_written(
     tmp_path, killed
 ):
-    """With `killed`, the job's runner has died, and the next runner finds the volume full."""
+    """If `killed` is true, the job's runner has died, and the next runner finds the volume full."""
     root = tmp_path / "volume"
     with mounted(root, "-t", "tmpfs", "-o", "size=2m", "tmpfs"):
         stack = Stack(root, "fork")

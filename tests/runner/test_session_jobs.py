@@ -1,6 +1,6 @@
-"""A session under the real runner. The session's ranks stay while calls come, and then leave. If
-the ranks or the runner are killed between or during calls, a client's calls get the same
-answers."""
+"""A session under the real runner. The session's ranks stay while calls come, and then leave. A
+kill of the ranks or the runner, between or during calls, does not change the answers that a client
+gets."""
 
 import os
 import signal
@@ -38,8 +38,8 @@ def answered(stack: Stack, client: Client, seq: int) -> float:
 
 
 def calls(client: Client):
-    """Appends one request after the other, each when the caller asks for the next one. The requests
-    are like those of `sessions.program`."""
+    """A generator that appends one request at each `next`, and yields the request's number. The
+    requests are similar to the requests of `sessions.program`."""
     yield client.compute(random_data(1))
     yield client.compute(random_data(2, sampled=True), "ppo")
     yield client.step()

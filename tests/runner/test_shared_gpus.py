@@ -1,5 +1,5 @@
-"""Trainer and vLLM on one GPU. They never use the GPU at the same time, and vLLM is awake again
-after any failure of the trainer or of vLLM."""
+"""Trainer and vLLM on one GPU. The trainer and vLLM never use the GPU at the same time. vLLM is
+awake again after any failure of the trainer or of vLLM."""
 
 import signal
 import time
@@ -25,8 +25,8 @@ def shared(tmp_path_factory):
 
 @pytest.fixture
 def stack(shared):
-    """A stack with a runner, a vLLM and a publisher that run. `stack.name` is the name of a new
-    run."""
+    """A stack with a running runner, a running vLLM and a running publisher. `stack.name` is the
+    name of a new run."""
     shared.forget()
     shared.vllm_does()
     if not shared._processes:
@@ -121,8 +121,8 @@ def test_while_a_job_trains_the_hold_says_so_and_nobody_wakes_vllm(stack):
     hold = live_hold(stack)
     assert (hold.job, hold.attempt, hold.phase, hold.floor) == (job_id, 1, "training", floor())
     stack.until(lambda: live_hold(stack).beat > hold.beat, "a beat in the hold")
-    # The runner hangs for longer than its lease. Then the runner's hold of the GPU is stale, but
-    # the ranks still use their memory.
+    # The runner hangs for longer than its lease. So the runner's hold of the GPU is stale, but the
+    # ranks still use their memory.
     stack.runner.send_signal(signal.SIGSTOP)
     stack.until(lambda: stack.spool.hold.live() is None, "the hold to be stale")
     stack.until(lambda: "is lost, and" in stack.text("publisher"), "the publisher to notice")
@@ -199,7 +199,7 @@ def test_vllm_wakes_while_the_volume_refuses_the_event_of_the_release(stack):
     stack.until_beating(job_id)
     stack.runner.send_signal(signal.SIGSTOP)
     with read_only(stack.spool.paths.job_dir(job_id)):
-        # In the list of children parents come first, so the last one is the rank.
+        # The list of children names parents before their children, so the last process is the rank.
         processes.send(stack.children()[-1], signal.SIGKILL)
         stack.runner.send_signal(signal.SIGCONT)
         stack.until_logged("can't write the event released")
@@ -225,8 +225,8 @@ def test_no_rank_starts_once_the_publisher_took_a_hold_that_a_full_volume_did_no
 @pytest.mark.parametrize("awake", [False, True])
 def test_a_publisher_that_finds_a_stale_hold_settles_it(stack, awake):
     """Runner and publisher are killed, and the runner's hold of the GPU stays on the volume.
-    `awake`: vLLM is awake at that time, as if they had been killed between vLLM's wake and the
-    removal of the hold. If vLLM is awake, vLLM itself uses the GPU's memory."""
+    `awake`: whether vLLM is awake, as after a kill between vLLM's wake and the removal of the hold.
+    If vLLM is awake, vLLM itself uses the GPU's memory."""
     job_id = stack.submit(stack.name, do="wait", attempts=1)
     stack.until_journal("rank runs")
     stack.until(
@@ -292,7 +292,7 @@ def test_kill_9_of_vllm_and_the_next_one_waits_for_the_trainer(stack, moment, or
     stack.until_journal(moment)
     waits = stack.text("vllm").count("waiting until the trainer gives")
     stack.kill_vllm()
-    stack.vllm(wait=False)  # supervisord too would start the next vLLM at once.
+    stack.vllm(wait=False)  # In a deployment supervisord starts the next vLLM at once.
     if order:
         stack.until(
             lambda: stack.text("vllm").count("waiting until the trainer gives") > waits,
@@ -305,8 +305,8 @@ def test_kill_9_of_vllm_and_the_next_one_waits_for_the_trainer(stack, moment, or
     stack.until(stack.healthy, "vLLM")
     awake_and_unheld(stack)
     if moment == "vllm falls asleep":
-        # The memory of the dead vLLM was free before the end of its sleep's time, and the job went
-        # on. The events contain `woken` only if the next vLLM was up when the publisher looked.
+        # vLLM's death freed its memory sooner than its sleep would have, and the job went on. The
+        # events contain `woken` only if the next vLLM was up when the publisher looked.
         kinds = [kind for kind in stack.kinds(job_id) if kind != "woken"]
         assert kinds == ["claimed", "slept", "released", "succeeded"]
 

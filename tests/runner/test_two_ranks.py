@@ -46,7 +46,7 @@ def standby(stack: Stack) -> list[int]:
     the oldest process of this name. `torchrun` keeps none."""
     pids = []
     for child in stack.children():
-        with suppress(OSError):  # The child may have ended since the list was made.
+        with suppress(OSError):  # The child process may have ended since the list was made.
             if "forkserver" in Path(f"/proc/{child.pid}/cmdline").read_text():
                 pids.append(child.pid)
     return pids[:1]
@@ -83,7 +83,7 @@ def test_a_killed_agent_takes_its_ranks_with_it(stacks):
     stack.wait(first)
     job_id = stack.submit("good", do="wait", until=1)
     stack.until_beating(job_id, ranks=2)
-    agent, *ranks = stack.children()  # In this list parents come first.
+    agent, *ranks = stack.children()  # The list of children names parents before their children.
     assert len(ranks) == 2
     processes.send(agent, signal.SIGKILL)
     state, job = stack.wait(job_id)
@@ -109,7 +109,8 @@ def test_a_rank_that_stays_after_its_peer_died_is_killed_and_not_blamed(stacks, 
     state, job = stack.wait(job_id)
     assert (state, job.result.error.type) == ("failed", "rank_crashed")
     assert "rank 1 ended with signal SIGKILL" in job.result.error.message
-    assert allocated(stack, job_id)["1"] == 1001  # The event has the record of the dead rank too.
+    # The event `released` has the memory record of the dead rank too.
+    assert allocated(stack, job_id)["1"] == 1001
     (died,) = re.findall(r"dies at (\S+)", stack.job_log(job_id))
     assert job.result.finished - float(died) < SHUTDOWN_SECONDS[launch] + 25
     assert idle(stack)

@@ -4,9 +4,10 @@ clocks misbehave.
     python -m tests.soak [--kills 1000] [--seed N]     the soak; `--help` has the options
     python -m tests.soak.check ROOT LEDGER             checks a spool's files again
 
-`stack` starts the programs and finds their processes. `disturb` strikes programs with signals and
-damages files. `client` submits jobs and records the API's answers in the ledger. `vllm` takes the
-place of vLLM. `check` shares no code with Tandem.
+The module `stack` starts the programs and finds their processes. The module `disturb` sends signals
+to programs and damages files. The module `client` submits jobs and records the API's answers in the
+ledger. The module `vllm` replaces vLLM. The module `check` checks the files and shares no code with
+Tandem.
 """
 
 import sys

@@ -87,14 +87,15 @@ class Soak:
             name: Counter()
             for name in ("program", "moment", "signal", "condition", "damage", "launch")
         }
-        self._imports = 1.0  # the number of costly strikes that are allowed now
-        self._again: list[str] = []  # programs to strike again
-        self._due = 0.0  # time of the next strike at the pace `options.pace`
+        # the number of signals that are allowed now to programs whose restart imports torch
+        self._imports = 1.0
+        self._again: list[str] = []  # programs that get another signal
+        self._due = 0.0  # time of the next signal at the pace `options.pace`
         self.kills = 0
 
     def round(self, kills: int, launch: str) -> list[str]:
-        """Strike programs with signals `kills` times, and then let everything end. Returns the
-        violations."""
+        """Sends signals to programs until `kills` of them count as kills, and lets everything end.
+        Returns the violations."""
         self.counts["launch"][launch] += kills
         problems = []
         if self.stack.launch_kind != launch:
@@ -131,8 +132,8 @@ class Soak:
         program = self._rng.choices(list(self._weights), list(self._weights.values()))[0]
         if program in costly and self._imports < 1:
             return
-        # If strikes came sooner than the pace requires, there is time to wait for a rare moment. A
-        # rank comes again only if its launcher gets the time to start.
+        # If the signals are ahead of the pace, there is time to wait for a rare moment. A new rank
+        # appears only if its launcher has the time to start.
         self._due += self._options.pace
         early = self._due - time.monotonic()
         late = early < -LATE_SECONDS
@@ -159,8 +160,8 @@ class Soak:
         self._count(program, moment, how)
 
     def _strike_again(self, program: str) -> None:
-        """Strikes the program again, so that the next runner dies while it starts and settles the
-        jobs of the runner before it. At that time the next runner has not imported torch."""
+        """Kills the program again soon after its start. A runner that is killed so early is still
+        deciding the outcome of the previous runner's jobs, and has not imported torch."""
         end = time.monotonic() + self._rng.uniform(0.3, 2.0)
         while time.monotonic() < end:
             self._meanwhile()
@@ -186,9 +187,9 @@ class Soak:
         return bool(victims) and self._strikes.strike(self._rng.choice(victims), how)
 
     def drain(self) -> list[str]:
-        """Let everything end undisturbed. Returns the violations after that."""
-        # A `tandem up` that was just killed together with supervisord left programs. The next
-        # `tandem up` ends them.
+        """Lets all jobs end, and returns the violations."""
+        # If `tandem up` and supervisord were just killed, their programs still run. The next
+        # `tandem up` ends these programs.
         problems = self._wait(
             "tandem up has started", STOP_SECONDS, lambda: self._none_of("supervisord")
         )
@@ -259,8 +260,8 @@ class Soak:
         )
 
     def finish(self) -> list[str]:
-        """Stop all programs, sweep the files that the strikes left as if these files were old, and
-        check the spool once more."""
+        """Stops all programs, makes temporary files look old, lets a runner sweep them, and checks
+        the spool once more."""
         problems = self.stack.close(STOP_SECONDS)
         problems += self._wait(
             "no process is left", STOP_SECONDS, lambda: check.leftovers(self.root)

@@ -1,4 +1,5 @@
-"""Checks a spool on which all jobs have ended, from its files alone. Shares no code with Tandem.
+"""Checks a spool on which all jobs have ended, from its files alone. This module shares no code
+with Tandem.
 
     python -m tests.soak.check ROOT LEDGER
 
@@ -16,7 +17,7 @@ from typing import Any
 from soak import check_checkpoints
 
 TERMINAL = ("succeeded", "failed", "cancelled")
-# The events of one attempt, in their order. Only `step` may come more than once.
+# The events of one attempt, in their order. Only the event `step` may come more than once.
 ORDER = (
     "claimed",
     "slept",
@@ -28,8 +29,8 @@ ORDER = (
     "woken",
     "requeued",
 )
-# The events of an attempt are the first ones of this chain, because each event is written before
-# the next part of the attempt begins.
+# The events of an attempt are a prefix of this chain. Each event is written before the next part of
+# the attempt begins.
 CHAIN = ("claimed", "started", "loaded", "step", "checkpoint")
 JUNK = "soak-junk"
 """A part of the names of files that the soak itself put among the spool's files."""
@@ -128,8 +129,8 @@ class JobFile:
 
     @property
     def steps(self) -> int:
-        """The number of the job's optimizer steps, as the job's events name it. Without such events
-        it is the number of epochs, because the soak's jobs have one batch."""
+        """The number of the job's optimizer steps, as the job's events name it. If the job has no
+        event `step`, the number is that of the epochs, because the soak's jobs have one batch."""
         told = [data["steps"] for steps in self.steps_by_attempt.values() for data in steps]
         return int(told[0] if told else self.record["spec"]["optimizer"]["epochs"])
 
@@ -137,8 +138,8 @@ class JobFile:
 def violations(
     root: Path, ledger: Ledger, *, swept: bool = False, served: bool = True
 ) -> list[str]:
-    """The violations, one line each. `swept`: temporary names were old and were swept. `served`:
-    vLLM and the publisher had time to serve the newest steps."""
+    """The violations, one line each. `swept`: whether a runner had to remove all temporary files.
+    `served`: vLLM and the publisher had time to serve the newest steps."""
     found: list[str] = []
     jobs = _jobs(root, ledger, found)
     _check_promises(root, ledger, jobs, found)
@@ -314,8 +315,8 @@ def _check_steps(job: JobFile, wrong: Any) -> None:
 def _check_remains(
     root: Path, ledger: Ledger, jobs: dict[str, JobFile], found: list[str], swept: bool
 ) -> None:
-    """Checks that files that a job needs only until its end are gone, and that strikes left few
-    temporary names. With `swept` no temporary name may be left."""
+    """Checks that files that a job needs only until its end are gone, and that signals to programs
+    left few temporary files. If `swept` is true, no temporary file may be left."""
     for job in jobs.values():
         for path in job.directory.iterdir():
             if path.name not in ("job.json", "events.jsonl", "log"):

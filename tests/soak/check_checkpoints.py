@@ -1,5 +1,5 @@
-"""The part of `soak.check` that reads checkpoints and the records of served steps. Shares no code
-with Tandem."""
+"""The part of `soak.check` that reads checkpoints and the records of served steps. This module
+shares no code with Tandem."""
 
 import hashlib
 import json
@@ -77,8 +77,8 @@ def _manifest(path: Path, run: str, found: list[str]) -> dict[str, Any] | None:
 
 
 def _check_origin(path: Path, manifest: dict[str, Any], job: Any, found: list[str]) -> None:
-    """Checks that a succeeded job of the run made the checkpoint: from the step before it, and by
-    the job's last optimizer step."""
+    """Checks that a succeeded job of the run made the checkpoint. The job must begin at the step
+    before the checkpoint, and its last optimizer step must give the checkpoint's metrics."""
     name = f"{manifest['run']}/{path.name}"
     if job is None or job.state == "damaged":
         if job is None:
@@ -143,7 +143,7 @@ def _check_served(
     served: bool,
 ) -> None:
     """Checks that `served.json` names a verified step of the chain, with the hash of the step's
-    adapter. With `served` it must be the newest step."""
+    adapter. If `served` is true, this step must be the newest step."""
     try:
         record = json.loads((run / "served.json").read_text())
     except FileNotFoundError:

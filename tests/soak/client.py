@@ -82,7 +82,8 @@ class Client:
         elif self._bodies and self._rng.random() < 0.15:
             self._repeat(self._rng.choice(list(self._bodies)))
         elif self._bodies and self._rng.random() < 0.03:
-            # Cancel one of the newest jobs, which may wait or run. Any answer is fine.
+            # Cancel one of the newest jobs, which may wait or run. The soak accepts any answer to
+            # the cancellation.
             self.request("POST", f"/v1/jobs/{self._rng.choice(list(self._bodies)[-6:])}/cancel")
         elif self._rng.random() < 0.03:
             self.request(

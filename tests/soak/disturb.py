@@ -1,5 +1,5 @@
-"""Moments to strike at, damage that the spool tolerates, conditions of the volume, and wrong
-clocks."""
+"""Moments for signals to programs, damage that the spool tolerates, conditions of the volume, and
+wrong clocks."""
 
 import random
 import re
@@ -85,8 +85,8 @@ class Moments:
         return "random"
 
     def _came(self, moment: str, known: dict[str, str]) -> bool:
-        """Whether a job has a new newest event of type `moment`. The jobs are those that run, and
-        those that ran at an earlier call."""
+        """Whether the newest event of a job has become `moment` since the last call. The jobs are
+        those that run, and those that ran at an earlier call."""
         came = False
         active = [path.name.split(",")[-1] for path in (self._root / "jobs/active").glob("[!.]*")]
         for job in {*active, *known}:
@@ -102,7 +102,7 @@ class Moments:
 
 
 class Strikes:
-    """Signals to programs, and the signals that must follow."""
+    """Sends signals to programs. A SIGSTOP is followed later by SIGCONT or SIGKILL."""
 
     def __init__(self, rng: random.Random, ledger: Ledger) -> None:
         self._rng, self._ledger = rng, ledger
@@ -231,7 +231,8 @@ class Damage:
         }
 
     def inflict(self) -> str | None:
-        """Damages a file of the first kind, in a random order, that has files. Returns the kind."""
+        """Tries the kinds of damage in a random order, until one of them damages a file. Returns
+        the kind."""
         for kind in self._rng.sample(list(self.kinds), len(self.kinds)):
             try:
                 if self.kinds[kind]():
@@ -279,8 +280,8 @@ class Damage:
         return True
 
     def _half_an_event(self) -> bool:
-        """Writes the beginning of a line under the job's lock, as a writer does that dies. Other
-        writers append more events after it."""
+        """Writes the beginning of a line under the job's lock, as a writer that dies. Other writers
+        append more events after the half line."""
         if (path := self._some("jobs/live/[!.]*/*/[!.]*/events.jsonl")) is None:
             return False
         job = path.parent.name.split(",")[-1]
@@ -335,8 +336,8 @@ class Damage:
         return True
 
     def _checkpoint(self) -> bool:
-        """Damages a file of a checkpoint, and restores it from a copy after a moment. In between,
-        the job that needs the file may fail."""
+        """Damages a file of a checkpoint, and restores the file from a copy within a second. A job
+        that needs the damaged file may fail."""
         if (path := self._some("runs/*/checkpoints/*/*")) is None or not path.is_file():
             return False
         job = re.search('"job": "(.*)"', (path.parents[0] / "manifest.json").read_text())

@@ -72,7 +72,7 @@ def _stat(pid: int) -> list[str]:
 
 class Volume:
     """The spool's directory. The directory is the mount of a tmpfs, which can get full and
-    read-only. If mounting is refused, it is a plain directory."""
+    read-only. If the mount is refused, the spool's directory is a plain directory."""
 
     def __init__(self, root: Path, mebibytes: int) -> None:
         self.root = root
@@ -117,8 +117,8 @@ class Volume:
 
 class Stack:
     """`tandem up --role trainer`, a controller, and a publisher and a vLLM for each of `servers`
-    inference servers. With the executor `hosts`, an agent for each of two hosts, too. A program
-    that ends is started again, as an orchestrator does."""
+    inference servers. With the executor `hosts` the stack also has an agent for each of two hosts.
+    A program that ends is started again, as an orchestrator does."""
 
     def __init__(
         self,

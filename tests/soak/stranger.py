@@ -1,5 +1,5 @@
-"""Asks the soak's inference servers for the announced step without a break. A server that reports
-that it is ready must have this step."""
+"""Requests the announced step from the soak's inference servers without a break. A server that
+reports that it is ready must have this step."""
 
 import threading
 import time
@@ -14,8 +14,8 @@ from tandem.spool.schema import Served
 
 
 class Stranger(threading.Thread):
-    """The thread that asks. The thread records violations, and counts the answers. `urls`: the URL
-    of each server. `headers`: headers with the API key."""
+    """The thread that sends the requests. The thread records violations, and counts the answers.
+    `urls`: the URL of each server. `headers`: headers with the API key."""
 
     def __init__(self, root: Path, urls: list[str], headers: dict[str, str]) -> None:
         super().__init__(name="stranger", daemon=True)

@@ -1,5 +1,5 @@
-"""The soak's checker: it finds nothing on a good spool, and each broken promise on a spool that
-breaks it."""
+"""The soak's checker finds no violation on a good spool, and finds each violation on a spool that
+has it."""
 
 import hashlib
 import json
@@ -298,8 +298,8 @@ def test_the_soaks_own_damage_is_no_violation(good: Path, tmp_path: Path) -> Non
 def test_steps_that_a_full_volume_refused_are_no_violation(
     good: Path, tmp_path: Path, steps: tuple[int, ...]
 ) -> None:
-    """Steps may lack events only if the volume was full at this number of events, and only if the
-    checkpoint says that the steps were made."""
+    """Steps may lack events only if the volume was full when the events were due. The checkpoint
+    must also say that the steps were made."""
     root, ledger = tmp_path / "spool", Ledger.read(good / "ledger")
     shutil.copytree(good / "spool", root)
 

@@ -1,5 +1,5 @@
-"""Kills of the soak, with a seed that is printed. `python -m tests.soak --seed N` repeats its
-plan."""
+"""Kills of the soak, with a seed that is printed. `python -m tests.soak --seed N` repeats the plan
+of the seed N."""
 
 import os
 import random

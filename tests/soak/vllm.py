@@ -2,7 +2,8 @@
 
 The trainer writes the log-probs of a probe's tokens into a checkpoint's manifest. The fake vLLM
 answers with the log-probs in the manifest of the checkpoint that has the adapter's bytes. So the
-publisher's verification works. The program's start takes a third of a second.
+fake vLLM's log-probs pass the publisher's verification. The program's start takes a third of a
+second.
 """
 
 import hashlib
