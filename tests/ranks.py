@@ -53,8 +53,8 @@ def start_rank(environment: dict[str, str], log: Path, script: str, *arguments: 
 
 @cache
 def _server() -> Any:
-    """The fork server of this process. The server starts with the first rank and ends with this
-    process."""
+    """The fork server of this process. The fork server starts with the first rank and ends with
+    this process."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["policies", "tandem.trainer.rank.entry", "rank.jobs"])
     # The NVML check keeps Megatron's import from calling CUDA, which no fork survives.

@@ -1,5 +1,5 @@
-"""The commands support every family of models. With a tiny model of each family, the commands plan,
-check data and check the deployment. transformers loads an exported model, and the logits of this
+"""The commands support every family of models. The tests plan, check data, check the deployment and
+export with a tiny model of each family. transformers loads the exported model. The logits of this
 model agree with PEFT's."""
 
 import json

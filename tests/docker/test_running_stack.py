@@ -53,7 +53,7 @@ def test_no_process_is_root_and_only_volumes_are_writable(stack):
         check_processes(stack, service, "2000")
 
 
-# `test_real_vllm` tries every route.
+# `test_real_vllm` sends requests to every route of vLLM.
 CLOSED = (
     "/v1/load_lora_adapter",
     "/pause",

@@ -2,7 +2,7 @@
 docs/jobs.md says.
 
 All tests share one stack, and each test continues from the state that the test before it left. vLLM
-takes most of a minute to start, so it dies twice only.
+takes most of a minute to start, so the tests kill vLLM only twice.
 """
 
 import json
@@ -34,8 +34,8 @@ SERVED_BOUND = 180
 """The longest time until a step is served, in seconds."""
 SETTINGS = {
     **DEVICES,
-    # If a process computes before it forks, its children wait for a second thread that does not
-    # exist.
+    # If a process computes with two threads before it forks, its children wait for a thread that
+    # does not exist.
     "OMP_NUM_THREADS": "2",
     "TANDEM_MAX_MODEL_LEN": "4096",  # requests of this length run long enough to be stopped
     "TANDEM_VLLM_STALL_SECONDS": "20",
@@ -97,7 +97,7 @@ def test_the_demo_learns(stack: LocalStack, out: Path) -> None:
     rewards = [row["reward"] for row in report["steps"]]
     assert rewards[-1] > rewards[0] + 0.1
     assert (out / "reward.png").stat().st_size > 10_000
-    # Sampler and trainer compute the same log-probs, although they are two programs.
+    # Sampler and trainer are two programs that compute the same log-probs.
     assert max(row["metrics"]["kl_sampler"] for row in report["steps"]) < 1e-3
 
 
@@ -150,8 +150,8 @@ def is_rank(pid: int) -> bool:
 
 
 def serves_all_steps(stack: LocalStack) -> None:
-    """vLLM serves every step of the run, each one verified, and answers with the oldest and the
-    newest."""
+    """vLLM serves every step of the run, every step is verified, and vLLM answers with the oldest
+    and the newest step."""
     steps = stack.spool.checkpoints.steps(RUN)
     stack.client.wait_served(RUN, steps[-1], timeout=SERVED_BOUND)
     models = {f"{RUN}@{step}" for step in steps}

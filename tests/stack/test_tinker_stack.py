@@ -1,5 +1,5 @@
-"""Tinker's package, unmodified, on a whole stack: a program from a model to samples from vLLM,
-although every program dies once."""
+"""Tinker's package, unmodified, on a whole stack. A client's program trains a model and samples
+from vLLM, although every program of the stack dies once."""
 
 import subprocess
 import sys
