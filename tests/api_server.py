@@ -86,7 +86,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[Server]:
     """One controller for all tests of a file. Each test uses its own runs. The controller ends with
-    the file's tests. Later, writes of its threads would disturb the tests that count this process's
+    the file's tests. The controller's threads could disturb later tests that count this process's
     writes."""
     with Server(root) as server:
         yield server

@@ -21,7 +21,7 @@ from tandem.system.environment import omp_waiting
 # take CPU time from the other programs.
 os.environ.update(omp_waiting(os.environ))
 # If several programs share two cores, a tiny model's two threads mostly wait for each other. This
-# wait took a fifth of the CPU time of tests with a real vLLM. tests/stack/test_stack.py and the
+# wait took a fifth of the CPU time of tests with a real vLLM. `tests/stack/test_stack.py` and the
 # containers have as many threads as a deployment.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # With PYTHONDONTWRITEBYTECODE, every process that a test starts would compile torch, Megatron and

@@ -73,7 +73,7 @@ class FakeVllm:
 
     def start(self, port: int = 0) -> None:
         """Start without adapters, on the port of an earlier start."""
-        # After `stop` the kernel could give a port of its own choice to another program.
+        # A port that the kernel has chosen could go to another program after `stop`.
         self._port = port or self._port or free_ports(1)[0]
         self.adapters.clear()
         self.ready_until, self.instance = 0.0, secrets.token_hex(4)

@@ -254,7 +254,7 @@ def test_one_module_knows_the_header_of_safetensors():
 
 
 def test_files_are_short():
-    """A source file has at most 400 lines. ruff limits the statements of a function
+    """A source file has at most 400 lines. The linter ruff limits the statements of a function
     (`max-statements` in pyproject.toml)."""
     paths = SOURCE.rglob("*.py")
     assert [str(path) for path in paths if len(path.read_text().splitlines()) > 400] == []

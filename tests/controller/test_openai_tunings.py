@@ -1,5 +1,5 @@
-"""Fine-tuning jobs by the openai package: from a file to a model's name, and refusals. The test
-plays the runner."""
+"""Fine-tuning jobs by the openai package, from a file to a model's name. The tests also check
+refusals. The test plays the runner."""
 
 import json
 import time
@@ -83,7 +83,8 @@ def create(sdk: OpenAI, file: str, **more: Any) -> FineTuningJob:
 
 
 def queued(spool: Spool, count: int = 2) -> list[str]:
-    """Waits until `count` jobs are queued. Returns the names of the jobs' parts."""
+    """Waits until `count` jobs are queued. Returns each job's id without the text before the first
+    dot."""
 
     def names() -> list[str]:
         return [job.spec.id.partition(".")[2] for _, job in spool.jobs.list(states=("queued",))]

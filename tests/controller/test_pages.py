@@ -1,4 +1,4 @@
-"""Lists in pages, also after a rollback or damage on the volume."""
+"""The API returns lists in pages, also after a rollback or damage on the volume."""
 
 import os
 import shutil

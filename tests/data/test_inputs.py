@@ -1,4 +1,4 @@
-"""Validation of input. vLLM's answers become turns. The refusal of wrong input names the wrong
+"""Validation of input. The answers of vLLM become turns. The refusal of wrong input names the wrong
 field."""
 
 import json

@@ -60,8 +60,8 @@ def run(
 
 
 def lineages(row: PackedRow) -> list[list[int]]:
-    """For each slot, the slots on the path from the root to it. The paths are computed only from
-    depths: a slot's parent is the nearest earlier slot whose depth is smaller by 1."""
+    """For each slot, the slots on the path from the root to this slot. The paths are computed only
+    from depths: a slot's parent is the nearest earlier slot whose depth is smaller by 1."""
     path: list[int] = []
     return [path := [*path[: row.positions[slot]], slot] for slot in range(row.num_tokens)]
 

@@ -218,7 +218,7 @@ def turns(sequences: list[Any]) -> list[list[int]]:
 
 
 def vllm_stops(directory: Path) -> set[int]:
-    """The stop tokens of a request without stop tokens of its own, by vLLM's own code."""
+    """The stop tokens that vLLM's own code sets for a request without stop tokens."""
     from transformers import AutoTokenizer, GenerationConfig
     from vllm import SamplingParams
 

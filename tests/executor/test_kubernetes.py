@@ -278,7 +278,7 @@ def test_hours_in_kueues_queue_do_not_count_as_the_hosts_time_to_arrive(cluster,
 @scripted
 @pytest.mark.parametrize("began", [True, False])
 def test_a_new_runner_finds_a_job_that_is_suspended(cluster, began):
-    """Kueue may have preempted the Job while no runner looked. If the Job's hosts had begun, their
+    """Kueue may have preempted the Job while no runner ran. If the Job's hosts had begun, their
     tickets for the attempt are taken, so the attempt can't go on."""
     cluster.nodes.kueue = True
     execution = cluster.runner.begin()

@@ -2,10 +2,10 @@
 agents.
 
 Whatever happens to a Job, its pods, its queue, the API server or the runner, the job ends exactly
-once. test_kubernetes.py tests a missing image, refusals by admission, and another release's
-template. runner/test_runner_lives.py tests a second runner. rank/test_hosts.py tests a cut cable,
-and clocks that differ. spool/test_spool_fence.py, agent/test_one_attempt.py and
-agent/test_hosts_meet.py test volumes that are slow or gone.
+once. `test_kubernetes.py` tests a missing image, refusals by admission, and another release's
+template. `runner/test_runner_lives.py` tests a second runner. `rank/test_hosts.py` tests a cut
+cable, and clocks that differ. `spool/test_spool_fence.py`, `agent/test_one_attempt.py` and
+`agent/test_hosts_meet.py` test volumes that are slow or gone.
 """
 
 import re

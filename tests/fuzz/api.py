@@ -1,5 +1,5 @@
-"""Schemathesis against a controller: no answer of 500, every answer as documented, and a refusal
-leaves no trace.
+"""Schemathesis sends requests to a controller. No answer has the status 500, every answer is as
+documented, and a refusal leaves no trace.
 
     python -m tests.fuzz.api [--minutes 30] [--seed S]
 

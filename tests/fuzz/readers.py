@@ -1,4 +1,5 @@
-"""Every program that reads the spool, in this process, on a damaged copy; for `fuzz.files`.
+"""Functions for `fuzz.files` that let every program read a damaged copy of the spool, in this
+process.
 
 Each function returns the problems that it found: an exception that would end a program or be
 answered by 500, an undamaged run that is not served, or a job that succeeded with wrong weights.

@@ -248,8 +248,7 @@ def _jobs_done(minute: int) -> int:
 
 def training() -> Stack:
     """One job after another. Each job takes eight minutes, and two minutes pass before the next
-    job. vLLM serves a job's step a minute after the job's end. vLLM answers requests all the
-    time."""
+    job. A job's step is served a minute after the job's end. Requests to vLLM come all the time."""
     stack = idle()
     _vllm(stack, pace=1)
     put(stack, "controller", "tandem_jobs", 3, state="queued")
@@ -321,7 +320,7 @@ def training() -> Stack:
 
 
 def _publish(stack: Stack) -> None:
-    """Each job's checkpoint takes 100 MiB of the shared volume. vLLM serves the checkpoint a minute
+    """Each job's checkpoint takes 100 MiB of the shared volume. The checkpoint is served a minute
     after the job's end."""
     put(
         stack,
@@ -387,8 +386,8 @@ def phase_of_merged(stack: Stack, phase: Callable[[int], str], replica: str = ""
 
 
 def merged_and_sharing() -> Stack:
-    """The stack `sharing` with merged weights. vLLM starts again when the trainer has the GPU, so
-    vLLM serves its first step when the trainer's job is over."""
+    """The stack `sharing` with merged weights. The restart of vLLM falls into a job of the trainer,
+    so vLLM serves its first step after the job."""
     stack = sharing()
     put(stack, "inference", "tandem_merged_runs", 1)
     phase_of_merged(stack, lambda minute: "served" if minute < 40 or minute >= 102 else "empty")

@@ -94,7 +94,7 @@ def _test(cases: list[Case]) -> dict:
     one evaluation a minute.
 
     The test also expects firing alerts without labels and texts, which is wrong on purpose.
-    promtool prints the real labels and texts as differences.
+    So the differences that promtool prints contain the real labels and texts.
     """
     inputs, firing, texts = [], [], []
     for case in cases:

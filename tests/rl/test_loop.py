@@ -80,7 +80,7 @@ def test_no_group_is_older_than_the_bound(tmp_path: Path, bound: int, seed: int)
         assert max(line["off_policy_steps"]["max"] for line in written) > 0, (
             "nothing overlapped, so this proves little"
         )
-        # Rollouts don't run further ahead than the bound allows.
+        # Rollouts don't run further ahead of the trainer than the bound allows.
         assert sum(line["left_out"]["stale"] for line in written) <= 30 / 2
 
 

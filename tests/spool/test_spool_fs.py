@@ -1,5 +1,5 @@
-"""The tests of files on the volume are about ids, atomic writes, the order of syncs, locks, what an
-NFS client may forget, and memory."""
+"""The tests of files on the volume check ids, atomic writes, the order of syncs, locks, stale
+caches of NFS clients, and memory."""
 
 import errno
 import gc
@@ -267,8 +267,8 @@ def test_absence_is_believed_only_after_the_directory_was_opened(tmp_path, monke
 
 
 def test_a_stale_handle_is_not_an_absent_file(tmp_path, monkeypatch):
-    """The runner would remove a job that seems absent from the queue. vLLM would wake if the
-    runner's hold seemed absent."""
+    """The runner would remove a job that seems absent from the queue. A hold that seems absent
+    would let vLLM wake."""
     (path := tmp_path / "file").write_text("x")
     real, stale = fs.read_plain, [3]
 

@@ -30,7 +30,7 @@ from tandem.spool.removal import delete_checkpoint, delete_run, prune
 from tandem.spool.schema import RLJob, RLLoss
 
 NEWEST = Settings(keep_checkpoints=1)
-NOW_OLD = Settings(keep_days=1e-9)  # jobs that ended before this moment are too old
+NOW_OLD = Settings(keep_days=1e-9)  # all ended jobs are too old
 
 
 @pytest.fixture(autouse=True)

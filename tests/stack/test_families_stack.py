@@ -1,7 +1,7 @@
 """The whole stack with a tiny model of each newer family. A trained step is verified and served,
 and the model gives the trained answers. With `--all-cases` the tests also serve the model that
 `tandem export` merges, on a stack of its own. For families whose adapters Tandem merges into vLLM's
-weights, the tests also use `TANDEM_WEIGHTS=merged`. tests/model/test_vision_wrappers.py compares
+weights, the tests also use `TANDEM_WEIGHTS=merged`. `tests/model/test_vision_wrappers.py` compares
 merged models with their adapters."""
 
 import subprocess

@@ -1,7 +1,7 @@
 """The whole stack with merged weights, for each way in which weights reach vLLM.
 
 In the way `merge`, vLLM merges adapters. The model is a mixture of experts with adapters on the
-experts, too. vLLM on the CPU can't serve adapters on experts without a merge. In the other ways the
+experts, too. On the CPU vLLM can't serve adapters on experts without a merge. In the other ways the
 ranks of real jobs send whole weights.
 """
 
@@ -19,7 +19,7 @@ from tandem.errors import Conflict, InvalidInput
 from tiny import write_random_model
 from waiting import until
 
-# By default this file tests one way only. test_real_model.py has a stack that merges. In
+# By default this file tests one way only. `test_real_model.py` has a stack that merges. In
 # tests/inference/test_whole_vllm.py a real vLLM gets whole weights from ranks.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.one_of("stack")]
 RUN = "merged"
@@ -153,8 +153,8 @@ def test_a_vllm_that_starts_again_answers_nobody_before_it_has_the_newest_step(
     assert {answer.status_code for answer in answers} <= {503, 404, 200}
     assert answers[-1].headers["x-tandem-weights"] == f"{run}@2"
     assert answers[-1].json()["choices"] == expected
-    # The publisher admits requests before it writes the record. vLLM's start removed the earlier
-    # record.
+    # The publisher admits requests before it writes the record. The start of vLLM removed the
+    # earlier record.
     until(
         "the record is there",
         lambda: (now := stack.spool.served.get(run)) and now.verified > before.verified,

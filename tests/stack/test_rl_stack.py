@@ -239,8 +239,7 @@ def test_a_step_of_another_run_teaches_a_run_by_its_log_probs(
 
 @pytest.fixture
 def with_tools(tmp_path: Path) -> Iterator[LocalStack]:
-    """A tiny model with Qwen3's own template and its tokens for tool calls. vLLM parses these
-    calls."""
+    """A tiny model with Qwen3's own template and its tokens for tool calls, which vLLM parses."""
     model = tiny_model.write_tiny_qwen3(tmp_path / "spool" / "models" / "tiny")
     tokenizer = AutoTokenizer.from_pretrained(model)
     words = ("think", "tool_call", "tool_response")

@@ -1,8 +1,8 @@
-"""`make demo` learns, and then its stack loses one program after another: every job ends as
-docs/jobs.md says.
+"""The tests run `make demo`, and kill one program of the demo's stack after another. Every job ends
+as docs/jobs.md says.
 
-All tests share one stack, and each test continues from the state that the test before it left. vLLM
-takes most of a minute to start, so the tests kill vLLM only twice.
+All tests share one stack, and each test continues from the state that the test before it left. A
+start of vLLM takes most of a minute, so the tests kill vLLM only twice.
 """
 
 import json
@@ -214,7 +214,7 @@ def kill(stack: LocalStack, program: str, job: str) -> None:
 
 
 def test_an_engine_that_stops_is_noticed_while_the_trainers_programs_die(stack: LocalStack) -> None:
-    """vLLM's engine stops in the middle of a request. The next vLLM serves all steps. tests/soak
+    """vLLM's engine stops in the middle of a request. The next vLLM serves all steps. `tests/soak`
     kills at many more moments."""
     (server,) = stack.pids("vllm")
     engine = engine_of(server)
@@ -264,8 +264,8 @@ def test_vllm_dies_while_it_loads_a_checkpoint(stack: LocalStack) -> None:
 
 
 def test_no_program_listens_for_strangers(stack: LocalStack) -> None:
-    """This stack uses adapters. test_merged_stack.py tests the other transports, and
-    test_real_ranks.py the other launchers."""
+    """This stack uses adapters. `test_merged_stack.py` tests the other transports, and
+    `test_real_ranks.py` the other launchers."""
     with watched(stack.process.pid) as listeners:
         succeeds(stack, submit(stack))
     assert listeners

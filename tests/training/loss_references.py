@@ -88,7 +88,7 @@ def importance(
 
 def keeps(lp: Array, sampler: Array, adv: Array, sequences: Parts, threshold: float) -> Array:
     """The mask M of DeepSeek-V3.2 equation 9. M = 0 where A < 0 and the sequence's mean of
-    log(pi_old / pi) is above the threshold. pi_old is the sampler's policy."""
+    log(pi_old / pi) is above the threshold. The policy pi_old is the sampler's policy."""
     kept = np.ones_like(lp)
     for members in sequences:
         mean = sum(sampler[t] - lp[t] for t in members) / len(members)
