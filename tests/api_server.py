@@ -86,8 +86,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[Server]:
     """One controller for all tests of a file. Each test uses its own runs. The controller ends with
-    the file's tests, because its threads write now and then, and tests of the spool count the
-    process's writes."""
+    the file's tests. The controller's threads could disturb later tests that count this process's
+    writes."""
     with Server(root) as server:
         yield server
 
@@ -139,7 +139,7 @@ class Process:
         self.wait_ready()
 
     def output(self) -> str:
-        """Everything printed so far."""
+        """The output of all controller processes that this object has started."""
         return self._log.read_text()
 
     def __enter__(self) -> Self:
@@ -178,14 +178,15 @@ def rl_request(**changes: Any) -> dict[str, Any]:
 
 
 def sft_request(**changes: Any) -> dict[str, Any]:
-    """An SFT request with token ids. Messages would need transformers, and transformers imports
-    torch into a process that is allowed to load torch."""
+    """An SFT request with token ids. An example of messages would need transformers, which would
+    import torch into the tests' process."""
     example = {"token_ids": [10, 11, 20, 21], "trainable": [False, False, True, True]}
     return {"kind": "sft", "examples": [example], "packing": {"sequence_length": 64}} | changes
 
 
 def tree(root: Path) -> dict[str, bytes | None]:
-    """Every file on the spool, by path, without the metrics collector's write probe."""
+    """Path → content of every file on the spool, except the write probe of the metrics
+    collector."""
     return {
         path: content
         for path, content in volume_tools.tree(root).items()

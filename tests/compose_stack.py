@@ -1,7 +1,7 @@
 """Stacks of containers that `docker compose` starts, each with its own name, ports, secrets and
 volumes.
 
-Tests inspect the containers of these stacks and kill the containers' processes.
+Tests inspect the containers of the stacks and kill the containers' processes.
 """
 
 import json
@@ -65,7 +65,7 @@ def require_engine() -> None:
 
 def require_compose() -> None:
     """Skip the test without a Compose that reads this repository's files, or fail it if
-    TANDEM_REQUIRE_DOCKER=1. Reading the files needs no engine."""
+    TANDEM_REQUIRE_DOCKER=1. Reading the files needs no Docker engine."""
     if problem := _compose_problem():
         if os.environ.get("TANDEM_REQUIRE_DOCKER") == "1":
             pytest.fail(problem)
@@ -137,7 +137,7 @@ def _profiles(names: Sequence[str]) -> list[str]:
 class Compose:
     """`docker compose` on some files, without .env and the caller's variables.
 
-    `up` starts the stack; leaving the context removes it with its volumes.
+    `up` starts the stack. The end of the context removes the stack with its volumes.
     """
 
     def __init__(self, *files: str, project: str = "tandem-test", **variables: str) -> None:
@@ -287,7 +287,7 @@ class Compose:
         """The pids of a program's processes in the container; `then`: a shell command for each
         `$pid`."""
         word = PROGRAMS[program]
-        # The brackets keep the search from finding its own process.
+        # The brackets keep `grep` from finding its own process.
         find = f"grep -lzx '[{word[0]}]{word[1:]}' /proc/[0-9]*/cmdline"
         script = f"for pid in $({find} | cut -d/ -f3); do echo $pid; {then or ':'}; done"
         return [
@@ -315,7 +315,7 @@ def check_processes(stack: Compose, service: str, uid: str) -> None:
     system is read-only."""
     for status in json.loads(stack.exec(service, "python", "-c", PROCESSES).stdout).values():
         if status["Name"].startswith("runc:"):
-            # runc still prepares this process, a health check, and drops its rights one by one
+            # This process is a health check whose rights runc has not yet dropped completely.
             continue
         assert status["Uid"].split() == [uid] * 4
         assert status["Gid"].split()[0] == "0"
@@ -328,7 +328,7 @@ def check_processes(stack: Compose, service: str, uid: str) -> None:
 
 @cache
 def everything(*files: str, **variables: str) -> dict[str, Any]:
-    """The configuration of all profiles."""
+    """The output of `docker compose config` for all profiles."""
     return Compose(*files).config("*", **variables)
 
 

@@ -17,11 +17,11 @@ import every_process.sitecustomize
 from fake_nvml import FakeNvml
 from tandem.system.environment import omp_waiting
 
-# The tests set GOMP_SPINCOUNT before they load torch. GOMP_SPINCOUNT is needed because other
-# programs compute beside this process, too.
+# The tests set GOMP_SPINCOUNT before they load torch. Without GOMP_SPINCOUNT, waiting threads would
+# take CPU time from the other programs.
 os.environ.update(omp_waiting(os.environ))
-# If several programs share two cores, a tiny model's two threads only wait for each other. The
-# waiting took a fifth of the CPU time of tests with a real vLLM. tests/stack/test_stack.py and the
+# If several programs share two cores, a tiny model's two threads mostly wait for each other. This
+# wait took a fifth of the CPU time of tests with a real vLLM. `tests/stack/test_stack.py` and the
 # containers have as many threads as a deployment.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # With PYTHONDONTWRITEBYTECODE, every process that a test starts would compile torch, Megatron and
@@ -38,8 +38,8 @@ if "EVERY_PROCESS_PACKAGES" not in os.environ:
     packages.flush()
     os.environ["EVERY_PROCESS_PACKAGES"] = packages.name
 # httpx reads the machine's certificates for every client, so also for every `httpx.get` that polls
-# a port. Each reading takes 20 to 40 ms of CPU time. The readings took a tenth of a vLLM server's
-# start.
+# a port. Each reading takes 20 to 40 ms of CPU time. Reading certificates took a tenth of the CPU
+# time of a vLLM server's start.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
@@ -56,8 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep garbage collections from visiting the objects that live until the end: some million
-    objects of modules and tests."""
+    """Excludes the objects of modules and tests, some million objects, from garbage collections.
+    These objects live until the end."""
     gc.collect()
     gc.freeze()
 
@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _begins(group: list[pytest.Item]) -> tuple[bool, bool, bool, int]:
     """The sort key of a group of tests. Workers take groups in this order: the group of the Docker
     engine, groups with only slow tests, groups with a slow test, and then larger groups before
-    smaller groups. In this order the groups that run last are short."""
+    smaller groups. So short groups run last."""
     slow = [item.get_closest_marker("slow") is not None for item in group]
     docker = any(item.get_closest_marker("docker") for item in group)
     return not docker, not all(slow), not any(slow), -len(group)
@@ -120,8 +120,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 def _keep_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
     """For tests with the mark `one_of(fixture)`, keep only the cases of one parameter of the
-    fixture. Of the remaining tests with the mark `sample(n)`, keep n cases of each test, or n cases
-    of all tests with the same `of`. The seed chooses.
+    fixture. Keep n of the remaining cases of each test with the mark `sample(n)`. Tests with the
+    same `of` share these n cases. The seed chooses the cases.
     """
     left_out: set[pytest.Item] = set()
     parameters: dict[str, dict[int, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))

@@ -1,10 +1,10 @@
 """The ranks that tests/model/test_topologies.py starts: python cut_rank.py ORDERS.
 
 ORDERS is a JSON file with the object {directory: {world: {number: fields of `Sizes`}}}. `world` is
-the number of ranks, and `number` is the number of a topology. For each order in turn, the ranks
-compute rows of <directory>/model with <directory>/adapter, and write the results to
-<directory>/<world>.<number>.<rank>.pt. `BREAKS` are mistakes in the ranks' code; with each of them
-the results must be wrong.
+the number of ranks, and `number` is the number of a topology. The ranks execute the orders one
+after another. For each order they compute rows of <directory>/model with <directory>/adapter, and
+write the results to <directory>/<world>.<number>.<rank>.pt. `BREAKS` are mistakes in the ranks'
+code. Each mistake must make the results wrong.
 """
 
 import json
@@ -66,8 +66,8 @@ SOURCES = torch.tensor([*range(129), 69, *range(130, 179), *range(180, SLOTS - 1
 
 
 def row(number: int, arch) -> RowTensors:
-    """A tree of two branches and a sequence. With a mixture, some slots have the experts that the
-    sampler chose."""
+    """A packed row with a tree of two branches, and with a sequence. If the model is a mixture of
+    experts, some slots have the experts that a sampler chose."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, arch.vocab_size, (SLOTS,), generator=generator)
     targets = torch.tensor([*range(1, 180), *range(181, SLOTS)])
@@ -84,8 +84,8 @@ def row(number: int, arch) -> RowTensors:
 
 
 def compute(policy: Policy) -> dict[str, object]:
-    """The results of two optimizer steps on ROWS rows. The results are the same on any topology,
-    because gradients and moments are gathered."""
+    """The results of two optimizer steps on ROWS rows in the topology `sizes`. The results are the
+    same on any topology, because gradients and moments are gathered."""
     topology, arch = policy.topology, policy.arch
     optimizer = AdapterOptimizer(policy, SETTINGS)
     result: dict[str, object] = {}

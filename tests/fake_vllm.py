@@ -1,4 +1,4 @@
-"""A fake vLLM: the part of its HTTP API that Tandem uses, and a one-line language model that
+"""A fake vLLM has the part of vLLM's HTTP API that Tandem uses, and a one-line language model that
 adapters change.
 
 The fake answers thousands of times faster than a real vLLM. `test_real_vllm.py` checks that a real
@@ -73,7 +73,7 @@ class FakeVllm:
 
     def start(self, port: int = 0) -> None:
         """Start without adapters, on the port of an earlier start."""
-        # After `stop` the kernel could give a port of its own choice to another program.
+        # A port that the kernel has chosen could go to another program after `stop`.
         self._port = port or self._port or free_ports(1)[0]
         self.adapters.clear()
         self.ready_until, self.instance = 0.0, secrets.token_hex(4)
@@ -104,8 +104,7 @@ class FakeVllm:
 
     @property
     def ready(self) -> bool:
-        """Whether this server, if it is one of several servers behind one address, would answer
-        requests."""
+        """Whether the server runs and is ready, as one of several servers behind one address."""
         return self._server is not None and time.monotonic() < self.ready_until
 
     def loads(self) -> list[str]:
@@ -164,7 +163,7 @@ class FakeVllm:
                 if name in self.adapters:
                     return 400, {"error": {"message": "already loaded"}}
                 if self.asleep:
-                    self.dead = True  # CUDA error: an illegal memory access was encountered
+                    self.dead = True  # as by "CUDA error: an illegal memory access"
                     return 500, {"error": {"message": "EngineCore encountered an issue"}}
                 self.adapters[name] = (body["lora_path"], effect(Path(body["lora_path"])))
                 return 200, "Success"

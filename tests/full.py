@@ -26,8 +26,8 @@ class Full:
     optimizer: ShardedAdam
 
     def write(self, directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
-        """Writes tensors in the shapes of the weights, as a Hugging Face model. A collective
-        operation of all ranks."""
+        """Writes tensors in the shapes of the weights, as a Hugging Face model. All ranks must call
+        this function, because it is a collective operation."""
         weights, top, arch = Weights(tensors), self.policy.topology, self.policy.arch
         files = ModelFiles(directory, arch, weights.dtype)
         if top.rank == 0:

@@ -55,7 +55,8 @@ def train(client: Tandem, run: str, epochs: int, *, learning_rate: float, **opti
 
 
 def seen(client: Tandem, job: str, kind: str, timeout: float = 180) -> None:
-    """Wait for an event of this kind. Raises AssertionError if the job ends before the event."""
+    """Wait for an event of the type `kind`. Raises AssertionError if the job ends before the
+    event."""
 
     def check() -> bool:
         kinds = [event.type for event in client.job_events(job)]

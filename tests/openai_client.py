@@ -19,7 +19,7 @@ def client(url: str, key: str = KEY, **options: Any) -> OpenAI:
 
 
 def chats(count: int, words: int = 1) -> bytes:
-    """Conversations, each with another question."""
+    """Conversations, each with a different question."""
     lines = (
         [
             {"role": "user", "content": f"Is it {i}? " + "so " * words},

@@ -53,8 +53,8 @@ def start_rank(environment: dict[str, str], log: Path, script: str, *arguments: 
 
 @cache
 def _server() -> Any:
-    """The fork server of this process. The server starts with the first rank and ends with this
-    process."""
+    """The fork server of this process. The fork server starts with the first rank and ends with
+    this process."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["policies", "tandem.trainer.rank.entry", "rank.jobs"])
     # This variable makes torch look for GPUs through NVML, so Megatron's import does not call CUDA.

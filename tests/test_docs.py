@@ -1,4 +1,4 @@
-"""The documentation as a site: `make docs` builds it, and no link, anchor or page is lost."""
+"""`make docs` builds the documentation's site, and no link, anchor or page is lost."""
 
 import logging
 import re

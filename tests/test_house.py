@@ -115,8 +115,8 @@ def module_name(path: Path) -> str:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Module → the modules that it imports, wherever in the file. A name that is no module stands
-    for the package that defines it."""
+    """Module → the modules that it imports, wherever in the file. An imported name that is no
+    module counts as an import of the package that defines the name."""
     paths = {module_name(path): path for path in SOURCE.rglob("*.py")}
     return {
         name: {module if module in paths else module.rpartition(".")[0] for module in imports(path)}
@@ -125,8 +125,8 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
-    """The strongly connected components that have several modules, or one module that imports
-    itself."""
+    """The strongly connected components of several modules, and the modules that import
+    themselves."""
 
     def reachable(start: str) -> set[str]:
         found: set[str] = set()
@@ -147,8 +147,8 @@ def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
 
 
 def test_no_modules_import_one_another():
-    """There is no circle of imports, neither within a package nor across packages. Imports in
-    functions and for type checkers count."""
+    """No imports form a cycle, within a package or across packages. Imports in functions and for
+    type checkers count."""
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
     assert cycles({"a": {"a"}, "b": {"a"}}) == [{"a"}]
     graph = import_graph()
@@ -175,7 +175,8 @@ def defined(tree: ast.Module) -> set[str]:
 
 
 def test_a_name_is_imported_from_where_it_is_defined():
-    """The only exception is `model.mcore`, which imports Megatron's names for other modules."""
+    """`model.mcore` is the only exception, because it imports Megatron's names for other
+    modules."""
     assert defined(ast.parse("import a, b as b\nfrom c import d\ne = 1\n__all__ = ['d']")) == {
         *("__all__", "b", "d", "e")
     }
@@ -208,7 +209,7 @@ def test_every_package_has_a_rule():
 
 
 def test_every_package_says_what_it_is():
-    """docs/architecture.md is the overview, and leaves the details to the packages' docstrings."""
+    """docs/architecture.md is the overview. The packages' docstrings have the details."""
     silent = [
         str(path) for path in SOURCE.rglob("__init__.py") if not ast.get_docstring(parsed(path))
     ]
@@ -225,8 +226,8 @@ def docstrings(tree: ast.AST) -> list[str]:
 
 def test_docstrings_begin_with_the_noun():
     """If a docstring begins with a relative clause or a pronoun, the reader has to find the noun.
-    If it begins with the name of an error, the reader has to find the verb: "NotFound if …" is
-    "Raises NotFound if …"."""
+    If a docstring begins with the name of an error, the reader has to find the verb: "NotFound if
+    …" is "Raises NotFound if …"."""
     clause = re.compile(r"(What|Which|Where|Whose|Who|Of|Those|That) ")
     error = re.compile(r"[A-Z][a-z]+[A-Z]?\w*( \(.*?\))? (if|where|without|unless) ")
     assert clause.match("Which rows are read.")
@@ -245,22 +246,22 @@ def test_docstrings_begin_with_the_noun():
 
 
 def test_one_module_knows_the_header_of_safetensors():
-    """Other modules read the header by `read_header` and write it by `lay_out`. They do not import
-    the package safetensors."""
+    """Other modules read the header by `read_header` and write it by `lay_out`. Other modules do
+    not import the package safetensors."""
     knows = re.compile(r"data_offsets|^\s*(?:from|import) safetensors\b", re.MULTILINE)
     found = [path for path in SOURCE.rglob("*.py") if knows.search(path.read_text())]
     assert [path.name for path in found] == ["safetensors_header.py"]
 
 
 def test_files_are_short():
-    """A source file has at most 400 lines. ruff limits the statements of a function
+    """A source file has at most 400 lines. The linter ruff limits the statements of a function
     (`max-statements` in pyproject.toml)."""
     paths = SOURCE.rglob("*.py")
     assert [str(path) for path in paths if len(path.read_text().splitlines()) > 400] == []
 
 
 def test_lines_are_short_and_formatted():
-    """The formatter has no exceptions, and no line is exempt from the width that ruff checks."""
+    """No line is exempt from the formatter or from the width that ruff checks."""
     exempt = re.compile(r"#\s*fmt:\s*(skip|off)|noqa:.*E501")
     root = SOURCE.parents[1]
     listed = subprocess.run(
@@ -273,7 +274,8 @@ def test_lines_are_short_and_formatted():
 
 
 def test_benches_and_tests_share_no_code():
-    """`bench/` measures and `tests/` checks; neither imports a module of the other."""
+    """Modules in `bench/` don't import modules of `tests/`, and modules in `tests/` don't import
+    modules of `bench/`."""
     root = SOURCE.parents[1]
     listed = subprocess.run(
         ["git", "ls-files", "bench/*.py", "tests/*.py"],
@@ -298,12 +300,12 @@ def test_benches_and_tests_share_no_code():
 
 
 SAME_THING = {
-    # The function that runs a program.
+    # Several programs have a function of this name.
     "main",
-    # A kernel on the GPU and its twin on the CPU.
+    # A kernel on the GPU and the same kernel on the CPU have the same name.
     *("expert_swiglu", "expert_swiglu_backward", "rms_norm", "rms_norm_backward", "split_heads"),
     *("split_heads_backward", "sum_assignments", "swiglu", "swiglu_backward"),
-    # The command for an action, the route for it, and the function that does it.
+    # An action's command, route and function have the same name.
     *("delete_checkpoint", "delete_run", "list_checkpoints", "list_jobs", "list_runs", "plan"),
     *("track", "up"),
 }

@@ -1,6 +1,6 @@
 """Names of other packages that Tandem replaces. An upgrade may turn each replacement into a bug, so
-each is listed here. Only four files replace names. The tests find all replacements in the source by
-themselves."""
+`PATCHES` lists all replacements. Only four files replace names. The tests find all replacements in
+the source by themselves."""
 
 import ast
 import re
@@ -19,8 +19,9 @@ NO_HOOK = "never: vLLM has no hook"
 
 PATCHES = [
     # The package, the replaced name, Tandem's file, and the version of the package with which the
-    # patch can go. A name that begins with `object` belongs to a variable's object. Instead of the
-    # version, `never` tells why the patch stays, and `open` tells what is open in the package.
+    # patch can go. A name that begins with `object` belongs to a variable's object. The version may
+    # be replaced by `never` with the reason why the patch stays, or by `open` with the open problem
+    # of the package.
     ("torch", "torch.compile", TORCH, "never: Megatron-core compiles while it is imported"),
     ("torch", "torch.cuda._cached_device_count", TORCH, "2.13"),
     ("torch", "torch.distributed.TCPStore", AGENT, "never: torchrun listens on all interfaces"),
@@ -163,7 +164,7 @@ DOCUMENTED = {
 
 
 class Finder:
-    """The assignments in one file: those to names of other packages, and those of methods to
+    """The assignments in one file to names of other packages, and the assignments of methods to
     objects."""
 
     def __init__(self, source: str, modules: dict[str, dict[str, str]] | None = None) -> None:

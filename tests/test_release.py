@@ -1,5 +1,6 @@
 """Installs the wheel and the sdist in clean environments, with only the declared dependencies.
-With the wheel, `tandem --help`, `data check` and the client work; with the sdist, `tandem version`.
+`tandem --help`, `data check` and the client work with the wheel. `tandem version` works with the
+sdist.
 """
 
 import json

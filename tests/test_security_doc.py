@@ -1,4 +1,4 @@
-"""docs/security.md: each line names tests that exist, or says that it has none."""
+"""Each line of a table in docs/security.md names tests that exist, or says that it has no test."""
 
 import ast
 from pathlib import Path

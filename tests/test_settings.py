@@ -184,8 +184,8 @@ def test_an_inference_url_that_is_none_is_refused(url):
 
 
 def test_a_vllm_that_could_verify_no_step_is_refused():
-    """The longest probe has 64 tokens; vLLM needs room for one more, and refuses a prompt that
-    fills its length."""
+    """The longest probe has 64 tokens, and vLLM needs room for one more token. A prompt as long as
+    vLLM's maximum is refused."""
     with pytest.raises(ValidationError, match="66"):
         Settings(max_model_len=65)
     assert Settings(max_model_len=66).max_model_len == 66

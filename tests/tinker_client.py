@@ -1,4 +1,4 @@
-"""Tinker's package, unmodified, against a controller; and a session's ranks, played by a thread."""
+"""Tinker's package, unmodified, against a controller. A thread plays a session's ranks."""
 
 import shutil
 import threading
@@ -39,7 +39,7 @@ def service(url: str, key: str = TINKER_KEY, **more: Any) -> Iterator[tinker.Ser
 
 
 def datum(tokens: Sequence[int], **inputs: Any) -> types.Datum:
-    """A datum with `tokens`, and the next token of each as its target."""
+    """A datum with `tokens`. The target of each token is the next token."""
     return types.Datum(
         model_input=types.ModelInput.from_ints(list(tokens[:-1])),
         loss_fn_inputs={"target_tokens": list(tokens[1:]), **inputs},

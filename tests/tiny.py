@@ -140,7 +140,8 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_text": QWEN3_5,
     "qwen3_5_moe": QWEN3_5_MOE,
     "qwen3_5_moe_text": QWEN3_5_MOE,
-    # With other sizes transformers could not recognise the order of a tensor's dimensions.
+    # With another size, transformers could not recognise the order of the dimensions of the
+    # experts' tensors.
     "qwen3_vl_moe": MOE | {"moe_intermediate_size": 40},
     "ministral3": MINISTRAL3,
     "mistral3": MINISTRAL3,

@@ -10,13 +10,13 @@ from tandem.system import processes
 
 
 def until[T](what: object, check: Callable[[], T], timeout: float = 120, poll: float = 0.05) -> T:
-    """Returns the first true answer of `check`. Raises AssertionError after `timeout` seconds, with
-    `what` in its message. If `what` is a function, it is called at that time and can name what is
-    still missing.
+    """Calls `check` again and again, and returns its first true result. Raises AssertionError after
+    `timeout` seconds, with `what` in its message. If `what` is a function, `until` calls `what`
+    after the timeout, so that the message can name what is still missing.
 
     The default timeout is long enough for a machine on which everything takes ten times as long.
-    The function returns as soon as `check` is true. Before that, `check` may raise httpx.HTTPError,
-    because it finds no server or a server that answers with an error.
+    The function returns as soon as `check` is true. Earlier, `check` may raise httpx.HTTPError,
+    because no server answers or a server answers with an error.
     """
     deadline = time.monotonic() + timeout
     error: httpx.HTTPError | None = None

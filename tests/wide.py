@@ -11,7 +11,8 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 
 class _Torch:
-    """torch with another dtype under the name float32."""
+    """A substitute for the module torch. The attribute float32 of the substitute is another
+    dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.float32 = self.float = dtype

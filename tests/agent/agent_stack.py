@@ -14,8 +14,8 @@ from tandem.trainer.agent.hosts import Meeting
 
 
 class AgentStack(Stack):
-    """`hosts`: the number of hosts. `prefix`: the words before each host's commands, such as `ip
-    netns exec a`."""
+    """`hosts`: the number of hosts. `prefixes`: host index → the words before the host's command,
+    such as `ip netns exec a`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class AgentStack(Stack):
         return self.spool.root / f"agent.{host}.log"
 
     def start_agent(self, host: int, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
-        """Start the agent of a host. Without `arguments` the agent serves one attempt after another
+        """Start the agent of a host. An agent without `arguments` serves one attempt after another
         (`--follow`)."""
         command = [sys.executable, "-m", "tandem", "rank-agent", *(arguments or ["--follow"])]
         with self.agent_log(host).open("ab") as log:
@@ -83,8 +83,8 @@ class AgentStack(Stack):
         return Meeting(Attempt(self.spool, job_id, attempt))
 
     def addresses(self, job_id: str, attempt: int = 1) -> tuple[str, ...]:
-        """The addresses in the hosts' records of an attempt. The tuple is empty before all hosts
-        have arrived, and after the attempt has ended."""
+        """The addresses in the hosts' records of an attempt. The result is an empty tuple while the
+        record of any host is missing."""
         meeting = self.meeting(job_id, attempt)
         records = [meeting.record(host) for host in range(self.hosts)]
         there = [record for record in records if record is not None]

@@ -1,5 +1,5 @@
-"""`python frame_relay.py SECONDS A B MAC_A MAC_B`: sends IPv4 packets from interface A to interface
-B and from B to A, each after a delay of SECONDS.
+"""`python frame_relay.py SECONDS A B MAC_A MAC_B` forwards IPv4 packets between the interfaces A
+and B. Each packet is delayed by SECONDS.
 
 The program adds the latency of a long distance between two hosts, on kernels without `netem`. MAC_A
 and MAC_B are the addresses of the hosts behind A and B.
@@ -21,8 +21,8 @@ LONGEST = 70_000
 
 
 def opened(interface: str) -> socket.socket:
-    """A socket that keeps the kernel's header in front of each frame, so that unfinished checksums
-    and segments pass unchanged."""
+    """A raw socket on the interface. Each frame keeps the kernel's header, so that unfinished
+    checksums and segments pass unchanged."""
     end = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_IP))
     end.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     end.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 1 << 25)
@@ -46,7 +46,7 @@ def main() -> None:
             with contextlib.suppress(BlockingIOError):
                 while True:
                     content, about = end.recvfrom(LONGEST)
-                    # Frames that this process itself has sent have another type.
+                    # The packet type PACKET_HOST excludes the frames that this process has sent.
                     if about[2] == socket.PACKET_HOST:
                         due = time.monotonic() + seconds
                         heapq.heappush(waiting, (due, next(count), 1 - at, content))

@@ -87,7 +87,8 @@ class Routed:
 
     @contextmanager
     def silence(self, *rules: str, chain: str = "forward") -> Iterator[None]:
-        """The router drops the packets that `rules` of nft match, and tells nobody."""
+        """The router drops the packets that match the nft `rules`, and sends no message about the
+        drop."""
         if shutil.which("nft") is None:
             pytest.skip("there is no `nft`, which drops packets")
         nft = f"ip netns exec {self.router} nft"

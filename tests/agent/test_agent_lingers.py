@@ -1,4 +1,5 @@
-"""An agent that lingers: the orders that it takes, and how it leaves when no order comes."""
+"""An agent that stays after its attempt takes the order of a next attempt, and leaves if no order
+comes."""
 
 import threading
 import time
@@ -21,7 +22,8 @@ SETTINGS = Settings(executor="kubernetes", device="cpu")
 
 
 class Scripted(HostAgent):
-    """An agent whose attempts end with the statuses of `script`. The last status repeats."""
+    """An agent whose attempts end with the statuses of `script`. Further attempts end with the last
+    status."""
 
     def script(self, *statuses: int) -> None:
         self.statuses, self.served = list(statuses), list[tuple[str, int]]()
@@ -37,7 +39,8 @@ class Scripted(HostAgent):
 
 @pytest.fixture
 def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scripted:
-    """An agent in the pods of Job `a` in namespace `ns`. The Job's first attempt has an order."""
+    """An agent in the pods of Job `a` in namespace `ns`. The first attempt of the job `first` has
+    an order."""
     monkeypatch.setattr(lingering, "TAKE_SECONDS", 0.3)
     agent = Scripted(SETTINGS, spool_with_run(tmp_path / "spool"), 0, Stop())
     agent.pods, agent.linger_seconds = "ns/a", 0.7
@@ -104,7 +107,7 @@ def test_it_leaves_in_time_whatever_the_volume_does(
 
 
 class Ranks:
-    """The handle of ended ranks that leave processes behind."""
+    """The handle of ended ranks, of which `left` processes survive."""
 
     def __init__(self, left: int) -> None:
         self.left = left

@@ -1,5 +1,5 @@
-"""Agents of two hosts under a real runner, with ranks that misbehave on demand: whichever process
-is killed or frozen, the job ends once, and an ended attempt changes nothing of the job."""
+"""Agents of two hosts under a real runner, with ranks that misbehave on demand. The job ends once,
+whichever process is killed or frozen. An ended attempt changes nothing of the job."""
 
 import signal
 import time
@@ -112,8 +112,8 @@ def test_a_host_that_is_killed_is_named_and_the_next_attempt_succeeds(stack: Age
 def test_a_host_that_is_frozen_before_its_commit_changes_nothing_when_it_thaws(
     stack: AgentStack,
 ) -> None:
-    """Host 0's processes are stopped after rank 0 has staged its checkpoint and before rank 0
-    renames it."""
+    """Host 0's processes are stopped between rank 0's staging of the checkpoint and rank 0's rename
+    of the checkpoint."""
     job_id = stack.submit(stack.run("zombie"), do="freeze_before_commit", rank=0, until=1)
     stack.until((stack.spool.root / "frozen").exists, "rank 0 before its rename")
     stack.signal_host(0, signal.SIGSTOP)
@@ -129,7 +129,7 @@ def test_a_host_that_is_frozen_before_its_commit_changes_nothing_when_it_thaws(
             processes.send(process, signal.SIGCONT)
     stack.until(lambda: not any(map(alive, frozen)), "the end of the zombies")
     zombie.terminate()
-    assert zombie.wait(30) == DONE  # an agent with `--follow` ends with this status
+    assert zombie.wait(30) == DONE  # an agent with `--follow` ends with the status DONE
     made = stack.spool.checkpoints.path("zombie", 1)
     assert (made / "weights").read_text() == f"{job_id} 2"
     assert stack.spool.checkpoints.steps("zombie") == [0, 1]
@@ -184,7 +184,7 @@ def test_a_stopped_host_does_not_count_and_one_with_other_threads_is_refused(
     job_id = stack.submit(stack.run("stopped"), do="wait", attempts=1)
     stack.until_beating(job_id, ranks=2)
     stack.agents[1].terminate()
-    assert stack.agents[1].wait(40) == DONE  # an agent with `--follow` ends with this status
+    assert stack.agents[1].wait(40) == DONE  # an agent with `--follow` ends with the status DONE
     stack.agents[1] = stack.start_agent(1, OMP_NUM_THREADS="2")
     state, job = stack.wait(job_id)
     assert (state, job.attempt, job.stopped) == ("failed", 2, 1)

@@ -1,5 +1,6 @@
-"""The records by which hosts meet. The tests have no ranks. The tests cover hosts that are missing,
-that differ from each other or that are lost, and the address that a host names."""
+"""The records on the volume by which the hosts of an attempt find each other. The tests start no
+ranks. The tests cover missing hosts, hosts that differ, lost hosts, and the address in a host's
+record."""
 
 import socket
 import subprocess
@@ -63,7 +64,7 @@ class Clock:
 
 
 class Hosts:
-    """The runner's side of an attempt, with the records that its agents would write."""
+    """The runner's side of an attempt. The test writes the records that agents would write."""
 
     def __init__(self, root: Path, clock: Clock) -> None:
         self.spool, self.clock = spool_with_run(root), clock
@@ -79,8 +80,8 @@ class Hosts:
         return HostsExecutor(SETTINGS, "entry", Stop()).start(self.order)
 
     def poll(self, seconds: float = 1.0, *, beating: range = range(0)) -> Running | Waiting | Ended:
-        """Lets `seconds` pass; in each second the hosts `beating` write heartbeats. Returns the
-        last state."""
+        """Advances the clock by `seconds`. The hosts `beating` write a heartbeat in each second.
+        Returns the execution's state after the last second."""
         for _ in range(int(seconds)):
             self.clock.now += 1
             self._beats += 1
@@ -126,7 +127,7 @@ def test_hosts_that_never_arrive_end_the_attempt_after_start_seconds(hosts: Host
     )
     begin = hosts.clock.now
     hosts.execution.kill()
-    assert hosts.clock.now == begin  # `kill` waits for no host
+    assert hosts.clock.now == begin  # `kill` returns without waiting for the hosts
 
 
 def test_a_new_runner_finds_the_attempt_and_how_long_its_ranks_have_run(hosts: Hosts) -> None:
@@ -168,8 +169,8 @@ def test_while_the_volume_is_away_nobody_is_lost(
 def test_a_volume_that_kept_all_waiting_makes_nobody_lost(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slow volume has kept the agents waiting as well as the runner. The runner may read the
-    records before the agents write their next heartbeats."""
+    """A slow volume delays the agents as well as the runner. After the delay the runner may read
+    the records before the agents write their next heartbeats."""
     hosts.arrive(0, 1, 2)
     assert hosts.poll(5, beating=range(3)) == Running(0.0)
     with monkeypatch.context() as patch:
@@ -192,7 +193,8 @@ def test_the_error_of_a_host_goes_before_the_ranks_of_others_and_a_lost_host(hos
     hosts.arrive(0, 1, 2)
     hosts.poll(5, beating=range(3))
     hosts.meeting.write(0, HostEnd(status=FAILED))
-    # The attempt still runs, because other hosts may yet name the cause.
+    # The attempt still runs after one host has failed, because other hosts may report the cause
+    # later.
     assert hosts.poll(5, beating=range(1, 3)) == Running(0.0)
     error = JobError(type="preempted", message="host 1 was stopped", retriable=True)
     devices = {"GPU-1": 5, "GPU-2": None}

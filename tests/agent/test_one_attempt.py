@@ -1,4 +1,4 @@
-"""Agents that serve one attempt, as in pods and under Slurm: how each kind of end is reported."""
+"""Agents that serve one attempt, as in pods and under Slurm, report each kind of end."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ class Attempts:
 
     def __init__(self, root: Path) -> None:
         self.stack = AgentStack(root, hosts=1, ranks=1)
-        self.stack.log.touch()  # no runner runs here that would write this log
+        self.stack.log.touch()  # the test has no runner that writes this log
         self.jobs: dict[str, Job] = {}
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -125,7 +125,7 @@ def test_the_exit_status_says_how_an_attempt_ended(
     living = [name for name, job in attempts.jobs.items() if job.spec.labels.get("do") == "wait"]
     attempts.stack.until(lambda: attempts.beat(living), "heartbeats of all ranks")
     ranks = {name: attempts.ranks(name) for name in living}
-    assert all(len(pids) >= 3 for pids in ranks.values())  # fork server, leader, rank
+    assert all(len(pids) >= 3 for pids in ranks.values())  # fork server, leader and rank
 
     server.send_signal(signal.SIGSTOP)
     begin = time.monotonic()
@@ -141,7 +141,7 @@ def test_the_exit_status_says_how_an_attempt_ended(
     }
     assert {name: attempts.agents[name].wait(60) for name in wanted} == wanted
     assert time.monotonic() - begin > ORPHAN_SECONDS - 1
-    # A rank that waits for the frozen volume dies a moment after its agent has left.
+    # A rank that waits for the frozen volume dies shortly after its agent has ended.
     attempts.stack.until(
         lambda: not any(alive(pid) for pids in ranks.values() for pid in pids), "all ranks' ends"
     )

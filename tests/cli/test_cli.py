@@ -57,7 +57,8 @@ def train(tandem, run: str) -> str:
 
 
 def train_while(action, tandem, server, *arguments: str) -> tuple[int, str, str]:
-    """Runs `tandem train` while `action` plays the other programs with the queued job."""
+    """Runs `tandem train`. When its job is queued, a thread calls `action` in place of the other
+    programs."""
     with ThreadPoolExecutor() as threads:
         queued = threads.submit(
             until, "it is queued", lambda: server.spool.jobs.list(states=("queued",))
@@ -298,8 +299,8 @@ def test_queue_and_cancel(tandem, as_json, run):
 
 
 def test_a_download_that_peft_would_misread_says_so(tandem, run, monkeypatch):
-    """Here every adapter counts as one that PEFT misreads. In `test_same_as_peft.py` PEFT itself
-    reads such adapters."""
+    """In this test `misread_by_peft` reports every adapter as misread. PEFT itself reads adapters
+    in `test_same_as_peft.py`."""
     assert "PEFT" not in tandem("checkpoints", "download", run, "0", "good")[2]
     names = []
     monkeypatch.setattr("tandem.cli.runs.misread_by_peft", lambda keys: names.extend(keys) or True)

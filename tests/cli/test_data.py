@@ -115,8 +115,8 @@ def test_pairs(tandem, tmp_path):
 
 @pytest.mark.parametrize("offline", [False, True])
 def test_a_pair_is_as_long_as_in_training(tandem, server, tmp_path, offline):
-    """A pair's two sequences take the slots of their common beginning only once. Pairs that are too
-    long can only be dropped."""
+    """The two sequences of a pair share the slots of their common beginning. Pairs that are too
+    long are dropped, because they can't be truncated."""
     base = server.settings.root / "models" / "tiny"
     pair = PreferencePair(prompt="Is it", chosen=" sunny" * 20, rejected=" not" * 20)
     path = tmp_path / "pairs.jsonl"
@@ -224,7 +224,7 @@ def test_training_names_the_line_that_is_refused(
 
 def test_without_transformers(file):
     """The client's own dependencies do not include transformers. The error names the extra that
-    does."""
+    installs transformers."""
     code = (
         "import sys; sys.modules['transformers'] = None; sys.argv = ['tandem', 'data', 'check',"
         " *sys.argv[1:]]\n"
@@ -260,8 +260,8 @@ def test_turns_that_never_end_are_counted_and_refused_where_all_are(tandem, tmp_
         0,
         "1: chats.jsonl line 2. 1 trained turns do not end with a token at which vLLM stops",
     )
-    # Like a base model's directory, this one has no generation_config.json that names the token
-    # with which the template ends a turn.
+    # The directory, like that of a base model, has no generation_config.json. So no file names the
+    # token with which the template ends a turn.
     model = tokenizer_at(tmp_path / "base", "gptoss_training")
     status, out, _ = tandem(*check, model)
     ((where, problem),) = json.loads(out)["broken"]
@@ -344,8 +344,8 @@ def test_a_training_takes_variables_of_the_template(tandem, server, tmp_path):
 
 
 def test_the_jobs_of_a_run_print_the_date_on_which_it_was_made(server):
-    """A job that is made on a later day also gets the run's date: the controller passes the date to
-    the code that packs the job."""
+    """A job that is made on a later day also gets the run's date. The controller passes this date
+    to the code that packs the job."""
     from tandem.controller import routes_train
 
     seen = []

@@ -80,8 +80,8 @@ def test_settings_that_open_the_controller_or_cannot_be_read(doctor, monkeypatch
 
 
 def test_a_secret_is_open_only_where_its_directories_are_too(doctor, monkeypatch):
-    """secrets/create makes 0644 files in a 0700 directory. A container's uid can read these files,
-    and no other user of the machine can."""
+    """secrets/create makes 0644 files in a 0700 directory. A container's uid can read the secret
+    files, and no other user of the machine can."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         directory = Path(name)
         key = directory / "api_key"
@@ -157,8 +157,7 @@ def test_what_cannot_be_served_is_named(doctor, tmp_path, monkeypatch):
 
 
 def test_secrets_that_are_set_and_wrong(doctor, preflight_settings, monkeypatch):
-    """Preflight, which runs before a start, gives the same answers as doctor, which runs after
-    it."""
+    """`tandem preflight` reports the same about secrets as `tandem doctor`."""
     monkeypatch.setenv("TANDEM_CONTROLLER_HOST", "0.0.0.0")
     for key, expected in (
         (KEY, ("fail", "is one of the API keys")),
@@ -321,8 +320,8 @@ def test_a_base_model_that_vllm_does_not_serve_here_is_refused(
 
 @pytest.mark.parametrize("has_spool", [True, False])
 def test_a_full_volume_that_has_a_spool_starts(preflight, command, tmp_path, has_spool):
-    """The programs wait for space, and the controller's deletes free space. On a volume without a
-    spool the controller has nothing to delete."""
+    """On a full volume the programs wait for space, and users free space by the controller's routes
+    that delete. On a volume without a spool the controller has nothing to delete."""
     volume = tmp_path / "volume"
     with mounted(volume, "-t", "tmpfs", "-o", "size=512k", "tmpfs"):
         if has_spool:

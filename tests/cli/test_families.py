@@ -1,6 +1,6 @@
-"""The commands support every family of models. With a tiny model of each family, the commands plan,
-check data and check the deployment. transformers loads an exported model, and the logits of this
-model agree with PEFT's."""
+"""The commands support every family of models. The tests plan, check data, check the deployment and
+export with a tiny model of each family. The exported model loads in transformers. The logits of the
+exported model agree with PEFT's."""
 
 import json
 from pathlib import Path

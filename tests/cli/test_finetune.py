@@ -1,5 +1,5 @@
-"""`tandem train sft` against a real controller; the test plays the runner. Tests the data of each
-job, and how the same command continues a training."""
+"""`tandem train sft` against a real controller; the test plays the runner. The tests check the data
+of each job, and that the same command continues a training."""
 
 import json
 import shutil
@@ -169,7 +169,7 @@ def test_the_same_command_goes_on_after_a_failed_job_and_when_records_are_gone(
     assert server.spool.jobs.list(run, ("queued",)) == []  # no prepared job is left
     for _, job in server.spool.jobs.list(run, ("succeeded",)):  # as after TANDEM_KEEP_DAYS
         shutil.rmtree(server.spool.paths.job_dir(job.spec.id))
-    # With another deadline the command still continues the same training.
+    # The command continues the same training although its deadline differs.
     with trainer(server, run, 4) as second:
         status, _, err = tandem("train", "sft", run, *ARGUMENTS, "--set", "deadline_seconds=1e6")
     assert status == 0, err
@@ -179,7 +179,8 @@ def test_the_same_command_goes_on_after_a_failed_job_and_when_records_are_gone(
     assert sorted(token for batch in trained for token in batch) == sorted(
         [*range(100, 100 + EXAMPLES)] * 2
     )
-    # Settings that help when an example does not fit do not make another training either.
+    # The command recognises the complete training although `--sequence-length` and `--too-long`
+    # differ.
     status, _, err = tandem("train", "sft", run, *ARGUMENTS[:-1], "32", "--too-long", "drop")
     assert (status, "complete" in err, f"{run}@{JOBS}" in err) == (1, True, True)
 
@@ -254,8 +255,8 @@ def test_data_that_changed_in_mid_training_is_refused_with_both_ways_out(
 def test_without_the_jobs_records_the_same_data_goes_on_and_other_data_begins_anew(
     tandem, server, run
 ) -> None:
-    """TANDEM_KEEP_DAYS has removed the jobs' records. The checkpoints name their jobs, but no
-    record says any more whether a training with other data was complete."""
+    """TANDEM_KEEP_DAYS has removed the jobs' records. The checkpoints still name their jobs. No
+    record is left that tells whether a training with other data was complete."""
     whole = Path("data.jsonl").read_text()
     with trainer(server, run, 3, failing=(2,)) as first:
         assert tandem("train", "sft", run, *ARGUMENTS)[0] == 3
@@ -275,7 +276,7 @@ def test_without_the_jobs_records_the_same_data_goes_on_and_other_data_begins_an
 
 
 def test_data_that_changed_beside_a_queued_job_is_refused(tandem, server, run) -> None:
-    """Before the first checkpoint, only the queue shows on which data the run is half trained."""
+    """Before the first checkpoint, only the queued job names the data of the run's training."""
     with trainer(server, run, 0):
         chain = Chain(SFTTraining(run=run, data="data.jsonl", batch_size=4, checkpoint_every=2))
         with Tandem(server.url, api_key=KEY) as client:
@@ -319,8 +320,8 @@ def _remove() -> None:
 def test_a_kill_at_an_epochs_end_repeats_and_skips_nothing(
     tandem, server, run, killed_at: str
 ) -> None:
-    """An epoch is three jobs. The training stops before or after the third job, and then goes on to
-    the end of the second epoch."""
+    """An epoch takes three jobs. The training stops before or after the third job, and then goes on
+    to the end of the second epoch."""
     jobs = 3 if killed_at == "after it" else 2
     with trainer(server, run, jobs + 1, failing=(jobs,)) as first:
         assert tandem("train", "sft", run, *ARGUMENTS)[0] == 3

@@ -1,4 +1,4 @@
-"""`tandem memory`: the tables that it makes of each attempt's memory from a job's events."""
+"""`tandem memory` makes tables of each attempt's memory from a job's events."""
 
 import io
 import re
@@ -16,15 +16,15 @@ A, B = "GPU-aaaa", "GPU-bbbb"
 
 
 def sizes(allocated: int, pinned: int = 0) -> dict[str, int]:
-    """The bytes of each kind of memory in a phase; each kind has another value. The arguments are
-    in MiB."""
+    """Kind of memory → its bytes in a phase. Every kind has a different value. `allocated` and
+    `pinned` are in MiB."""
     mib = (allocated, allocated + 1, allocated + 500, pinned, allocated + 2)
     return {kind: size * MIB for kind, size in zip(KINDS, mib, strict=True)}
 
 
 def rank(number: int, uuid: str) -> dict[str, Any]:
-    """The memory that rank `number` reports at its end. After `build` it is 100 + number MiB; each
-    later phase has another value."""
+    """The memory that rank `number` reports at its end. The rank has 100 + `number` MiB allocated
+    after `build`, and other amounts in later phases."""
     phases = {"build": sizes(100 + number), "optimizer": sizes(300 + number, pinned=32)}
     return {"uuid": uuid, "phases": phases, "highest": {"optimizer": sizes(350 + number)}}
 
@@ -106,7 +106,7 @@ def test_attempts_are_kept_apart() -> None:
         *[(kind, 2, data) for kind, _, data in DONE],
     ]
     first, second = attempts(*events)
-    # Rank 0 died without a heartbeat; its memory is known from the event `loaded`.
+    # Rank 0 died without a heartbeat. The event `loaded` reports the memory of rank 0.
     assert first.ranks.keys() == {0, 1}
     assert ("optimizer" in first.ranks[1].phases, "optimizer" in second.ranks[1].phases) == (
         False,

@@ -85,7 +85,7 @@ def test_without_keys_only_localhost_names_are_answered(tmp_path):
         for host in ("evil.example", "evil.example:8080", "127.0.0.1.evil.example", ""):
             answer = http.get("/v1/runs", headers={"Host": host})
             assert (answer.status_code, answer.json()["error"]["field"]) == (422, "Host"), host
-        # The request of a web page in a browser on this machine.
+        # A web page of another origin makes a browser on this machine send these headers.
         for origin in ("http://evil.example", "http://127.0.0.1:1", "null"):
             answer = http.post(
                 "/v1/jobs/j/cancel", headers={"Host": "127.0.0.1:8080", "Origin": origin}

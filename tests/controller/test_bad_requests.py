@@ -83,7 +83,7 @@ def test_bad_training_requests(name, http, idle_run):
 @pytest.mark.usefixtures("nothing_changes")
 def test_bodies_that_are_empty_not_json_or_not_declared_as_json(http, idle_run):
     train = f"/v1/runs/{idle_run}/train"
-    # A browser sends text/plain to another origin without permission.
+    # A browser sends text/plain to another origin without a preflight request.
     for path in (train, "/v1/data/render"):
         assert (
             http.post(path, content=b"{}", headers={"Content-Type": "text/plain"}).status_code
@@ -247,7 +247,7 @@ def test_unknown_architecture(tmp_path):
 
 @pytest.mark.usefixtures("nothing_changes")
 def test_a_full_volume(http, idle_run, monkeypatch):
-    """The API's answers while fsync fails as on a full volume. The spool's own tests fill real
+    """The API answers while fsync fails, as on a full volume. Tests in tests/spool fill real
     disks."""
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk)

@@ -18,13 +18,14 @@ from tandem.controller.routes_train import MOST_WEIGHT, SEQUENCE_BYTES
 
 MIB = 2**20
 SIZE = 3 * MIB
-# Allowed beyond the estimate: buffers of the connection, and memory that allocators keep.
+# The bytes that a body may take beyond the estimate: the connection's buffers, and memory that
+# allocators keep.
 SLACK_BYTES = 48 * MIB
 SEED = int(os.environ.get("FUZZ_SEED", random.SystemRandom().randrange(2**32)))
 TURN = '{"prompt_token_ids":[1],"token_ids":[1],"logprobs":[-1]}'
 TRAJECTORY = '{"reward":1,"turns":[' + TURN + "]"
 # Each attack is the text before the repetitions, the repeated text, and the text after the
-# repetitions. Each `#` becomes another number.
+# repetitions. Each `#` in the repeated text becomes a different number.
 ATTACKS = {
     "objects in an array": ("[", '{"a":{}}', "]"),
     "arrays": ("[", "[]", "]"),
@@ -62,8 +63,8 @@ def repeated(before: str, unit: str, after: str) -> bytes:
 
 
 def attack(name: str) -> bytes:
-    """The body of an attack. The controller refuses the body after parsing at the latest, because
-    the body names step 9 as the base step and no run has a step 9."""
+    """The body of an attack. The controller refuses the body at the latest after parsing. The body
+    names step 9 as the base step, and no run has a step 9."""
     before, unit, after = ATTACKS[name]
     before = before.replace('{"kind', '{"base_step":9,"kind', 1)
     if name.endswith("metrics"):
@@ -98,7 +99,7 @@ def random_body(chance: random.Random) -> bytes:
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[Process]:
-    """A new controller for each test: memory of an earlier body may stay allocated and would hide
+    """A new controller for each test. Memory that stays allocated after an earlier body would hide
     the memory of the next body."""
     root = make_root(tmp_path / "spool")
     with Process(root, MALLOC_TRIM_THRESHOLD_="0") as process:
@@ -134,7 +135,7 @@ def check(process: Process, body: bytes, name: str) -> None:
     assert 400 <= answer.status_code < 500, answer.text
 
 
-@pytest.mark.sample(3)  # the test of random bodies uses the same beginnings
+@pytest.mark.sample(3)  # the test of random bodies covers all attacks
 @pytest.mark.parametrize("name", ATTACKS)
 def test_no_body_takes_more_than_the_estimate(process: Process, name: str) -> None:
     check(process, attack(name), name)

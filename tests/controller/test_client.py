@@ -63,7 +63,7 @@ def test_sampling_options_request_token_ids_and_logprobs():
     assert sampling_options(top_k=-1, top_p=1.0)["extra_body"]["top_k"] == -1
 
     for name, value in {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}.items():
-        # the trainer computes log-probs of the distribution without these options
+        # the trainer computes log-probs without these sampling options
         with refused(InvalidInput, name):
             sampling_options(**{name: value})
 
@@ -128,8 +128,9 @@ def test_a_lost_controller_is_unreachable_once_patience_is_exhausted():
 
 
 def test_what_fails_late_is_tried_again():
-    """The client's patience is 0.5 s. In this test, the first request for the list of jobs and the
-    first request for a stream of events both time out only after 0.6 s."""
+    """The client repeats a failing request for 0.5 s after the first failure. The first request for
+    the list of jobs times out after 0.6 s. The first request for a stream of events times out after
+    0.6 s, too."""
     event = Event(seq=0, time=0.0, job="j", type="succeeded")
     requests = []
 
@@ -166,7 +167,7 @@ class LosesAnswers(httpx.HTTPTransport):
 
 @pytest.fixture
 def lossy(server):
-    """A client and its transport. The transport loses answers."""
+    """A client and its transport. The transport loses responses."""
     with Tandem(server.url, KEY, patience=20) as client:
         client._client._transport = LosesAnswers()
         yield client, client._client._transport

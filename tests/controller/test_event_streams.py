@@ -1,4 +1,4 @@
-"""Server-Sent Events over real connections: resumed, kept alive, ended."""
+"""Streams of Server-Sent Events over real connections are resumed, kept alive and ended."""
 
 import asyncio
 import json
@@ -81,7 +81,7 @@ def test_sixty_open_streams_are_kept_alive_and_block_no_request(client, server, 
                 await asyncio.sleep(0.05)
             for path in ("/healthz", f"/v1/runs/{run}"):
                 assert (await http.get(path, timeout=30)).status_code == 200
-            for task in tasks[:30]:  # half of the clients hang up
+            for task in tasks[:30]:  # half of the clients disconnect
                 task.cancel()
             await asyncio.to_thread(run_one, server.spool)
             await asyncio.gather(*tasks[30:])
@@ -104,7 +104,8 @@ def test_the_server_stops_reading_when_a_client_hangs_up(server, client, run, mo
     monkeypatch.setattr(EventStreams, "follow", noted)
     job = client.train(run, rl_request())
     with server.http() as http, http.stream("GET", f"/v1/jobs/{job.id}/events") as response:
-        # Without this variable the iterator would end, and httpx would close its connection.
+        # The variable keeps the iterator alive. If the iterator ended, httpx would close the
+        # connection.
         parts = response.iter_text()
         assert next(parts).startswith("retry")
         assert not ended.is_set()
@@ -112,8 +113,8 @@ def test_the_server_stops_reading_when_a_client_hangs_up(server, client, run, mo
 
 
 def test_a_stream_ends_with_its_job_even_without_a_terminal_event(client, server, run, monkeypatch):
-    """If the writer was killed before it wrote the terminal event, the stream ends by the job's
-    state."""
+    """If the writer was killed before it wrote the terminal event, the stream ends because the
+    job's state is final."""
     monkeypatch.setattr(event_streams, "STATE_SECONDS", 0.2)
     job = client.train(run, rl_request())
     client.cancel(job.id)
@@ -167,7 +168,7 @@ def test_a_stream_reads_its_file_in_parts_and_only_as_its_client_takes_them(
     job = client.train(run, rl_request()).id
     for number in range(300):
         server.spool.events.append(job, "step", metrics={"text": "x" * 1000}, step=number)
-    # The event is longer than one part of a read.
+    # The event is longer than PART_BYTES.
     server.spool.events.append(job, "step", metrics={"text": "x" * 3 * PART_BYTES}, step=300)
 
     async def scene() -> int:

@@ -40,7 +40,8 @@ def resident(process: Process) -> int:
 
 
 def send_until_refused(peer: socket.socket, piece: bytes, most: int) -> int:
-    """Sends pieces without end, `most` bytes at most. Returns the bytes that the server took."""
+    """Sends `piece` again and again until the server refuses it, or until `most` bytes are sent.
+    Returns the bytes that the server took."""
     sent = 0
     with suppress(ConnectionError, TimeoutError):
         while sent < most:
@@ -76,7 +77,7 @@ def test_what_never_ends_takes_no_memory(process: Process, kind: str) -> None:
     for _ in range(3):
         with connect(process) as peer:
             peer.sendall(start)
-            # Bytes in the kernels' buffers count as taken, too.
+            # The taken bytes include bytes in the kernels' buffers.
             assert send_until_refused(peer, piece, 100 * MIB) < 20 * MIB
     assert resident(process) - before < 16 * MIB
 
@@ -110,9 +111,9 @@ def test_a_half_sent_request_is_closed(process: Process) -> None:
         peers[kind].settimeout(WAIT_SECONDS + 15)
     time.sleep(1)
     peers["a blank line after a request"].sendall(b"\r\n")
-    slow = connect(process)  # this peer sends, but too few bytes
+    slow = connect(process)  # this peer sends too few bytes
     slow.sendall(TRAIN + b"Content-Length: 1000000\r\n\r\n")
-    patient = connect(process)  # this peer is slow, but sends enough bytes
+    patient = connect(process)  # this peer is slow and sends enough bytes
     body = b" " * PART_BYTES * 2 + b"{}"
     patient.sendall(TRAIN + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body))
     for part in range(4):

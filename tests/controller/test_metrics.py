@@ -58,7 +58,7 @@ def test_requests_are_counted_by_template_method_and_status(server, http, run):
     assert http.get(f"/v1/runs/{secret}").status_code == 404
     assert http.get(f"/{secret}?key={secret}").status_code == 404
     assert http.request("PROPFIND", "/v1/runs").status_code == 405
-    # refused before the request reaches a route
+    # This request has no key, so it is refused before it reaches a route.
     assert httpx.get(f"{server.url}/v1/runs").status_code == 401
     # A request is counted after its answer has been sent.
     until("the last one is counted", lambda: requests(server, "other", status="4xx") == others + 2)
@@ -99,7 +99,7 @@ def test_jobs_are_counted_once_by_kind_and_by_state(server, http, run):
     body = rl_request(id=f"job-{run}")
     train = f"/v1/runs/{run}/train"
     assert http.post(train, json=body).status_code == 202
-    assert http.post(train, json=body).status_code == 200  # the same job submitted again
+    assert http.post(train, json=body).status_code == 200  # this request submits the same job again
     assert http.post(train, json={"kind": "rl"}).status_code == 422
     assert http.post(train, json=sft_request()).status_code == 202
     for kind in ("rl", "sft"):

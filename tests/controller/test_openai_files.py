@@ -147,7 +147,7 @@ def test_tools_and_calls_and_weights_are_taken(sdk: OpenAI) -> None:
         {"role": "assistant", "content": "42", "weight": 1, "refusal": None},
     ]
     line = {"messages": chat, "tools": tools, "parallel_tool_calls": False}
-    # A byte order mark, lines with Windows line ends, and no line end at the end.
+    # The text has a byte order mark, Windows line ends, and no line end after the last line.
     text = b"\xef\xbb\xbf" + json.dumps(line).encode() + b"\r\n\r\n" + json.dumps(GOOD).encode()
     assert upload(sdk, text).bytes == len(text)
 

@@ -1,5 +1,5 @@
-"""The tuner, which advances fine-tunings, without HTTP: its death at every change of the volume,
-the meaning of "auto", and the length of rows."""
+"""The tuner, which advances fine-tunings, without HTTP. The tests check its death at every change
+of the volume, the meaning of "auto", and the length of rows."""
 
 import shutil
 import tempfile
@@ -120,7 +120,7 @@ LOOKS: dict[str, tuple[Callable[[Spool, Tuning], None], ...]] = {
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """The spool is in memory, because each change of the volume calls fsync."""
+    """A directory in memory for the spool, because fsync on a disk is slow."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         yield Path(directory)
 
@@ -172,7 +172,7 @@ def advance_open(root: Path, tuning_id: str) -> None:
 
 
 AUTO = {
-    # examples: (epochs, batch size)
+    # number of examples: (epochs, batch size)
     1: (25, 1),
     10: (10, 1),
     33: (3, 2),
@@ -247,8 +247,8 @@ def test_a_full_volume_is_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_events_outlive_their_jobs(tmp_path: Path) -> None:
-    """`TANDEM_KEEP_DAYS` removes ended jobs; the fine-tuning still reports the rest of its
-    chain."""
+    """`TANDEM_KEEP_DAYS` removes ended jobs. The fine-tuning still reports the remaining jobs of
+    its chain."""
     root = make_root(tmp_path / "spool")
     spool, tuner = Spool(root), Tuner(deployment(root))
     tuning = tuning_of(spool, keep(spool, chats(4)))

@@ -1,5 +1,5 @@
-"""Fine-tuning jobs by the openai package: from a file to a model's name, and refusals. The test
-plays the runner."""
+"""Fine-tuning jobs by the openai package, from a file to a model's name. The tests also check
+refusals. The test plays the runner."""
 
 import json
 import time
@@ -83,7 +83,8 @@ def create(sdk: OpenAI, file: str, **more: Any) -> FineTuningJob:
 
 
 def queued(spool: Spool, count: int = 2) -> list[str]:
-    """Waits until `count` jobs are queued. Returns the names of their parts."""
+    """Waits until `count` jobs are queued. Returns each job's id without the text before the first
+    dot."""
 
     def names() -> list[str]:
         return [job.spec.id.partition(".")[2] for _, job in spool.jobs.list(states=("queued",))]
@@ -177,7 +178,7 @@ def test_a_file_becomes_a_model(sdk: OpenAI, spool: Spool, file: str) -> None:
     )
     assert table[2] == "2,0.5,,0.25,,"
     assert len(table) == 7
-    # `tandem jobs` and the metrics show this kind.
+    # `tandem jobs` and the metrics show the kind of the jobs.
     assert {job.spec.kind for _, job in spool.jobs.list(run)} == {"sft"}
 
 
@@ -220,7 +221,7 @@ def test_pairs_train_dpo(sdk: OpenAI, spool: Spool) -> None:
     queued(spool)
     specs = [job.spec for _, job in spool.jobs.list(spool.tunings.get(job.id).run)]
     assert [spec.kind for spec in specs] == ["dpo", "dpo"]
-    # All jobs of the chain have the same reference.
+    # All jobs of the chain have the same reference policy.
     assert [(spec.loss.beta, spec.loss.reference) for spec in specs] == [(0.25, 0)] * 2
     assert specs[0].optimizer.learning_rate == pytest.approx(1e-5)
     finish(spool, sdk, job)

@@ -1,4 +1,4 @@
-"""Lists in pages, also after a rollback or damage on the volume."""
+"""The API returns lists in pages, also after a rollback or damage on the volume."""
 
 import os
 import shutil
@@ -53,7 +53,8 @@ _opened: list[str] | None = None
 
 
 def _note_open(event: str, arguments: tuple[Any, ...]) -> None:
-    # Only the routes' reads count: the collectors of metrics have threads of their own.
+    # The hook counts only files that routes open, because collectors of metrics open files in other
+    # threads.
     route = "AnyIO" in threading.current_thread().name
     if _opened is not None and event == "open" and route and not arguments[2] & os.O_DIRECTORY:
         _opened.append(str(arguments[0]))
@@ -61,8 +62,8 @@ def _note_open(event: str, arguments: tuple[Any, ...]) -> None:
 
 def test_a_page_of_runs_opens_two_files_for_each_of_them(server, client, http):
     """A page of the list of runs opens two files for each run, whatever the spool contains. In this
-    test no run was read before, and all runs are served. A hook sees every file that this process
-    opens."""
+    test the process has read no run before, and vLLM serves all runs. A hook sees every file that
+    this process opens."""
     global _opened
     first = server.spool.runs.directory(client.create_run("many", lora={"rank": 1}).spec.name)
     for number in range(300):

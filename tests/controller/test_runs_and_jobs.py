@@ -116,7 +116,7 @@ def test_train_and_wait_until_served(client, server, run):
     )
     thread.join()
     assert job.state == "succeeded"
-    assert "succeeded" in [e.type for e in seen]  # `served` may arrive at the same time
+    assert "succeeded" in [e.type for e in seen]  # the list may also contain `served`
     assert client.job_events(job.id)[-1].type == "served"
 
 
@@ -198,7 +198,8 @@ def test_the_same_id_is_the_same_job(http, server, run, root):
     first = http.post(f"/v1/runs/{run}/train", json=request)
     assert first.status_code == 202
     before = tree(root)
-    # The same content in another form: defaults are written out, keys have another order.
+    # The same request in another form: it names the default values, and its keys have another
+    # order.
     respelt = dict(
         reversed(
             list(
@@ -360,7 +361,7 @@ def test_rows_that_do_not_divide_over_the_ranks_are_refused(deploy):
 
 
 def test_a_run_of_another_base_model_is_not_trained(deploy, tmp_path):
-    """If the run were trained here, its examples would be rendered with the tokenizer of the
+    """If the controller accepted the job, it would render the examples with the tokenizer of the
     deployment's model."""
     server, client = deploy()
     client.create_run("a", lora={"rank": 2})
@@ -546,4 +547,4 @@ def test_a_run_of_all_weights_needs_a_deployment_that_serves_whole_weights(deplo
     }
     for run in ("all", "fork"):
         client.delete_run(run)
-    assert client.create_run("adapter").newest_step == 0  # a deleted run makes room for another
+    assert client.create_run("adapter").newest_step == 0  # no other run is left

@@ -1,5 +1,5 @@
-"""Tinker's API by its own package: a program from a model to samples, retries, and refusals. The
-test plays the ranks, and a fake plays vLLM."""
+"""Tinker's API by Tinker's own package. The tests cover a program that trains and samples, retries,
+and refusals. The test plays the ranks, and a fake plays vLLM."""
 
 import ast
 import asyncio
@@ -212,7 +212,7 @@ def test_a_model_begins_from_a_checkpoint(
         assert (load.kind, load.run, load.step) == ("load", run_of(model), 1)
         assert load.optimizer is optimizer
         assert spool.runs.get(run).lora == spool.runs.get(run_of(model)).lora
-        # Request 1 of the run is the load, so the client's first request becomes request 2.
+        # Request 1 of the run loads the weights, so the client's first request becomes request 2.
         other.forward_backward([datum([1, 2])], "cross_entropy").result(timeout=60)
         assert spool.requests.get(run, 2).request.kind == "forward_backward"
     with refused(404, "no checkpoint"):
@@ -373,7 +373,7 @@ def test_a_request_that_never_comes_is_given_up(
     for seq in (3, 4):
         body = {"model_id": model.model_id, "seq_id": seq, "adam_params": {}}
         assert post(process, "optim_step", body).status_code == 200
-    for seq in (3, 4):  # makes the requests look 61 s old
+    for seq in (3, 4):  # the requests get a creation time 61 s ago
         logged = spool.requests.get(run, seq)
         path = spool.requests.data_dir(run, seq) / "request.json"
         path.write_text(logged.model_copy(update={"created": time.time() - 61}).model_dump_json())

@@ -45,7 +45,7 @@ def independent(rewards: list[float], batch: list[float], baseline: str, scale: 
     st.sampled_from(["mean", "leave_one_out"]),
     st.sampled_from(["group", "batch", "none"]),
 )
-@example([0.0, 1e-38], [], "mean", "group")  # These rewards count as equal.
+@example([0.0, 1e-38], [], "mean", "group")  # The rewards 0 and 1e-38 count as equal.
 @example([0.1] * 3, [], "mean", "group")  # In floats, (0.1 + 0.1 + 0.1) / 3 != 0.1.
 def test_formulas(rewards: list[float], others: list[float], baseline: str, scale: str) -> None:
     of_case = AdvantageSettings.model_validate({"baseline": baseline, "scale": scale})

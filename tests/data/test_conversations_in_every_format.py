@@ -269,8 +269,8 @@ def test_the_same_table_in_files_of_every_kind(tmp_path: Path) -> None:
         csv.writer(file).writerows([["messages"], *([line] for line in lines)])
     with pytest.raises(InvalidInput, match="is a table; save it as JSON lines or Parquet"):
         Examples(tmp_path / "a.csv")
-    # The first record has a null in the arguments of a call, which are an Arrow struct. The keys of
-    # other rows give a struct such nulls too.
+    # The first record has a null in the arguments of a call, which are an Arrow struct. Arrow also
+    # adds nulls to the struct for keys that only other rows have.
     ask, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     records = [
         {

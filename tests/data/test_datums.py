@@ -31,8 +31,8 @@ def datum(length: int = 5, *, prompt: list[int] | None = None, sampled: bool = T
     )
 
 
-# The losses of a token as Tinker's documentation defines them. lp and q are the token's log-probs
-# by the policy and by the sampler, a is its weight or advantage.
+# The losses of a token as Tinker's documentation defines them. The token's log-probs by the policy
+# and by the sampler are lp and q. The token's weight or advantage is a.
 FORMULAS = {
     "cross_entropy": ({}, lambda lp, q, a: -a * lp),
     "importance_sampling": ({}, lambda lp, q, a: -torch.exp(lp - q) * a),

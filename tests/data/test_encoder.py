@@ -90,7 +90,7 @@ def test_tokens_are_those_of_transformers(kind: str) -> None:
     tokenizer, draw = made(kind), random.Random(1)
     texts = ["".join(draw.choices(PIECES, k=draw.randrange(40))) for _ in range(3000)]
     encoder = Encoder(tokenizer)
-    # The encoder uses fastokens for all kinds but `wordpiece`. If it did not, the test would
+    # The encoder uses fastokens for all kinds except `wordpiece`. Without fastokens the test would
     # compare transformers with itself.
     assert (encoder._fast is None) == (kind == "wordpiece")
     for text, tokens in zip(texts, encoder.encode_all(texts), strict=True):

@@ -1,4 +1,4 @@
-"""Validation of input. vLLM's answers become turns. The refusal of wrong input names the wrong
+"""Validation of input. The answers of vLLM become turns. The refusal of wrong input names the wrong
 field."""
 
 import json
@@ -103,7 +103,8 @@ def test_turn_from_openai(as_object: bool) -> None:
         return construct_type(type_=kind, value=value) if as_object else value
 
     chat, completion = given(ChatCompletion, CHAT), given(Completion, COMPLETION)
-    # A mark of pytest would also count warnings from the garbage of other tests.
+    # pytest's mark `filterwarnings` would also count warnings about other tests' objects that are
+    # garbage-collected.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         turns = [
@@ -151,7 +152,8 @@ def test_turn_from_openai(as_object: bool) -> None:
             "choices.0.logprobs",
             "did not compute",
         ),
-        # "12" is a text that the model has sampled. It is not the name of a token id.
+        # "12" is a text that the model has sampled. Without the prefix `token_id:`, a text names no
+        # token id.
         (CHOICE, "logprobs.content.1.token", "12", "token_ids", "rollout"),
         (CHOICE, "logprobs.content.1.token", "token_id:", "token_ids", "rollout"),
         (CHOICE, "logprobs.content.1.token", "token_id:1x", "token_ids", "rollout"),

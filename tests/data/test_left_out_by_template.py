@@ -103,7 +103,7 @@ def test_reasoning_and_tools_that_the_template_leaves_out_are_named(
         "rejected": [turn("assistant", "no")],
         "tools": [TOOL],
     }
-    for _ in range(2):  # The second round uses cached facts about the template.
+    for _ in range(2):  # The second pass uses the cached facts about the template.
         found = preview(
             tokenizer,
             [SFTExample.model_validate(one) for one in [*examples, {"text": "hi"}]],

@@ -1,5 +1,5 @@
-"""The packed format. The tests check that NumPy can read a packed file, that damaged files and
-files of other versions are refused, and that the memory maps of a packed file are released."""
+"""The packed format. NumPy can read a packed file. Damaged files and files of other versions are
+refused. The memory maps of a packed file are released."""
 
 import shutil
 import tracemalloc
@@ -71,7 +71,7 @@ def test_close_releases_every_map(tmp_path: Path) -> None:
         str(directory) in str(link.resolve()) for link in Path("/proc/self/fd").iterdir()
     )
     shutil.rmtree(directory)
-    assert row.tokens[0] == 9  # The row is a copy, so it stays after `close`.
+    assert row.tokens[0] == 9  # The row is a copy, so its arrays stay valid after `close`.
     row.tokens[:] = 3
     with pytest.raises(ValueError, match="closed"):
         batch.row(0)

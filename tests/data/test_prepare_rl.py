@@ -60,14 +60,14 @@ def run(
 
 
 def lineages(row: PackedRow) -> list[list[int]]:
-    """For each slot, the slots on the path from the root to it. The paths are computed only from
-    depths: a slot's parent is the nearest earlier slot whose depth is smaller by 1."""
+    """For each slot, the slots on the path from the root to this slot. The paths are computed only
+    from depths: a slot's parent is the nearest earlier slot whose depth is smaller by 1."""
     path: list[int] = []
     return [path := [*path[: row.positions[slot]], slot] for slot in range(row.num_tokens)]
 
 
-# The vocabulary is tiny and the sequences are short. So shared prefixes, duplicates, and sequences
-# that are prefixes of others are all likely.
+# The vocabulary is tiny and the sequences are short. So shared prefixes and duplicates are likely,
+# and so are sequences that are prefixes of other sequences.
 steps = st.none() | st.integers(0, 2)
 ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
 
@@ -286,8 +286,8 @@ def test_zero_variance_is_dropped_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("groups", "settings", "expected"),
     [
-        # An advantage in the input replaces the computed advantage. The group then has variance,
-        # although its rewards are equal.
+        # An advantage in the input replaces the computed advantage. The group with this advantage
+        # has variance, although its rewards are equal.
         ([[one([1], [2], 0.0, advantage=-2.5), one([1], [3], 0.0)]], {}, [-2.5, 0.0]),
         # Advantages are computed before a trajectory is dropped.
         (

@@ -77,8 +77,8 @@ def test_each_slot_has_the_experts_of_its_token(tmp_path):
 
 @pytest.mark.parametrize("dense", [0, 1])
 def test_turns_without_experts_leave_their_slots_to_the_router(tmp_path, dense):
-    """In `dense` cases the first layer has no experts, as in GLM-4.5. vLLM returns zeros for such
-    layers."""
+    """In `dense` cases the first layer has no experts, as in GLM-4.5, and vLLM returns zeros for
+    this layer."""
     given = experts(3)
     given[:, :dense] = 0
     mixture = MIXTURE._replace(dense=dense)

@@ -27,10 +27,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "thought": {"messages": [ASK, turn("assistant", "yo", reasoning_content="Hm")]},
 }
 # A family has the names of its templates and its stop tokens. The stop tokens are eos_token_id of
-# the checkpoints' generation_config.json, with the tokenizer's EOS first. The last four tokens of a
-# family end an answer, an answer that another answer follows, a call, and an answer with a thought.
-# None in place of such a token means that the template refuses or leaves out the message, so Tandem
-# refuses the message.
+# the checkpoints' generation_config.json, with the tokenizer's EOS first. The other four tokens of
+# a family are the ends of an answer, an earlier answer of a conversation, a call, and an answer
+# with a thought. REFUSED in place of a token means that Tandem refuses the example, because the
+# template refuses or leaves out the message.
 REFUSED = None
 FAMILIES: dict[str, tuple[str, list[str], list[str | None]]] = {}
 
@@ -104,8 +104,8 @@ family(
     "<|call|>",
     "<|return|>",
 )
-# With TRL's tags an earlier answer is trained in the form that it has in a history. A model samples
-# an answer in another form than a history has.
+# TRL's tags train an earlier answer in the form that the template gives to earlier answers. A model
+# samples a final answer, which has another form.
 family(
     "gptoss_training",
     "<|return|> <|endoftext|> <|call|>",
@@ -135,8 +135,8 @@ CHATML = (
 )
 family(CHATML, "<|im_end|> <|endoftext|>", *["<|im_end|>"] * 4)
 family("qwen3_5_nothink", "<|im_end|> <|endoftext|>", *["<|im_end|>"] * 3, REFUSED)
-# The prompt of these templates ends with <think>. An answer without a thought does not begin with
-# <think>.
+# The prompt of these Nemotron templates ends with <think>. Tandem refuses an answer without a
+# thought, because the answer does not begin with <think>.
 family(
     "nemotron_3_5_lightning nemotron_3_nano nemotron_3_super nemotron_3_ultra",
     "<|im_end|> </s>",
@@ -201,8 +201,8 @@ def test_each_kind_of_turn_ends_where_vllm_stops(name: str, tmp_path: Path) -> N
         assert shown.endswith(end), (kind, shown)
         ends = Stops(tokenizer).endings(sequences)
         assert (ends[0] is not None) == endless, (kind, shown)
-        # Sampling ends at the first stop token, so a turn has no second one. Only the generation
-        # tags of a template may enclose further tokens.
+        # Sampling ends at the first stop token, so a turn has no second stop token. Only the
+        # generation tags of a template may enclose further tokens.
         if "endgeneration" not in tokenizer.chat_template:
             assert [i for i, token in enumerate(first) if token in stop_ids(tokenizer)] == [
                 len(first) - 1
@@ -218,7 +218,7 @@ def turns(sequences: list[Any]) -> list[list[int]]:
 
 
 def vllm_stops(directory: Path) -> set[int]:
-    """The stop tokens of a request without stop tokens of its own, by vLLM's own code."""
+    """The stop tokens that vLLM's own code sets for a request without stop tokens."""
     from transformers import AutoTokenizer, GenerationConfig
     from vllm import SamplingParams
 

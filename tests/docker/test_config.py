@@ -74,7 +74,7 @@ def test_each_role_gets_its_gpus_and_no_other(trainer, inference, ranks, mode):
     for name, service in started(config).items():
         assert service.get("runtime") == ("nvidia" if name in devices else None), name
         assert "deploy" not in service, "only the runtime's variable assigns GPUs"
-        # The images of preflight and controller set the variable.
+        # The images of preflight and controller set NVIDIA_VISIBLE_DEVICES.
         expected = devices.get(name, "void")
         assert environment(config, name).get("NVIDIA_VISIBLE_DEVICES", "void") == expected, name
     for role, name in (
@@ -145,7 +145,7 @@ def preflight(*options: str, config: dict, **variables: str):
     [
         (f"{A},{B}", B, {"TANDEM_TRAINER_RANKS": "2"}, f"both name {B}"),
         ("0", B, {}, "some are named by index, some by UUID"),
-        # A value of TANDEM_GPU_MODE disables compose's own guard.
+        # A value of TANDEM_GPU_MODE disables the guard in the compose file.
         ("0", "0", {"TANDEM_GPU_MODE": "dedicated"}, "both name 0"),
     ],
 )
@@ -289,7 +289,7 @@ def test_every_service_is_hardened_and_its_image_has_a_version(files):
         assert service["image"].partition(":")[2] not in ("", "latest"), name
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert ":latest" not in dockerfile
-    # such a line names a program that BuildKit would fetch by its tag
+    # a `# syntax=` line names a program that BuildKit would fetch by its tag
     assert "# syntax=" not in dockerfile
     config = Compose(*files).config("example", TANDEM_UID="54321")
     assert {service["user"] for service in config["services"].values()} == {"54321:0"}
@@ -416,14 +416,14 @@ NOT_PASSED = {
         "CONTROLLER_PORT",
         "INFERENCE_PORT",
         "METRICS_PORT",
-        # Files contain the secrets.
+        # Compose passes secrets as files.
         "API_KEY",
         "ADMIN_TOKEN",
         "API_KEY_FILE",
         "ADMIN_TOKEN_FILE",
-        # The chart mounts the template of Jobs.
+        # Only the Helm chart has a template of Kubernetes Jobs.
         "JOB_TEMPLATE",
-        # Settings of executors that compose does not offer.
+        # These settings belong to executors that compose does not offer.
         "PARALLEL_JOBS",
         "LINGER_SECONDS",
         # docker-compose.hosts.yml passes these settings.
@@ -435,7 +435,7 @@ NOT_PASSED = {
         "ORPHAN_SECONDS",
         # The images contain no Slurm programs.
         "SLURM_ARGS",
-        # These settings are fixed, or have no effect.
+        # These settings are fixed by the compose files, or have no effect under compose.
         "INFERENCE_URL",
         "DOCKER",
     )

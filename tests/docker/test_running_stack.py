@@ -53,7 +53,7 @@ def test_no_process_is_root_and_only_volumes_are_writable(stack):
         check_processes(stack, service, "2000")
 
 
-# `test_real_vllm` tries every route.
+# `test_real_vllm` sends requests to every route of vLLM.
 CLOSED = (
     "/v1/load_lora_adapter",
     "/pause",
@@ -79,7 +79,7 @@ def test_admin_routes_of_the_published_port_require_the_admin_token(stack):
     for path in CLOSED:
         answer = httpx.request("GET", stack.inference_url + path, headers=admin, timeout=30)
         assert answer.status_code != 401, path
-    # With the token, a request reaches vLLM.
+    # A request with the admin token reaches vLLM.
     unknown = {"lora_name": "no-such"}
     answer = httpx.post(
         f"{stack.inference_url}/v1/unload_lora_adapter", json=unknown, headers=admin, timeout=30
@@ -221,7 +221,7 @@ def test_down_in_the_middle_of_a_job_and_up_as_another_user(stack):
 
 
 def test_files_of_one_user_can_be_changed_by_the_next(stack):
-    """All files belong to the group and are writable for it, except the base model."""
+    """All files except the base model belong to the group, and the group may write them."""
     here = ("/data", "-path", "/data/models", "-prune", "-o", "-not", "-type", "l")
     for service in SERVICES:
         closed = stack.exec(service, "find", *here, "!", "-perm", "-g=w", "-print").stdout

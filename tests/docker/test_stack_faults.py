@@ -1,8 +1,8 @@
 """Container faults and their consequences, as docs/jobs.md and docs/operations.md describe them.
 
 `tests/stack/test_stack.py` kills single programs. The tests use the stack that `test_running_stack`
-left. Each test continues from the state that the test before it left. So tests inject the trainer's
-faults while vLLM restarts.
+left. Each test continues from the state that the test before it left. Some tests inject faults of
+the trainer while vLLM restarts after an earlier test.
 """
 
 import time
@@ -79,7 +79,8 @@ def exit_status(stack: ComposeStack, service: str, since: float) -> int:
     status."""
 
     def ended():
-        # One query, because the engine may list an event once and not in the next query.
+        # A single query of events gives the result, because the engine may omit an event from a
+        # later query.
         exits = stack.exits(since, stack.container(service))
         return exits if service in exits else None
 
@@ -244,7 +245,8 @@ def test_a_program_that_cannot_be_started(stack):
     """The container ends and starts again and again. `up --wait` ends after a bounded time. The log
     says why the program can't be started."""
     begin = time.time()
-    # `up --wait`'s exit status is not checked: Compose up to 5.5 reports a deadline only by luck.
+    # `up --wait`'s exit status is not checked: Compose up to 5.5 may report success at the
+    # deadline.
     stack.run(
         "up",
         "--wait",
@@ -254,7 +256,7 @@ def test_a_program_that_cannot_be_started(stack):
         TANDEM_VLLM_ARGS="'unbalanced",
         check=False,
     )
-    # On a busy machine vLLM's program lives for the second that supervisord counts as a start.
+    # On a busy machine the failing vLLM runs for a second, so supervisord counts it as started.
     assert exit_status(stack, "inference", begin) in (70, 71)
     assert not stack.healthy("inference")
     assert restarts(stack, "inference") >= 1

@@ -3,17 +3,17 @@ this directory into PYTHONPATH.
 
 By default Python's garbage collector looks for cycles at every 700 new objects. During the imports
 of torch and vLLM there is no garbage, but the search takes an eighth of a start's CPU time. In all
-tests together the search took a tenth of the CPU time. vLLM itself searches six more times during
-its start and finds no garbage either. These six searches take 2.4 s of the 13 s of CPU time of
+tests together the search took a tenth of the CPU time. The start of vLLM contains six more
+searches, which find no garbage either. These six searches take 2.4 s of the 13 s of CPU time of
 vLLM's start.
 
-At each start vLLM imports gRPC to send traces, which takes 1 s of CPU time, and transformers looks
-for the files of all packages, which takes 0.8 s. No test sends traces, and the packages stay as
-they are. Ranks import Weights & Biases through torch and Megatron, which takes 0.5 s of the 4 s of
-their start. Deployments do not have Weights & Biases.
+At each start vLLM imports gRPC to send traces, which takes 1 s of CPU time. The library
+transformers looks for the files of all packages, which takes 0.8 s. No test sends traces, and the
+installed packages do not change. Ranks import Weights & Biases through torch and Megatron, which
+takes 0.5 s of the 4 s of their start. Deployments do not have Weights & Biases.
 
-TEST_CLOCK_SECONDS: the error of the process's clock in seconds. A process with such an error plays
-a host with its own clock.
+TEST_CLOCK_SECONDS: the error of the process's clock in seconds. A process with a clock error stands
+for a host with its own clock.
 """
 
 import gc
@@ -22,7 +22,7 @@ import sys
 import time
 
 gc.set_threshold(50_000, 20, 100)
-if "vllm.entrypoints.openai.api_server" in sys.orig_argv:  # vLLM's engine is its fork
+if "vllm.entrypoints.openai.api_server" in sys.orig_argv:  # vLLM's engine is a fork of this process
     gc.collect = lambda generation=2: 0
 sys.modules["opentelemetry.exporter.otlp.proto"] = None  # type: ignore[assignment]
 

@@ -24,8 +24,8 @@ TICK_SECONDS = 0.03
 
 
 class Nodes:
-    """A Job controller, Kueue and a node, which run until the end of the `with` block. A fault that
-    a test sets here affects the pods from then on."""
+    """A Job controller, Kueue and a node, which run until the end of the `with` block. A fault
+    affects the pods from the moment at which the test sets the attribute of the fault."""
 
     def __init__(self, api: ApiServer, logs: Path, environment: dict[str, str]) -> None:
         """`environment`: variables of all containers; the pods' own variables take precedence."""
@@ -72,7 +72,7 @@ class Nodes:
                 self.problem = error
                 raise
 
-    # ---- what a test does
+    # ---- actions of a test
 
     def pods(self) -> list[Object]:
         return self.api.objects("Pod")

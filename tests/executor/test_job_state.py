@@ -197,7 +197,7 @@ def test_an_image_that_does_not_come_ends_the_attempt_after_a_while():
     seen = Seen(job(), [PULLS])
     assert isinstance(states.read(seen, 100), Waiting)
     assert isinstance(states.read(seen, 100 + IMAGE_SECONDS), Waiting)
-    # The pod existed once, so the time to wait for it begins again.
+    # This poll finds no image error, so the time to wait for the image begins again.
     assert isinstance(states.read(Seen(job(), [pod(phase="Pending")]), 221), Waiting)
     assert isinstance(states.read(seen, 222), Waiting)
     ended = states.read(seen, 223 + IMAGE_SECONDS)

@@ -1,9 +1,9 @@
-"""The executor's calls of an API server, on the stand-in API server: the answers that it survives,
-and the requests that it sends. Pods are processes that only wait; test_kubernetes_stack.py has real
-agents.
+"""The executor's requests to the tests' API server, and the answers that the executor survives.
+Pods are processes that only wait; test_kubernetes_stack.py has real agents.
 
-With TANDEM_TEST_KUBECONFIG, the tests that use the fixture `plane` run on this file's control
-plane, in the namespace of the file's context. The other tests are left out.
+TANDEM_TEST_KUBECONFIG names a kubeconfig file. With this variable, the tests that use the fixture
+`plane` run on the file's control plane, in the namespace of the file's context. All other tests are
+skipped.
 """
 
 import json
@@ -61,7 +61,8 @@ class Runner:
 def until(
     execution: KubernetesExecution, state: type, words: str = ""
 ) -> Waiting | Running | Ended:
-    """Polls the execution until its state has this type; returns the state."""
+    """Polls the execution until its state has the type `state` and contains `words`. Returns the
+    state."""
     end = time.monotonic() + 20
     found = execution.poll()
     while not isinstance(found, state) or words not in str(found):
@@ -80,7 +81,7 @@ def quick(monkeypatch) -> None:
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch, quick) -> Iterator[SimpleNamespace]:
-    """`api`, `nodes` and a `runner`, of a release with a queue."""
+    """The `api`, the `nodes` and a `runner` of a release with a Kueue queue."""
     with ApiServer(kueue=True) as api, Nodes(api, tmp_path, dict(os.environ)) as nodes:
         nodes.command = ["sleep", "300"]
         variables = install(api, release(2, queue="research"), tmp_path)
@@ -91,7 +92,7 @@ def cluster(tmp_path, monkeypatch, quick) -> Iterator[SimpleNamespace]:
 
 @pytest.fixture
 def plane(tmp_path, monkeypatch, quick) -> Iterator[Runner]:
-    """A runner on the control plane, real or not, whose Jobs have no owner and no queue."""
+    """A runner whose Jobs have no owner and no queue, on the tests' control plane or a real one."""
     with ApiServer() as api, Nodes(api, tmp_path, dict(os.environ)) as nodes:
         nodes.command = ["sleep", "300"]
         variables = install(api, release(1), tmp_path)
@@ -112,7 +113,7 @@ def test_a_job_is_made_once_found_and_deleted_with_its_pods(plane):
         return [job["metadata"]["name"] for job in found]
 
     execution = plane.begin()
-    until(execution, Waiting, "(pod ")  # the reason "no pod yet" comes before this one
+    until(execution, Waiting, "(pod ")  # an earlier state has the reason "no pod yet"
     name = execution.make["metadata"]["name"]
     assert there() == [name]
     (pod,) = plane.executor._cluster.pods(name)
@@ -277,7 +278,7 @@ def test_hours_in_kueues_queue_do_not_count_as_the_hosts_time_to_arrive(cluster,
 @scripted
 @pytest.mark.parametrize("began", [True, False])
 def test_a_new_runner_finds_a_job_that_is_suspended(cluster, began):
-    """Kueue may have preempted the Job while no runner looked. If the Job's hosts had begun, their
+    """Kueue may have preempted the Job while no runner ran. If the Job's hosts had begun, their
     tickets for the attempt are taken, so the attempt can't go on."""
     cluster.nodes.kueue = True
     execution = cluster.runner.begin()
@@ -401,7 +402,7 @@ def next_attempt(cluster: SimpleNamespace, **limits: float) -> None:
 @scripted
 def test_pods_that_stayed_and_do_not_take_the_attempt_do_not_count(stayed, monkeypatch):
     monkeypatch.setattr(kubernetes, "TAKE_SECONDS", 0.5)
-    stayed.runner.executor.wait_until_free()  # this call does not delete the Job
+    stayed.runner.executor.wait_until_free()  # `wait_until_free` does not delete the Job
     execution = stayed.runner.begin()
     assert f"goes to Job {stayed.name}" in stayed.runner.told[-1]
     assert execution._meeting.order().pods == f"ns/{stayed.name}"
@@ -426,8 +427,8 @@ def test_a_new_runner_adopts_an_attempt_in_pods_that_stayed(stayed):
     again = stayed.runner.begin(second)
     until(again, Waiting, "has not arrived")
     assert jobs(stayed) == [stayed.name]
-    # A preemption ends the attempt, because Kueue would start pods again whose first attempt has
-    # ended.
+    # A preemption ends the attempt, because pods that Kueue starts again would serve the Job's
+    # first attempt, which has ended.
     stayed.nodes.preempt(stayed.name)
     end = time.monotonic() + 20
     while stayed.nodes.pods():

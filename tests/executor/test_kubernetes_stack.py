@@ -2,10 +2,10 @@
 agents.
 
 Whatever happens to a Job, its pods, its queue, the API server or the runner, the job ends exactly
-once. Other files test the rest: an image that is not there, what admission refuses, and another
-release's template (test_kubernetes.py); a second runner (runner/test_runner_lives.py); a cable that
-is cut, and clocks that differ (rank/test_hosts.py); volumes that are slow or gone
-(spool/test_spool_fence, agent/test_one_attempt.py and test_hosts_meet.py).
+once. `test_kubernetes.py` tests a missing image, refusals by admission, and another release's
+template. `runner/test_runner_lives.py` tests a second runner. `rank/test_hosts.py` tests a cut
+cable, and clocks that differ. `spool/test_spool_fence.py`, `agent/test_one_attempt.py` and
+`agent/test_hosts_meet.py` test volumes that are slow or gone.
 """
 
 import re
@@ -173,8 +173,8 @@ def test_jobs_of_two_runs_train_at_once_and_are_adopted_by_the_next_runner(stack
 
 @of_pods
 def test_a_node_that_is_lost_keeps_nobody_waiting(stack):
-    """The pods on the lost node stay, and their ranks go on for a while. These ranks change nothing
-    any more."""
+    """The pods on the lost node stay, and their ranks go on for a while. The ranks on the lost node
+    change nothing of the job."""
     job_id = stack.submit(stack.run("lost"), attempts=2, stall=5, do="hang", until=1)
     stack.until_beating(job_id, ranks=2)
     stack.nodes.lost = True
@@ -189,8 +189,8 @@ def test_a_node_that_is_lost_keeps_nobody_waiting(stack):
 
 @of_pods
 def test_kueue_admits_preempts_and_admits_the_next_job(stack):
-    """A waiting job shows the reason that Kueue gives, and may wait for hours. A preemption by
-    Kueue does not count."""
+    """A waiting job shows the reason that Kueue gives, and may wait for hours. An attempt that
+    Kueue preempts does not count."""
     stack.nodes.kueue = True
     job_id = stack.submit(stack.run("queued"), attempts=1, do="wait", until=1)
     stack.until_phase("waiting: its Job is suspended; Kueue has not said why")

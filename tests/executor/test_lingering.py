@@ -1,5 +1,5 @@
-"""Pods that stay after their attempt (TANDEM_LINGER_SECONDS) and serve the next attempt, under a
-real runner with real agents."""
+"""Pods stay after their attempt (TANDEM_LINGER_SECONDS) and serve the next attempt, under a real
+runner with real agents."""
 
 import pytest
 

@@ -149,7 +149,7 @@ def test_the_time_limit_counts_and_a_lost_node_and_preemption_with_grace_do_not(
         stack.close()
 
 
-# ---- the runner's side alone
+# ---- the runner's side, without agents
 
 
 def executor_of(
@@ -169,7 +169,7 @@ def order_of(spool: Spool, said: list[str]) -> Order:
 
 
 def polled(execution: Execution) -> Waiting | Running | Ended:
-    """The execution's state after two questions to Slurm."""
+    """The execution's state after two queries of Slurm."""
     end = time.monotonic() + 2.5 * POLL_SECONDS
     while time.monotonic() < end and not isinstance(execution.poll(), Ended):
         time.sleep(0.1)

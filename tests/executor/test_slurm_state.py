@@ -38,7 +38,7 @@ def line(state: str, reason: str = "None", **fields: str) -> str:
         (line("RUNNING"), Running()),
         (line("COMPLETING"), Running()),
         (line("COMPLETED"), Ended(0)),
-        # the ranks' files name the cause
+        # the ranks' own files name the cause of this end
         (line("FAILED", "NonZeroExitCode", code=str(1 << 8)), Ended(1)),
     ],
 )

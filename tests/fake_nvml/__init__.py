@@ -1,5 +1,5 @@
-"""A fake NVIDIA driver for this process and its children. It sets the answers of `pynvml.py` beside
-this file."""
+"""A fake NVIDIA driver for this process and its children. The fake driver sets the answers of
+`pynvml.py` in this directory."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""Schemathesis against a controller: no answer of 500, every answer as documented, and a refusal
-leaves no trace.
+"""Schemathesis sends requests to a controller. No answer has the status 500, every answer is as
+documented, and a refusal leaves no trace.
 
     python -m tests.fuzz.api [--minutes 30] [--seed S]
 
@@ -26,14 +26,14 @@ from tandem.spool import Spool
 
 TESTS = str(Path(__file__).parents[1])
 ROUND_SECONDS = 150.0
-# Checks that would fail: OpenAPI can't express rules between fields, Pydantic accepts "1" and true
-# as 1, and the API ignores unknown query parameters.
+# The fuzzer leaves out two checks that would fail. OpenAPI can't express rules between fields,
+# Pydantic accepts "1" and true as 1, and the API ignores unknown query parameters.
 LEFT_OUT = "positive_data_acceptance,negative_data_rejection"
 
 
 @contextlib.contextmanager
 def controller(directory: Path) -> Iterator[tuple[str, Path]]:
-    """(URL, spool) of a controller with something on its spool."""
+    """(URL, spool) of a controller with runs and jobs on its spool."""
     root = api_server.make_root(directory / "spool")
     with api_server.Process(root) as process:
         headers = {"Authorization": f"Bearer {api_server.KEY}"}

@@ -216,8 +216,8 @@ def _swapped(path: Path, root: Path, chosen: random.Random) -> str:
 
 
 def _unreadable(path: Path, _: Path, __: random.Random) -> str:
-    """Takes all permissions from the file. This damages the file only if this process is not
-    root."""
+    """Takes all permissions from the file. The missing permissions have an effect only if this
+    process is not root."""
     path.chmod(0)
     return ""
 

@@ -1,13 +1,13 @@
-"""Damages one file of a spool after another, and lets every program read it.
+"""Damages one file of a spool after another, and lets every program read the spool.
 
     python -m tests.fuzz.files [--minutes 30] [--seed S] [--only PATTERN]
 
 A spool with every kind of file is made by real jobs. Each round copies the spool and damages one
-file of the copy. Then collectors, controller, `tandem doctor`, publisher, sweeper and a runner with
-real ranks read the copy. Nothing may raise, hang or answer 500; no job may succeed with weights
-that the undamaged spool does not give; a run that was not damaged is served and trained. `--seed`
-and `--round` repeat one round. Root can read files without permission. The following command runs
-the fuzzer without this privilege of root:
+file of the copy. Collectors, controller, `tandem doctor`, publisher, sweeper and a runner with real
+ranks read the damaged copy. No program may raise, hang or answer 500. No job may succeed with
+weights that the undamaged spool does not give. A run that was not damaged must be served and
+trained. `--seed` and `--round` repeat one round. Root can read files without permission. The
+following command runs the fuzzer without this privilege of root:
 
     setpriv --bounding-set=-dac_override,-dac_read_search python -m tests.fuzz.files
 """
@@ -30,7 +30,8 @@ from fuzz.stage import WITNESS, Stage, make_stage
 from spool.spool_tools import memory_directory
 
 USED = "used.json"
-# Programs believe records that they can read: only packed data and weights have hashes.
+# Programs can't detect a wrong value in the records of jobs, runs and steps. Only packed data and
+# weights have hashes.
 _RECORDS = re.compile(r"jobs/live/.*/job\.json|jobs/active/|run\.json|manifest\.json")
 _Seen = tuple[list[str], dict[str, str]]
 """The problems, and the adapters that exist afterwards: SHA-256 by `<run>@<step>`."""
@@ -125,8 +126,8 @@ class Fuzzer:
 
 
 def _kind(name: str) -> str:
-    """The file's path without the names of runs and jobs, steps and times. All packed arrays are
-    one kind."""
+    """The file's path without names of runs, names of jobs, steps and times. All files of packed
+    data have one path."""
     if "/data/" in name:
         return "jobs/data"
     name = re.sub(r"runs/[^/]+", "runs/R", name)

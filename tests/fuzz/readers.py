@@ -1,4 +1,5 @@
-"""Every program that reads the spool, in this process, on a damaged copy; for `fuzz.files`.
+"""Functions for `fuzz.files` that let every program read a damaged copy of the spool, in this
+process.
 
 Each function returns the problems that it found: an exception that would end a program or be
 answered by 500, an undamaged run that is not served, or a job that succeeded with wrong weights.
@@ -59,8 +60,8 @@ _GROUP = {"trajectories": [{"turns": [_TURN], "reward": 1.0}, {"turns": [_TURN],
 TRAIN = {"kind": "rl", "groups": [_GROUP], "packing": {"sequence_length": 16}}
 Problems = Iterator[str]
 _LOOP = asyncio.new_event_loop()
-# `create_app` would build the OpenAPI document for each case, although the document does not depend
-# on the spool. So `Api` replaces the document by this empty one.
+# `Api` replaces the OpenAPI document by this empty document, because `create_app` would build the
+# document again for each case.
 _OPENAPI = {"paths": dict[str, Any]()}
 
 
@@ -114,7 +115,8 @@ class Api:
 
 
 async def read(api: Api, *, witness: bool) -> None:
-    """Asks all GET routes. `witness`: whether the undamaged run `WITNESS` must be served."""
+    """Sends requests to all GET routes. `witness`: whether the undamaged run `WITNESS` must be
+    served."""
     await api.ask("GET", "/readyz")
     await api.ask("GET", "/metrics")
     for path in ("/v1/runs", "/v1/jobs", f"/v1/jobs?run={WITNESS}", "/v1/jobs?state=succeeded"):
@@ -131,8 +133,8 @@ async def read(api: Api, *, witness: bool) -> None:
 
 
 async def write(api: Api, *, witness: bool) -> None:
-    """Asks all routes that change the spool. `witness`: whether these requests must succeed for the
-    run `WITNESS`."""
+    """Sends requests to all routes that change the spool. `witness`: whether these requests must
+    succeed for the run `WITNESS`."""
     for number, run in enumerate(RUNS):
         must = witness and run == WITNESS
         await api.ask(
@@ -208,8 +210,8 @@ def publish(stage: Stage, root: Path, used: bytes, good: dict[str, str], witness
 
 
 class _Impatient(Stop):
-    """A stop that is requested when there is no job to claim. With this stop the runner never
-    waits, because the volume is not broken."""
+    """A stop that is requested when there is no job to claim. The runner never pauses, because the
+    volume is not broken."""
 
     def pause(self, seconds: float) -> None: ...
 

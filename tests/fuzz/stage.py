@@ -126,7 +126,7 @@ def _end(spool: Spool, job_id: str) -> None:
 
 
 def _lose(spool: Spool, job_id: str) -> Job:
-    """Leaves a job as if its runner and its rank had died while it ran."""
+    """Leaves a job as if its runner and its rank had died during the job."""
     job = jobs.claim(spool, job_id)
     attempt = Attempt(spool, job_id, job.attempt)
     memory = {"allocated": 10, "reserved": 10}

@@ -50,7 +50,7 @@ RENDERER = "role_colon"
 
 @pytest.fixture
 def common(stack: LocalStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings of every program."""
+    """Settings that all programs of the cookbook get."""
     monkeypatch.setenv("TINKER_API_KEY", f"tml-{API_KEY}")
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     return {

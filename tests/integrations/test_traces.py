@@ -1,5 +1,5 @@
 """Rollouts of verifiers as trajectories, and the options of ART's backend. The tests need neither
-of the two packages."""
+verifiers nor ART."""
 
 import asyncio
 import sys
@@ -114,7 +114,7 @@ def test_outputs_of_one_example_are_a_group() -> None:
 
 
 class Agent:
-    """An agent that plays task 0 at once, with or without an error. The other tasks never end."""
+    """An agent that plays task 0 at once, with or without an error. Every other task never ends."""
 
     def __init__(self, *, fails: bool) -> None:
         self.fails, self.running = fails, 0

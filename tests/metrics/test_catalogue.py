@@ -1,5 +1,5 @@
-"""docs/metrics.md lists the catalogue, each metric has one collector, and a stack has few
-series."""
+"""docs/metrics.md lists the catalogue of metrics, each metric has one collector, and a stack has
+few series."""
 
 from docs.source.metrics import DOCUMENT, with_new_tables
 from images.grafana.vllm_metrics import VLLM_METRICS

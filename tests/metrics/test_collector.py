@@ -82,7 +82,7 @@ def test_a_hung_collector_delays_neither_the_scrape_nor_other_collectors(
         monkeypatch.setattr(collector.time, "monotonic", lambda: now() + 61)
         seen = exported.scrape()
         assert seen.get("tandem_collector_success", collector="nvml") == 0
-        # The page leaves the value out, because the value may be wrong a minute later.
+        # The page leaves out a value that is a minute old, because the value may be wrong.
         assert seen.get(USED, uuid="GPU-a") is None
         assert seen.get(FOUND) is not None
         assert last_success("nvml") == hung

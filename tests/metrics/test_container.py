@@ -42,7 +42,8 @@ def test_a_missing_volume_is_a_failure_and_the_others_are_exported(
 
 
 def test_the_volume_of_downloaded_models_has_its_own_series(tmp_path: Path, monkeypatch) -> None:
-    """The model cache is not the private cache of kernels, even before the first download."""
+    """The cache of downloaded models differs from the private cache of kernels, even before the
+    first download."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "private"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache" / "huggingface"))
     (tmp_path / "cache").mkdir()
@@ -85,7 +86,7 @@ def test_programs_their_states_and_restarts(tmp_path: Path, monkeypatch) -> None
     for restarts in (0, 1):
         counts = exported.collect().by("program", "tandem_supervisor_process_restarts_total")
         assert counts == {"vllm": restarts, "runner": 0}
-    # supervisord has answered before, so its silence is a failure
+    # supervisord has answered before, so a missing answer is a failure
     assert not exported.works("supervisor")
 
 

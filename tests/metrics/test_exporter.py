@@ -134,8 +134,8 @@ def test_the_role_decides_what_is_collected_and_of_which_devices(
 
 
 def test_prometheus_is_told_where_each_vllm_is() -> None:
-    """The targets have the host name by which Prometheus has reached the exporter. A single vLLM
-    has no label."""
+    """The targets have the host name by which Prometheus has reached the exporter. The target of a
+    single vLLM has no label."""
     several = inference_ports(Settings(inference_port=8000, inference_replicas=2))
     one = inference_ports(Settings(inference_port=8000))
     of_pod = inference_ports(Settings(inference_port=8000, inference_replicas=2, replica="pod-1"))

@@ -109,8 +109,8 @@ def test_a_lost_device_is_a_failure_and_the_others_are_measured(nvml):
         seen = exported.collect()
         assert seen.get("tandem_collector_success", collector="nvml") == 1
         assert len(seen.all("tandem_gpu_memory_used_bytes")) == 2
-    # NVML is initialised again after the failure, because a reloaded driver needs it. After that
-    # NVML stays open.
+    # NVML is initialised again after the failure, because a reloaded driver needs it. NVML stays
+    # open after it has worked again.
     assert pynvml.inits - before == 2
 
 
@@ -128,5 +128,5 @@ def test_a_machine_without_a_driver_is_fine_unless_there_was_one(nvml):
     assert not Exported(NvmlCollector("cuda")).works("nvml")
     assert Exported(NvmlCollector("cpu")).works("nvml")
     nvml.set(h200("GPU-a"))
-    # The settings name a device that is not here.
+    # The settings name a device that the machine does not have.
     assert not Exported(NvmlCollector("auto", ("GPU-z",))).works("nvml")

@@ -262,7 +262,7 @@ def test_events_from_before_the_exporter_are_read_but_not_counted(volume: Spool)
     seen = exported.collect()
     assert seen.get("tandem_jobs_finished_total", outcome="failed") == 0
     assert seen.get("tandem_train_tokens_total") == 0
-    # The loss is exported at once, not only with the next step.
+    # The first collection exports the loss of a step that was made before the exporter's start.
     assert seen.get("tandem_train_loss") == 0.5
     step(volume, job, 2)
     volume.queue.finish(job, failed())
@@ -321,7 +321,7 @@ def test_a_new_exporter_knows_what_idle_resident_ranks_keep(volume: Spool) -> No
         step(volume, job, 1)
         volume.queue.finish(job, failed())
         submit(volume, "j0")
-        volume.queue.cancel("j0")  # j0 ended later, but never ran
+        volume.queue.cancel("j0")  # j0 never ran and ended later
     exported = exported_jobs(volume)
     seen = exported.collect()
     assert seen.by("uuid", "tandem_job_gpu_resident_bytes") == {GPU: 30}
@@ -457,7 +457,7 @@ def test_events_of_an_attempt_that_was_ended_are_not_counted(volume: Spool) -> N
     Attempt(volume, "j", 1).event("step", step=1, steps=2, metrics=STEP)
     volume.queue.requeue(job, JobError(type="runner_lost", message="gone", retriable=True))
     late = {"attempt": 1, "step": 2, "steps": 2, "metrics": STEP}
-    volume.events.append("j", "step", **late)  # as a client that has lost its lock does
+    volume.events.append("j", "step", **late)  # as a process that has lost its file lock may append
     volume.queue.claim("runner")
     volume.events.append("j", "step", **late)
     assert exported.collect().get("tandem_train_tokens_total") == 640

@@ -111,7 +111,7 @@ def test_served_and_refused_steps_are_counted_once(volume: Spool) -> None:
     assert seen.get("tandem_publish_duration_seconds_count", stage="load") == 2
     assert seen.get("tandem_publish_duration_seconds_sum", stage="since_checkpoint") == 4
     train_one(volume)
-    for _ in range(2):  # the publisher tries again, and writes its record again
+    for _ in range(2):  # the publisher tries again, and writes the record of the refused step again
         serve(volume, 3, refused=4)
         assert exported.collect().by("outcome", "tandem_publish_total") == {
             "served": 2,
@@ -159,7 +159,7 @@ def test_the_phase_of_merged_weights_is_what_the_server_says(volume: Spool, tmp_
     )
     assert seen.get("tandem_collector_success", collector="merged") == 0
     (tmp_path / "gone").rename(volume.root)
-    vllm.merged_phase = ""  # stands for a vLLM that serves adapters
+    vllm.merged_phase = ""  # as of a vLLM that serves adapters
     assert not exported.works("merged")
     vllm.stop()
     seen = exported.collect()

@@ -55,8 +55,8 @@ def fault(
 
 
 def _as_change(function: Callable[..., None]) -> Callable[..., Change]:
-    """A function that makes changes by `function`, whose first argument is the stack. It takes the
-    other arguments, and a change gets the stack later."""
+    """A function that makes changes by `function`, whose first argument is the stack. The returned
+    function takes the other arguments of `function`. A change takes the stack."""
     return lambda *arguments, **named: lambda stack: function(stack, *arguments, **named)
 
 

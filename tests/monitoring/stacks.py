@@ -30,8 +30,8 @@ def replicas() -> Stack:
             stack[name] = list(values)
     for replica in "01":
         phase_of_merged(stack, lambda _: "served", replica)
-        # The second server is ready only after minute 10. A slow publication makes it unready from
-        # minute 60 to minute 66.
+        # The second server is ready only after minute 10. A slow publication makes the second
+        # server unready from minute 60 to minute 66.
         late = (lambda m: float(m > 10 and not 60 <= m < 66)) if replica == "1" else 1
         put(stack, "inference", "tandem_replica_ready", late, replica=replica)
     return stack
@@ -88,7 +88,8 @@ def idle(*, gpus: bool = True) -> Stack:
         for uuid in TRAINER_GPUS:
             _gpu(stack, "trainer", uuid, used=0)
             put(stack, "trainer", "tandem_job_gpu_left_bytes", 3 * MIB, uuid=uuid)
-        # vLLM may be given nearly all memory, and takes a little more with its first long request.
+        # vLLM may have nearly all memory of its GPU, and takes a little more at its first long
+        # request.
         _gpu(
             stack,
             "inference",
@@ -161,7 +162,7 @@ def _vllm(stack: Stack, *, pace: float) -> None:
 
 
 def resident_idle() -> Stack:
-    """The stack `idle`, in which the last job's ranks stay and keep 2.8 GiB of each device."""
+    """The stack `idle`. The last job's ranks stay and keep 2.8 GiB of each device."""
     return _with_ranks_kept(idle())
 
 
@@ -202,8 +203,8 @@ def _run_long_job(stack: Stack, kind: str) -> None:
 
 
 def waiting() -> Stack:
-    """The stack `idle` with an attempt that waits for the start of its ranks. The exporter reports
-    such an attempt with these metrics."""
+    """The stack `idle` with an attempt that waits for the start of its ranks. The exporter exports
+    the same metrics for a waiting attempt."""
     stack = idle()
     put(stack, "controller", "tandem_jobs", 1, state="running")
     put(stack, "trainer", "tandem_train_active", 1)
@@ -230,8 +231,8 @@ CYCLE = JOB + PAUSE
 
 
 def _during_jobs(value: Value, *, first: int = 0) -> Value:
-    """The value is `value` from minute `first` of each job to the job's end. At other times it is
-    None."""
+    """The value is `value` from minute `first` of each job to the job's end. The value is None at
+    other times."""
 
     def at(minute: int) -> float | None:
         if not first <= minute % CYCLE < JOB:
@@ -247,8 +248,7 @@ def _jobs_done(minute: int) -> int:
 
 def training() -> Stack:
     """One job after another. Each job takes eight minutes, and two minutes pass before the next
-    job. vLLM serves a job's step a minute after the job's end. vLLM answers requests all the
-    time."""
+    job. A job's step is served a minute after the job's end. Requests to vLLM come all the time."""
     stack = idle()
     _vllm(stack, pace=1)
     put(stack, "controller", "tandem_jobs", 3, state="queued")
@@ -320,7 +320,7 @@ def training() -> Stack:
 
 
 def _publish(stack: Stack) -> None:
-    """Each job's checkpoint takes 100 MiB of the shared volume. vLLM serves the checkpoint a minute
+    """Each job's checkpoint takes 100 MiB of the shared volume. The checkpoint is served a minute
     after the job's end."""
     put(
         stack,
@@ -386,8 +386,8 @@ def phase_of_merged(stack: Stack, phase: Callable[[int], str], replica: str = ""
 
 
 def merged_and_sharing() -> Stack:
-    """The stack `sharing` with merged weights. vLLM starts again when the trainer has the GPU, so
-    vLLM serves its first step when the trainer's job is over."""
+    """The stack `sharing` with merged weights. The restart of vLLM falls into a job of the trainer,
+    so vLLM serves its first step after the job."""
     stack = sharing()
     put(stack, "inference", "tandem_merged_runs", 1)
     phase_of_merged(stack, lambda minute: "served" if minute < 40 or minute >= 102 else "empty")

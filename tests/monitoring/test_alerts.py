@@ -48,7 +48,7 @@ def quiet(stack: Callable[[], Stack], *minutes: int) -> Case:
     return Case(stack.__name__, stack, dict.fromkeys(minutes, NONE))
 
 
-# Cases with an expectation for hours (a drift is measured over 6.5 h) run to the end. The other
+# Cases that expect something after hours run to the end (a drift is measured over 6.5 h). The other
 # cases run while they differ from the healthy stack.
 HEALTHY = [
     quiet(starting, *range(0, 30, 3)),
@@ -75,7 +75,7 @@ take more memory and no less time."""
 
 def _apart(cases: list[Case]) -> list[list[Case]]:
     """Groups of cases that end at about the same minute. A target counts as absent only if no stack
-    of its group has it, so each case with an absent target is a group of its own."""
+    of the group has the target. So each case with an absent target is a group of its own."""
     alone = [[case] for case in cases if ABSENT in set().union(*case.expected.values())]
     others = [case for case in cases if [case] not in alone]
     others.sort(key=lambda case: max(case.expected))
@@ -93,8 +93,8 @@ def _test(cases: list[Case]) -> dict:
     """One of promtool's tests: each case is a stack in a namespace of its own, with one scrape and
     one evaluation a minute.
 
-    The test also expects, wrongly, that firing alerts have no labels and texts. So promtool prints
-    the labels and texts as differences.
+    The test also expects firing alerts without labels and texts, which is wrong on purpose.
+    So the differences that promtool prints contain the real labels and texts.
     """
     inputs, firing, texts = [], [], []
     for case in cases:

@@ -77,8 +77,8 @@ def test_limits_are_those_of_the_alerts():
 
 
 def test_every_query_can_be_answered_where_trainer_and_inference_are_one_pod(tmp_path):
-    """promtool prints the result of each query as unexpected, or prints the query's error. A join
-    that finds two partners is such an error."""
+    """The test expects an empty result of each query, so promtool prints the result or the query's
+    error. A join in which two series match is an error."""
     (tmp_path / "tandem.yml").write_text((RULES / "tandem.yml").read_text())
     asked = [
         {"expr": resolved(expr), "eval_time": "60m", "exp_samples": []} for _, expr in queries()

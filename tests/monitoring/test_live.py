@@ -22,7 +22,7 @@ from waiting import until
 pytestmark = pytest.mark.slow
 
 GPUS = 8  # 8 GPUs train, and 8 others serve
-# Queries that rightly show nothing on a healthy stack that has run for seconds.
+# Queries whose result may be empty on a healthy stack that has run for seconds.
 EMPTY = {
     "overview: Firing alerts A",
     "jobs: Full in A",  # the free space of the volume does not shrink

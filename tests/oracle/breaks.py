@@ -1,7 +1,7 @@
-"""Small mistakes in Tandem that the oracle must find. For each mistake this module has the function
-that the mistake replaces, and the cases in which the mistake can show.
+"""Small mistakes in Tandem that the oracle must find. The module has, for each mistake, the
+function that the mistake replaces and the cases that can reveal the mistake.
 
-`cut_rank.BREAKS` has the mistakes of ranks that each train a part of an adapter.
+`cut_rank.BREAKS` has the mistakes in the code of ranks that each train a part of an adapter.
 """
 
 import math
@@ -358,7 +358,7 @@ BREAKS = {
     "adapters' gradients are not clipped": Break(
         (AdapterOptimizer, "step", never_clipped), lambda c: c.lora
     ),
-    # The next mistakes show only in cases that train all weights.
+    # The following mistakes show only in cases that train all weights.
     "norms have no gradient": Break((norm, "add_norm_gradient", nothing), full()),
     "heads' norms: RoPE is not undone": Break(
         (kernels, "head_norm_gradients", unrotated), full("qwen3")

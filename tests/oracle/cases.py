@@ -50,7 +50,7 @@ class Node:
 
 @dataclass
 class Item:
-    """A token with a loss. `slot`: the token's slot. `source`: the slot of the token before it.
+    """A token with a loss. `slot`: the token's slot. `source`: the slot of the preceding token.
     `weight`: the token's weight in the loss. `sequence`: the number of a sequence with this token.
     `position`: the token's position in this sequence."""
 
@@ -81,7 +81,7 @@ class Case:
     family: str
     config: dict[str, Any]  # Values that are added to `tiny.SHAPE`.
     sizes: dict[str, Any]  # Arguments of `Sizes`.
-    lora: LoraShape | None  # With None all weights are trained.
+    lora: LoraShape | None  # `lora` is None if all weights are trained.
     keep: int
     temperature: float
 
@@ -192,7 +192,7 @@ def draw(seed: int) -> Case:
 
 
 def _one_projection(seed: int) -> bool:
-    """Whether queries come from one projection, without a latent."""
+    """Whether a case with latent attention computes queries by one projection, without a latent."""
     return seed // 2 % 3 == 2
 
 
@@ -226,8 +226,8 @@ def _latent_config(rng: random.Random, seed: int, family: str) -> dict[str, Any]
 
 
 def _staged(seed: int, sizes: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Adds pipeline stages to some topologies. The stages take data-parallel ranks, or additional
-    ranks up to 8 ranks in all."""
+    """Adds pipeline stages to some topologies. The stages replace data-parallel ranks, or add ranks
+    up to a total of 8 ranks."""
     rng, experts = (
         random.Random(f"pipeline {seed}"),
         sizes.get("expert", 1) * sizes.get("expert_tensor", 1),
@@ -298,15 +298,15 @@ def _config(rng: random.Random, family: str) -> dict[str, Any]:
                 "first_k_dense_replace": rng.randint(0, min(1, config["num_hidden_layers"] - 1)),
             }
     if family.startswith("qwen3_5"):
-        # A model needs at least one layer with attention: transformers asks this layer how long the
-        # sequence is.
+        # A model needs at least one layer with attention, because transformers reads the sequence's
+        # length from such a layer.
         kinds = ["linear_attention", "full_attention"]
         kinds += [rng.choice(kinds) for _ in range(rng.randint(0, 2))]
         rng.shuffle(kinds)
         config |= {
             "num_hidden_layers": len(kinds),
-            # A head of a delta net may read almost nothing from its state. The normalisation of
-            # such a read would enlarge the rounding.
+            # A head of a delta net may read almost nothing from its state. With a smaller epsilon,
+            # the norm after the read would enlarge the read's rounding error.
             "rms_norm_eps": rng.choice((1e-4, 1e-3)),
             "layer_types": kinds,
             "linear_num_key_heads": 4,
@@ -352,7 +352,7 @@ def _row(rng: random.Random, least: int) -> Row:
 
     def add(node: Node, path: list[int], parent: int | None) -> None:
         """Adds a node and its children to the row. `path`: the tokens of the nodes above. `parent`:
-        the slot of the last of these tokens."""
+        the slot of the last token of `path`."""
         first, sequence = len(tokens), len(sequences)
         for number, token in enumerate(node.tokens):
             source = parent if number == 0 else first + number - 1

@@ -41,8 +41,8 @@ class Model:
         )
         for name, module in self.base.named_modules():
             if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
-                # For these norms transformers uses its default epsilon. vLLM, and so Tandem, uses
-                # the model's epsilon.
+                # For the norms of latents transformers uses its default epsilon. Tandem uses the
+                # model's epsilon, as vLLM does.
                 module.variance_epsilon = self.base.config.rms_norm_eps
         self.parameters = dict(self.base.named_parameters())
         if case.lora is None:

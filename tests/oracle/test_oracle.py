@@ -126,9 +126,9 @@ class Oracle:
                     found.append(f"gradient of {name}: {(one - true).norm() / true.norm():.1e}")
         if (strayed := self._strayed(ours, theirs, theirs)) > WEIGHTS:
             # For an ill-conditioned mixture of experts, gradients in fp32 differ from float64 by
-            # 2.5e-5. Two computations in fp32 differ by twice the error of one computation. With
-            # the same code in float64 the difference vanishes (3e-5). So a float64 reference
-            # decides about the weights too, as about the gradients.
+            # 2.5e-5. Two computations in fp32 differ by twice the error of one computation. In
+            # float64 the same code's weights differ from the reference by only 3e-5. So a float64
+            # reference decides about the weights, as it does about the gradients.
             exact = self.theirs(seed, torch.float64)
             apart, limit = self._strayed(ours, exact, theirs), self._strayed(theirs, exact, theirs)
             if apart > max(WEIGHTS, 3 * limit):

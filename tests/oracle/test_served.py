@@ -1,8 +1,8 @@
-"""vLLM serves the adapters and models that the oracle's ranks have trained. vLLM's log-probs agree
-with those of transformers and PEFT within 1e-4 nats.
+"""vLLM serves the adapters and models that the oracle's ranks have trained. The log-probs of vLLM
+agree with those of transformers and PEFT within 1e-4 nats.
 
-vLLM serves adapters as adapters. On the CPU vLLM can't serve adapters on experts, so such adapters
-are merged into models as by `tandem export`.
+vLLM serves adapters without merging them. On the CPU vLLM can't serve adapters on experts, so such
+adapters are merged into models as by `tandem export`.
 """
 
 import json

@@ -92,7 +92,7 @@ def workload_of(model: str, *, slots: int = 8192, targets: str = "all", rows: in
 
 def measured() -> list[tuple[dict, Workload, tuple[int, int]]]:
     """Tandem's measured rows for which the levels of recompute are known. Without a limit of the
-    memory, `auto` kept everything. With a limit of 24 GiB, it kept only the layers' inputs. The
+    memory, `auto` kept everything. With a limit of 24 GiB, `auto` kept only the layers' inputs. The
     levels with a limit of 40 GiB were not recorded."""
     rows = [
         row for row in MEASURED if not row["way"].startswith("peft") and row["limit GiB"] != 40.0
@@ -118,7 +118,7 @@ def test_memory_is_what_was_measured_on_one_gpu():
         needs = rank_memory(workload, Sizes(data=row["ranks"]))
         # torch's peak does not contain the memory of CUDA and NCCL.
         bytes_ = needs.total(levels) - needs.context
-        # These rows were measured without Adam, and the gradients came after the peak.
+        # These rows were measured without Adam. The gradients were allocated after the peak.
         if row["way"] == "auto":
             bytes_ -= needs.gradients + needs.optimizer
         difference = bytes_ / GIB - row["peak GiB"]
@@ -140,7 +140,7 @@ def test_speed_is_what_was_measured_for_rows_of_one_sequence():
             for one in plan(workload, row["ranks"], limit).candidates
             if one.sizes == Sizes(data=row["ranks"])
         ]
-        if candidate.levels != levels:  # `auto` kept less than would have fitted into memory
+        if candidate.levels != levels:  # in the measurement `auto` kept less than fits into memory
             continue
         ratio = candidate.tokens_per_second / row["tokens/s"]
         print(
@@ -153,7 +153,8 @@ def test_speed_is_what_was_measured_for_rows_of_one_sequence():
 
 
 def test_speed_is_what_was_measured_for_all_weights():
-    # The levels of `auto`, which could use less memory than it can today, and of `full`.
+    # The recompute levels of `auto` and of `full`. At the time of the measurement `auto` could use
+    # less memory than today.
     for row, levels in zip(FULL, ((11, 0), (0, 0)), strict=True):
         workload = Workload(ARCHS["qwen3-8b"], None, 8192, rows=1)
         seconds = 8192 / row["tokens/s"]
@@ -199,8 +200,8 @@ def test_topologies_are_as_fast_and_large_as_two_gpus_measured():
 
 def test_topologies_are_as_fast_and_large_as_four_gpus_measured():
     """Only the speeds of the 8B model's rows of one sequence are compared, because the estimate for
-    smaller models is too high. When the rows were measured, NCCL also connected the ranks that sum
-    the gradients of experts, although these models have no experts."""
+    smaller models is too high. During the measurement, NCCL also connected the ranks that sum the
+    gradients of experts, although the models have no experts."""
     configs = {"8b": CONFIGS["qwen3-8b"], "0.6b": SMALL}
     for row in FOUR:
         _, model, *kind = row["case"].split("-")
@@ -281,19 +282,19 @@ def test_what_a_layer_keeps_of_the_mlp_is_what_the_formula_says(alone, tmp_path,
     model = write_random_model(tmp_path / "model", family=family, num_hidden_layers=3)
     held = bytes_held(make_policy(model, lora=lora))
     saved = rank_memory(Workload(read_arch(str(model)), lora, 50), Sizes()).saved
-    # Here elements have four bytes instead of two, and the attention's kernel is another.
+    # In this test elements have four bytes instead of two, and the attention has another kernel.
     assert held[SaveLevel.ALL] - held[SaveLevel.ATTENTION] == 3 * 2 * (saved.all - saved.attention)
 
 
 def test_what_a_delta_net_keeps_between_its_products_is_what_the_formula_says(alone, tmp_path):
-    """Here torch computes the delta rule, so the bytes of the other levels agree only roughly with
-    the formula."""
+    """On the CPU torch computes the delta rule, so the bytes of the other levels agree only roughly
+    with the formula."""
     lora = LoraShape(rank=4, targets=LORA_TARGETS + DELTA_NET_TARGETS)
     nets = {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3}
     model = write_random_model(tmp_path / "model", family="qwen3_5_text", **nets)
     held = bytes_held(make_policy(model, lora=lora))
     saved = rank_memory(Workload(read_arch(str(model)), lora, 50), Sizes()).saved
-    # Here elements have four bytes instead of two.
+    # In this test elements have four bytes, and the formula assumes two bytes.
     kept = held[SaveLevel.ATTENTION] - held[SaveLevel.INPUT]
     assert kept == 3 * 2 * (saved.attention - saved.input)
     assert held[SaveLevel.ALL] - held[SaveLevel.ATTENTION] > 3 * (saved.all - saved.attention)
@@ -305,8 +306,8 @@ def test_what_latent_attention_keeps_is_what_the_formula_says(alone, tmp_path):
     held = bytes_held(make_policy(model, lora=lora))
     workload = Workload(read_arch(str(model)), lora, 50)
     saved = rank_memory(workload, Sizes()).saved
-    # Here elements have four bytes instead of two, and the attention's kernel keeps copies of the
-    # heads, of two times 16 and 14 features, at each level.
+    # In this test elements have four bytes instead of two. The attention's kernel keeps copies of
+    # the heads, of two times 16 and 14 features, at each level.
     kept = held[SaveLevel.ATTENTION] - held[SaveLevel.INPUT]
     heads = 4 * (2 * 16 + 14)
     assert kept == 3 * (2 * (saved.attention - saved.input) - 50 * 4 * heads)
@@ -342,14 +343,14 @@ def test_what_activations_in_fp32_need_is_what_the_formula_says():
     ):
         with LiveStorages() as live:
             backward()
-        # These bytes are in addition to the activated features, which every activation makes.
+        # `needed` excludes the activated features, which every activation makes.
         assert live.peak / (2 * rows * features) - 1 == pytest.approx(needed, abs=0.2)
 
 
 def test_ranks_that_cut_experts_have_the_rows_of_all_of_them():
-    """Ranks that share experts keep as many bytes for the experts as a single rank. A measurement
-    on two ranks shows the same: each rank's layers kept as many bytes of gate and up as the layers
-    of a single rank."""
+    """Ranks that share experts keep as many bytes for the experts as a single rank. In a
+    measurement on two ranks, each rank's layers kept as many bytes of gate and up as those of a
+    single rank."""
     workload = Workload(ARCHS["qwen3-30b-a3b"], None, 8192)
     for sizes in (
         Sizes(expert_tensor=2, data=2),
@@ -370,8 +371,8 @@ def test_the_fullest_stage_of_a_pipeline_counts():
 
 
 def test_the_slowest_stage_of_a_pipeline_bounds_its_speed():
-    """Here the last stage takes the most memory: this stage has fewer rows in flight, so more of
-    its layers keep everything. The first stage is the slowest."""
+    """In this test the last stage takes the most memory. The last stage has fewer rows in flight,
+    so more of its layers keep everything. The first stage is the slowest."""
     workload, sizes = workload_of("qwen3-8b", slots=16384, rows=16), Sizes(pipeline=2)
     [one] = [one for one in plan(workload, 2, 40 * GIB).candidates if one.sizes == sizes]
     levels = [stage.levels(40 * GIB) for stage in formulas.stages(workload, sizes)]

@@ -4,7 +4,7 @@
 
 Makes tests/releases/volume-<version>.tar.xz. A controller and a runner of this version train a tiny
 model on the CPU by each kind of job: from a file, by RL, by pairs, by OpenAI's and by Tinker's API.
-Then jobs are cancelled, refused, and left in the queue. Make the file once per release, from the
+Further jobs are cancelled, refused, and left in the queue. Make the file once per release, from the
 released commit; `test_volumes.py` reads the files of all releases.
 """
 

@@ -1,8 +1,8 @@
-"""This version reads every record of the volumes of released versions. It shows the records, and
-continues the training.
+"""This version reads every record of the volumes of released versions. The version shows the
+records, and continues the training.
 
-`make_volume.py` made the volumes. If this version can't read a volume, this version needs a
-migration, or must refuse the volume with a clear message as it refuses the format before 0.1.0.
+`make_volume.py` made the volumes. A version that can't read a volume needs a migration, or must
+refuse the volume with a clear message. For example, this version refuses the format before 0.1.0.
 """
 
 import os

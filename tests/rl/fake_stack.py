@@ -1,5 +1,5 @@
-"""A controller and a vLLM in this process, with random delays. They answer the loop of `tandem rl`,
-and record its calls."""
+"""A controller and a vLLM in this process, with random delays. The fakes answer the loop of `tandem
+rl`, and record the loop's calls."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ class FakeStack:
         self.created = 1.0  # the time when the run was created; 0 without a run
         self.jobs: dict[str, Job] = {}
         self.trained: list[Job] = []
-        self.sampled: list[tuple[int, int]] = []  # (asked step, served step) of each request
+        self.sampled: list[tuple[int, int]] = []  # (requested step, served step) of each request
         self.serving: Callable[[int], bool] = lambda _: True
         self.fail_jobs = fail_jobs
         self.refuses = 100  # the first step that the publisher refuses
@@ -118,7 +118,7 @@ class FakeStack:
         try:
             self.mark()
         except Killed:
-            # The request has arrived. The controller packs it after the client's death.
+            # The request has arrived. The controller packs the request after the client's death.
             if self.random.random() < 0.5:
                 self._start(self._accept_later(request))
             raise

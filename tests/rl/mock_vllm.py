@@ -13,7 +13,7 @@ URL = "http://vllm/v1"
 
 
 class MockVllm(Vllm):
-    """A vLLM that answers by `answer`. This function gets each request, and returns or awaits the
+    """A vLLM that answers by `answer`. `answer` gets each request, and returns or awaits the
     response, or raises."""
 
     def __init__(self, answer: Callable[[httpx.Request], Any]) -> None:

@@ -394,7 +394,7 @@ def test_between_two_tries_of_a_rollout_is_a_pause_that_grows() -> None:
 
 
 class Vllm:
-    """Answers every request, or refuses it."""
+    """A vLLM that answers every request, or that refuses every request with `refusal`."""
 
     def __init__(self, refusal: str = "") -> None:
         self.refusal, self.asked = refusal, list[dict[str, Any]]()

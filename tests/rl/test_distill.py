@@ -26,8 +26,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def test_the_advantages_give_the_gradient_of_the_reverse_kl() -> None:
-    """The expectation over the policy is a sum over the vocabulary; the reference is a difference
-    quotient of KL(p || q), all in float64."""
+    """The expectation over the policy is a sum over the vocabulary. The reference is a difference
+    quotient of KL(p || q). The sum and the quotient are in float64."""
     random = np.random.default_rng(0)
     logits, teacher = random.normal(size=(2, VOCABULARY))
     lp, lq = log_softmax(logits), log_softmax(teacher)

@@ -80,7 +80,7 @@ def test_no_group_is_older_than_the_bound(tmp_path: Path, bound: int, seed: int)
         assert max(line["off_policy_steps"]["max"] for line in written) > 0, (
             "nothing overlapped, so this proves little"
         )
-        # Rollouts don't run further ahead than the bound allows.
+        # Rollouts don't run further ahead of the trainer than the bound allows.
         assert sum(line["left_out"]["stale"] for line in written) <= 30 / 2
 
 
@@ -765,7 +765,8 @@ def test_jobs_get_the_bounds_of_the_file(tmp_path: Path) -> None:
 
 
 def test_on_shared_gpus_no_job_trains_beside_an_evaluation(tmp_path: Path) -> None:
-    """If a job trained beside an evaluation, vLLM would not answer until the job has ended."""
+    """If a job trained at the same time as an evaluation, vLLM would not answer until the job has
+    ended."""
     stack, beside = FakeStack(), []
     stack.shared_gpus = True
 
@@ -789,8 +790,8 @@ def test_on_shared_gpus_no_job_trains_beside_an_evaluation(tmp_path: Path) -> No
 
 
 def test_rollouts_longer_than_a_row_are_cut_and_counted(tmp_path: Path) -> None:
-    """Jobs truncate long rollouts. If a job refused their groups, the whole request would be lost,
-    and the loop would end."""
+    """Jobs truncate long rollouts. If a job refused the groups of long rollouts, the whole request
+    would be lost, and the loop would end."""
     stack = FakeStack()
     settings = config(steps=2, packing={"sequence_length": 3})
     run(settings, stack, tmp_path)

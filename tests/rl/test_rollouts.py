@@ -198,12 +198,12 @@ def test_a_coroutine_that_blocks_is_named_and_ended_at_its_limit(
     loop.record._tell = lambda line: told.append((time.monotonic(), text_line(line)))
     asyncio.run(loop.run())
     check(stack, 2, 0)
-    # A busy machine may keep the loop waiting elsewhere.
+    # On a busy machine the loop may also report that other lines have blocked it.
     named = f"test_rollouts.py, line {line_of('mark: blocks')} has kept"
     [when] = [when for when, text in told if text.startswith(named)]
     assert when - blocked[0] < 5
     lost = [line["lost"]["failed"] for line in lines(tmp_path)]
-    # The other rollouts go on, although they were blocked for as long as the failed rollout.
+    # The other rollouts continue, although they were blocked for as long as the failed rollout.
     where = f"test_rollouts.py, line {line_of('mark: blocks')}"
     assert sum(sum(each.values()) for each in lost) == 1
     assert re.fullmatch(rf"TandemError \({where}\)", "".join(next(filter(None, lost))))

@@ -29,7 +29,7 @@ from tandem.errors import InvalidInput, NothingToLearn
 
 
 def told(loop: Loop) -> list[dict[str, Any]]:
-    """Runs the loop. Returns its messages in order."""
+    """Runs the loop. Returns the loop's messages in order."""
     found: list[dict[str, Any]] = []
     loop.record._tell = found.append
     asyncio.run(loop.run())
@@ -175,7 +175,7 @@ def test_the_file_keeps_the_last_rollouts_and_survives_a_kill(
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    # The loop is killed before the shorter file takes the file's place.
+    # The process is killed before the shortened copy replaces the file of samples.
     monkeypatch.setattr(Path, "replace", killed)
     before = file.read_bytes()
     with pytest.raises(KeyboardInterrupt):

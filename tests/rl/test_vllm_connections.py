@@ -148,8 +148,8 @@ def test_a_vllm_that_does_not_answer_is_told_in_words(handler: Handler | None, k
 
 
 def test_a_rollout_that_is_cancelled_ends_its_request() -> None:
-    """When a rollout is cancelled, the client closes its request. vLLM stops an answer whose reader
-    has gone."""
+    """When a rollout is cancelled, the client closes its request. The closed connection makes vLLM
+    stop the answer."""
     begun, ended = asyncio.Event(), asyncio.Event()
 
     async def handler(request: web.Request) -> web.StreamResponse:

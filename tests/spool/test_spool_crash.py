@@ -1,7 +1,9 @@
-"""A process dies at every system call of every operation, also in the middle of a write.
+"""The tests kill a process at every system call of every operation, and also in the middle of a
+write.
 
 After each death a newly opened spool shows the state before the operation or after it. A second
-call, by a client or a new runner, completes the operation to the same state as without the death.
+call by a client or a new runner completes the operation. The final state is the same as without the
+death.
 """
 
 import shutil
@@ -36,8 +38,8 @@ from tandem.system.logs import Log
 
 
 def summary(spool: Spool) -> dict:
-    """The state that readers see, without times and random names. Reads whole files, and verifies
-    every checkpoint."""
+    """The state that readers of the spool see, without times and random names. Reads whole files,
+    and verifies every checkpoint."""
     state: dict = {"runs": {}, "jobs": {}}
     for spec in spool.runs.list():
         steps = {
@@ -87,10 +89,10 @@ def remains(spool: Spool) -> list[str]:
 class Case:
     prepare: Callable[[Spool], object]
     operate: Callable[[Spool], object]
-    # Each of these calls completes the operation after a death. If there is no such call, the
-    # operation is repeated.
+    # Calls, each of which completes the operation after a death. An operation without such calls is
+    # repeated.
     complete: tuple[Callable[[Spool], object], ...] = ()
-    # Whether a state may also show after a death between two commits of the operation.
+    # Whether a state is allowed after a death between two commits of the operation.
     between: Callable[[dict], bool] = lambda state: False
 
 
@@ -151,8 +153,8 @@ def recover_then_cancel(spool: Spool) -> None:
 
 
 def recover_then_claim(spool: Spool) -> None:
-    """Recover and claim as a new runner does after an earlier runner died in `claim`. If the dead
-    runner had begun an attempt, this attempt counts."""
+    """Recover and claim as a new runner does after an earlier runner died in `claim`. An attempt
+    that the dead runner had begun counts."""
     recover(spool, "new")
     claimed = spool.queue.claim("new")
     assert claimed.attempt in (1, 2)
@@ -177,8 +179,8 @@ def fork(spool: Spool) -> None:
 
 
 def commit_again(spool: Spool) -> None:
-    """Runs the next attempt. If the job has already made its checkpoint, the checkpoint is not made
-    again."""
+    """Runs the next attempt. The attempt makes the job's checkpoint if the checkpoint does not
+    exist."""
     try:
         assert spool.checkpoints.manifest("r", 1).job == "j"
     except NotFound:
@@ -238,7 +240,7 @@ def test_dying_anywhere(memory_path, monkeypatch, name):
     case = CASES[name]
     if case.prepare is prepare_old:
         monkeypatch.setattr(recovery, "STALE_SECONDS", -1.0)
-        # The log's writes don't go to the volume.
+        # The test disables logging, because the log's writes don't go to the volume.
         monkeypatch.setattr(Log, "info", lambda *_, **__: None)
     template, undisturbed, dead, again = (
         memory_path / part for part in ("template", "undisturbed", "dead", "again")

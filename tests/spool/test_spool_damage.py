@@ -1,5 +1,5 @@
-"""If one file is damaged, the error names the file, and everything else goes on. `tests/fuzz`
-damages more files in more ways."""
+"""If one file is damaged, the error names the file, and operations on other files succeed.
+`tests/fuzz` damages more files in more ways."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def make_fifo(path: Path) -> None:
 
 
 def make_sparse(path: Path) -> None:
-    """A sparse file of 2 GiB. A reader that reads all of it fails."""
+    """A sparse file of 2 GiB. A reader of the whole file fails."""
     path.unlink(missing_ok=True)
     path.touch()
     os.truncate(path, 2**31)
@@ -200,7 +200,7 @@ def test_a_job_that_one_look_finds_cut_off_is_not_damaged(
 
 @pytest.mark.parametrize("state", ["queued", "running", "failed"])
 def test_a_damaged_job_goes_with_its_data(tmp_path: Path, state: str) -> None:
-    """A damaged job's data are removed without a runner. Another job keeps its data."""
+    """A damaged job's data are removed without a runner. The data of another job stay."""
     spool = spool_with_run(tmp_path)
     job, other = submit(spool), submit(spool)
     if state != "queued":

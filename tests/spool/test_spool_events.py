@@ -62,8 +62,8 @@ def test_a_torn_last_line_is_skipped_and_then_closed(spool, size):
         assert spool.events.append("j", "step", filler="z").seq == 1
         assert [event.data["filler"][0] for event in spool.events.read("j")] == ["x", "z"]
         assert spool.events.append("j", "step", filler="").seq == 2
-    # Only the newline is missing: readers don't see the event until the next writer has ended its
-    # line.
+    # Only the newline of the event is missing. Readers don't see the event until the next writer
+    # has written the newline.
     path.write_bytes(content[:-1])
     assert seqs(spool) == [0]
     assert spool.events.append("j", "step").seq == 2
@@ -75,8 +75,8 @@ def test_a_torn_last_line_is_skipped_and_then_closed(spool, size):
 
 
 def test_several_processes_and_threads_append_while_others_read(spool):
-    """4 processes append, each with 2 threads. The events' seq are 0, 1, 2, …, and every reader
-    sees a growing part of them from 0 on, without gaps."""
+    """Four processes with two threads each append events. The events' seq are 0, 1, 2, …. Every
+    reader sees a growing prefix of the events, without gaps."""
 
     def write(marker):
         for i in range(25):

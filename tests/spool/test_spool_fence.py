@@ -48,9 +48,9 @@ def seen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 def commit_as_rank(attempt: Attempt, job: Job, check: Callable[[], None], *, handle: int) -> None:
-    """Commits the staged checkpoint. `handle`: a handle of the attempt's directory, or -1. With a
-    handle the rename finds the checkpoint by the handle, as an NFS client does that has opened the
-    directory before."""
+    """Commits the staged checkpoint. `handle`: a handle of the attempt's directory, or -1. A rename
+    with a handle finds the checkpoint by the handle, like an NFS client that has already opened the
+    directory."""
 
     def rename(source: Path, target: Path) -> None:
         os.rename(source.name, target, src_dir_fd=handle)
@@ -72,7 +72,7 @@ def stage_for(spool: Spool, job: Job, content: bytes) -> Attempt:
 def test_a_frozen_rank_that_thaws_late_changes_nothing(
     tmp_path: Path, seen: Path, by_handle: bool
 ) -> None:
-    """The rank is stopped between its last look at the job and its rename."""
+    """The rank is stopped between its last check of the attempt and its rename."""
     runner = Spool(tmp_path / "spool")
     job = start(runner, "j")
     stage_for(runner, job, b"of the zombie")
@@ -135,8 +135,8 @@ def test_of_a_commit_and_the_fence_exactly_one_wins(
 ) -> None:
     races = RACES[request.config.option.all_cases]
     runner, choice, won = Spool(tmp_path / "spool"), random.Random(1), {True: 0, False: 0}
-    # The longest time in seconds that the fence waits. The longest time follows the machine's load,
-    # so that sometimes the commit wins and sometimes the fence.
+    # The longest time in seconds that the fence waits. The test adapts the longest time to the
+    # results of earlier races, so that the commit and the fence both win some races.
     longest = 0.02
     for number in range(races):
         job = start(runner, f"j{number}")
@@ -152,7 +152,7 @@ def test_of_a_commit_and_the_fence_exactly_one_wins(
             time.sleep(delay)
             try:
                 commit_as_rank(attempt, job, attempt.check, handle=handle)
-            # If the fence wins early, the files vanish while they are hashed.
+            # If the fence wins early, the checkpoint's files vanish while the rank hashes them.
             except (OSError, TandemError):
                 os._exit(3)
 

@@ -1,5 +1,5 @@
-"""The tests of files on the volume are about ids, atomic writes, the order of syncs, locks, what an
-NFS client may forget, and memory."""
+"""The tests of files on the volume check ids, atomic writes, the order of syncs, locks, stale
+caches of NFS clients, and memory."""
 
 import errno
 import gc
@@ -114,7 +114,7 @@ def test_rename_dir_refuses_an_existing_target(tmp_path, monkeypatch):
     for target in ("b", "empty"):
         with pytest.raises(FileExistsError):
             fs.rename_dir(tmp_path / "a", tmp_path / target)
-    monkeypatch.setattr(fs, "exists", lambda _: False)  # as if the target were made a moment later
+    monkeypatch.setattr(fs, "exists", lambda _: False)  # as if the target appeared after the check
     with pytest.raises(FileExistsError):
         fs.rename_dir(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "a").is_dir()
@@ -174,7 +174,7 @@ def test_locks_exclude_processes_and_die_with_their_holder(tmp_path):
 
 
 def test_a_lock_that_can_not_be_asked_is_no_dead_runner(tmp_path, monkeypatch):
-    """If the runner counted as dead, vLLM would wake on the GPUs of a job."""
+    """If the live runner counted as dead, vLLM would wake on the GPUs of a job."""
     spool, now = spool_with_run(tmp_path), time.time()
     spool.hold.put(
         Hold(
@@ -230,8 +230,8 @@ def test_a_hold_is_its_runners_also_after_the_clock_was_set_back(tmp_path, write
 
 
 def test_absence_is_believed_only_after_the_directory_was_opened(tmp_path, monkeypatch):
-    """An NFS client remembers that a name was absent until it opens the directory, and then asks
-    the server."""
+    """An NFS client caches that a name is absent. When the client opens the directory, it asks the
+    server again."""
     (tmp_path / "file").write_text("x")
     opened = set()
     real_open, real_stat = os.open, os.stat
@@ -267,8 +267,8 @@ def test_absence_is_believed_only_after_the_directory_was_opened(tmp_path, monke
 
 
 def test_a_stale_handle_is_not_an_absent_file(tmp_path, monkeypatch):
-    """A job that seems absent would be removed from the queue, and a hold that seems absent would
-    let vLLM wake."""
+    """The runner would remove a job that seems absent from the queue. A hold that seems absent
+    would let vLLM wake."""
     (path := tmp_path / "file").write_text("x")
     real, stale = fs.read_plain, [3]
 
@@ -351,7 +351,7 @@ def test_threads_list_directories_while_others_come_and_go(tmp_path: Path) -> No
             child.rmdir()
             assert listing(parent) == ()
 
-    for number in range(500):  # the search of all known records takes a while
+    for number in range(500):  # with these listings the search of all known records takes a while
         (known := tmp_path / "known" / str(number)).mkdir(parents=True)
         listing(known)
     interval = sys.getswitchinterval()

@@ -141,7 +141,7 @@ def test_a_submission_that_fails_leaves_no_trace(spool):
 
 
 def test_claims_are_oldest_first_and_one_per_run(spool):
-    """In a run the job with the lower base step is the older one, even if a second controller's
+    """In a run the job with the lower base step counts as older, even if a second controller's
     clock is an hour behind."""
     add_run(spool, "q")
     now = time.time()
@@ -160,8 +160,8 @@ def test_claims_are_oldest_first_and_one_per_run(spool):
 
 
 def test_jobs_of_a_run_are_created_in_the_order_in_which_they_are_queued(spool):
-    """`tandem track` reads a run's jobs in this order. `fast` is submitted and queued while `slow`
-    is packed."""
+    """`tandem track` reads a run's jobs in the order of their creation times. `fast` is submitted
+    and queued while `slow` is packed."""
 
     def packs_long(job_id, base_step, directory):
         spec = maker()(job_id, base_step, directory)
@@ -171,7 +171,7 @@ def test_jobs_of_a_run_are_created_in_the_order_in_which_they_are_queued(spool):
     slow, new = spool.queue.submit(
         packs_long, run="r", job_id="slow", fingerprint="f", base_step=None
     )
-    # Submitted by another controller, whose clock is behind.
+    # Another controller, whose clock is behind, submits the next job.
     last = submit(spool, "behind", created=slow.spec.created - 3600)
     jobs = [job for _, job in spool.jobs.list("r")]
     assert [(job.spec.id, job.spec.base_step) for job in jobs] == [
@@ -268,7 +268,7 @@ def test_recover_says_what_was_lost(spool):
     add_run(spool, "q")
     lost, other = start(spool, "lost"), start(spool, "other", "q")
     spool.leases.write(lost, "dead", "training")
-    # This commit does not count, because another job made it.
+    # This commit does not count for job `other`, because another job made the checkpoint.
     spool.checkpoints.commit(stage(spool, other), "q", 1, "somebody-else")
     assert {job.spec.id: state for state, job in recover(spool, "new")} == {
         "lost": "queued",
@@ -317,7 +317,7 @@ def test_sweep_of_old_remains_only(spool):
             os.utime(path, (time.time() - age,) * 2)
         recover(spool, "me")
         assert [path.exists() for path in remains] == [age < 3600] * len(remains)
-    # These data are old, but their job still exists.
+    # These data are old, and stay because their job still exists.
     assert (spool.paths.data_dir("queued") / "tokens.npy").exists()
     assert temporary_names(spool.root) == []
 
@@ -341,7 +341,7 @@ def test_a_cancellation_that_died_half_way_is_completed_by_the_runner(spool, nam
     job_path(spool, "j").write_text(decided.model_dump_json())
     if named:
         spool.paths.active_file(job.key).touch()
-    assert spool.jobs.get("j")[0] == "queued"  # the job is decided, but has no terminal event yet
+    assert spool.jobs.get("j")[0] == "queued"  # the job has a result and no terminal event
     assert spool.queue.next_base("r") == (0 if named else 1)
     complete(spool) if complete is not recover else recover(spool, "me")
     assert types(spool, "j") == ["cancelled"]
@@ -384,8 +384,9 @@ def test_paging_through_the_jobs_of_all_states(spool):
 
 
 def test_a_claim_and_a_submission_do_not_read_the_queue(spool, monkeypatch):
-    """With 2,500 queued and 2,500 ended jobs, a claim and a submission read at most 2 more files,
-    and list at most 1,600 more names, than with 10 of each."""
+    """The test compares a spool of a few jobs with a spool of 2,500 queued and 2,500 ended jobs. On
+    the larger spool, a claim and a submission read at most 2 more files, and list at most 1,600
+    more names."""
     add_run(spool, "q")
 
     def cost() -> tuple[int, int]:
@@ -422,8 +423,8 @@ def test_a_claim_and_a_submission_do_not_read_the_queue(spool, monkeypatch):
     cost()
     many = cost()
     assert many[1] <= few[1] + 2
-    # The names are those in the run's first directory of live jobs, which is listed several times,
-    # and those of a sixteenth of the ended jobs.
+    # The listed names are a sixteenth of the ended jobs, and the names in the run's first directory
+    # of live jobs. This directory is listed several times.
     assert many[0] <= few[0] + 1600, many
 
 
@@ -460,7 +461,7 @@ def test_a_damaged_queued_job_is_set_aside_with_its_end_and_the_rest_goes_on(spo
     with monkeypatch.context() as patch:
         patch.setattr(Events, "append", full)
         assert spool.jobs.locate("j") is None
-        assert file.exists()  # no end can be written: the file stays for the next reader
+        assert file.exists()  # no terminal event can be written, so the file stays
     assert spool.queue.claim("me").spec.id == "k"
     assert not file.exists()
     (aside,) = spool.paths.damaged.iterdir()

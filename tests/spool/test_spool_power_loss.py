@@ -1,5 +1,5 @@
-"""A loss of power right after an operation undoes no part of the operation. In these tests
-everything that was not synced is lost."""
+"""A loss of power right after an operation undoes no part of the operation. In the tests of this
+file, everything that was not synced is lost."""
 
 import os
 from collections.abc import Iterator
@@ -54,7 +54,8 @@ class Disk:
 
 
 def settled(root: Path) -> dict:
-    """The state once a new runner has settled what the loss of power interrupted."""
+    """The state after a new runner has completed the operations that the loss of power
+    interrupted."""
     spool = Spool.create(root)
     recover(spool, "new")
     return summary(spool)

@@ -1,5 +1,5 @@
-"""Several processes at once on one spool: no job is lost, and none is taken twice. The file also
-tests random histories of jobs."""
+"""Several processes use one spool at the same time. No job is lost, and no job is claimed twice.
+The file also tests random histories of jobs."""
 
 import multiprocessing
 import os
@@ -82,7 +82,7 @@ def test_the_same_submission_from_many_processes_is_one_job(spool):
 
 @pytest.mark.parametrize(("base_steps", "jobs"), [([None] * 8, 24), (range(6), 6)])
 def test_submissions_to_one_run_form_one_chain(spool, base_steps, jobs):
-    """Of several submissions with the same base step, exactly one succeeds."""
+    """Exactly one of several submissions with the same base step succeeds."""
 
     def send():
         for base_step in base_steps:
@@ -95,7 +95,7 @@ def test_submissions_to_one_run_form_one_chain(spool, base_steps, jobs):
 
 def test_claims_cancels_requeues_and_submissions_race(spool):
     """Two claimers, two cancellers, a submitter and a reader run at the same time. Every job ends
-    once, and its events are consistent."""
+    once, and the job's events are consistent."""
     runs = [f"run{i}" for i in range(4)]
     for run in runs:
         add_run(spool, run)
@@ -189,8 +189,8 @@ def _check_story(spool: Spool, job_id: str) -> None:
 
 
 class Life(RuleBasedStateMachine):
-    """Random histories of two runs are compared with a model in memory. Every object is reopened
-    now and then."""
+    """Random histories of two runs are compared with a model in memory. The test reopens every
+    object now and then."""
 
     def __init__(self) -> None:
         super().__init__()

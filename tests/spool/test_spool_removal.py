@@ -30,7 +30,7 @@ from tandem.spool.removal import delete_checkpoint, delete_run, prune
 from tandem.spool.schema import RLJob, RLLoss
 
 NEWEST = Settings(keep_checkpoints=1)
-NOW_OLD = Settings(keep_days=1e-9)  # jobs that ended before this moment are too old
+NOW_OLD = Settings(keep_days=1e-9)  # all ended jobs are too old
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def queue_with_reference(spool: Spool, step: int = 2) -> None:
 
 
 def stale_base(spool: Spool) -> None:
-    """A queued job on a step that is not the newest any more, as after a restore of a backup."""
+    """A queued job whose base step is not the newest step, as after a restore of a backup."""
     job = submit(spool, "j")
     job = job.model_copy(update={"spec": job.spec.model_copy(update={"base_step": 2})})
     spool.paths.job_file("j").write_text(job.model_dump_json())
@@ -194,7 +194,7 @@ def test_the_age_of_a_job_counts_from_its_end(spool):
 
 
 def test_a_directory_that_can_not_be_removed_yet_keeps_its_name(spool, monkeypatch):
-    """If each try made the name longer, the name would finally be too long."""
+    """If each attempt at a removal made the name longer, the name would become too long."""
     left = spool.root / "runs" / f"{fs.TEMPORARY}{fs.new_ulid()}"
     left.mkdir()
     with monkeypatch.context() as patch:
@@ -229,7 +229,7 @@ def test_what_can_not_be_removed_keeps_nothing_of_the_others(spool, monkeypatch)
 
 def test_a_fork_that_takes_long_is_not_swept_away(spool, monkeypatch):
     """The directory of a fork keeps the time at which its first file was made. So the times of
-    newer files in the directory count too."""
+    newer files in the directory count as well."""
     monkeypatch.setattr(recovery, "STALE_SECONDS", 3600.0)
     staged = spool.root / "runs" / f"{fs.TEMPORARY}{fs.new_ulid()}"
     (staged / "checkpoints").mkdir(parents=True)
@@ -262,7 +262,7 @@ def test_a_fork_whose_files_take_long_to_hash_is_not_swept_away(spool, monkeypat
 
 
 def damage(spool: Spool, job_id: str, hours: float) -> None:
-    """Damages a job's file, as if the job had been set aside this number of hours ago."""
+    """Damages a job's file, as if the job had been set aside `hours` ago."""
     directory = spool.paths.job_dir(job_id)
     spool.paths.job_file(job_id).write_text("{")
     spool.jobs.list()

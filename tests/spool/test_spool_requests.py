@@ -343,8 +343,8 @@ def test_a_job_is_queued_where_a_request_waits(spool: Spool, run: str):
 
 
 def test_a_run_that_trains_itself_keeps_nobody_waiting(spool: Spool, run: str):
-    """A session's ranks stay while jobs of other runs run beside them. The ranks leave if another
-    run waits and has no room."""
+    """A session's ranks stay while jobs of other runs can run at the same time. The ranks leave if
+    a waiting job of another run can't run at the same time."""
     other = spool.sessions.run_name(session_of(spool, run), 2)
     add_run(spool, other, session=session_of(spool, run))
     add_run(spool, "batch")

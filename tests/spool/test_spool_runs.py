@@ -210,7 +210,7 @@ def test_rollback_takes_the_newest_out_and_the_chain_goes_on(spool):
     job = train_one(spool)
     assert job.spec.base_step == 1
     assert spool.checkpoints.manifest("r", 2).job == job.spec.id != old.job
-    assert spool.checkpoints.rollback("r", 1) == [2]  # the name of a discarded step is not taken
+    assert spool.checkpoints.rollback("r", 1) == [2]  # each discarded step gets a new name
     assert len(list((spool.root / "runs/r/discarded").iterdir())) == 3
 
 

@@ -1,5 +1,5 @@
-"""The tests of the volume itself are about making and opening it, volumes that are full, read-only,
-a plain file, moved, or shared by two users, names, and the runner's lock."""
+"""The tests create and open volumes, also volumes that are full, read-only, a plain file, moved, or
+shared by two users. The tests also check names and the runner's lock."""
 
 import os
 import shutil
@@ -172,7 +172,7 @@ def test_read_only_is_refused(tmp_path):
     spool.queue.claim("runner")
     before = tree(root)
     with read_only(root):
-        assert Spool(root).jobs.get("first")[0] == "running"  # operations that only read go on
+        assert Spool(root).jobs.get("first")[0] == "running"  # read operations still succeed
         for name, operate in OPERATIONS.items():
             with pytest.raises((SpoolUnusable, OSError), match=r"(?i)read-only") as caught:
                 operate(spool)
@@ -206,7 +206,7 @@ def test_a_really_full_volume(tmp_path):
 def test_how_often_each_change_of_a_job_syncs_the_volume(spool, monkeypatch):
     for number in range(3):
         submit(spool, f"j{number}", created=1e9)
-    spool.queue.finish(spool.queue.claim("me"), failed())  # every directory exists now
+    spool.queue.finish(spool.queue.claim("me"), failed())  # all directories exist from here on
     synced = []
     monkeypatch.setattr(os, "fsync", lambda fd, real=os.fsync: synced.append(fd) or real(fd))
     submit(spool, "new", created=1e9)
@@ -296,7 +296,8 @@ def test_two_runners_on_one_spool(spool):
             assert part in str(caught.value)
 
     with spool.runner_lock("first"):
-        # The test compares names only, because reading the lock file here would free the lock.
+        # The test compares names only, because reading the lock file in this process would free the
+        # lock.
         before = sorted(spool.root.rglob("*"))
         for _ in range(2):  # the refusal does not free the lock
             assert in_child(second_is_refused) == 0

@@ -17,8 +17,8 @@ from tandem.errors import TandemError
 
 
 def tree(root: Path) -> dict[str, bytes | None]:
-    """Every path under root with its content; directories map to None. Files that are removed
-    during the walk are left out."""
+    """Every path under root with its content; directories map to None. The result excludes files
+    that are removed during the listing."""
     found: dict[Path, bytes | None] = {}
     for here, directories, files in root.walk():
         found |= dict.fromkeys(here / name for name in directories)
@@ -42,8 +42,8 @@ class DiedError(BaseException):
 @contextmanager
 def dying_at(count: int) -> Iterator[None]:
     """Raises DiedError in place of the `count`-th call in the context that changes the file system.
-    All such calls after it raise DiedError too, because a dead process can't clean up. A write that
-    dies writes half of its bytes first; an open that dies empties its file."""
+    All later calls that change the file system raise DiedError too, because a dead process can't
+    clean up. A dying write writes half of its bytes first. A dying open empties its file."""
     calls = 0
 
     def mortal(real: Callable) -> Callable:

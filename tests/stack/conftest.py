@@ -8,14 +8,14 @@ from local_stack import LocalStack
 
 @pytest.fixture(scope="package")
 def resident_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    """A stack whose ranks stay between jobs, for every file of the group that uses it."""
+    """A stack whose ranks stay between jobs, for all test files that use the fixture."""
     with LocalStack(tmp_path_factory.mktemp("resident"), TANDEM_LAUNCH="resident") as stack:
         yield stack
 
 
 @pytest.fixture(scope="package")
 def loops_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    """A stack for clients that loop: `tandem rl`, and then Tinker's package. Its model is large
+    """A stack for the loops of `tandem rl` and of Tinker's package. The stack's model is large
     enough to learn the examples."""
     root = tmp_path_factory.mktemp("loops") / "spool"
     tiny_model.write_tiny_qwen3(root / "models" / "tiny")

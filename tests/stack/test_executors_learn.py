@@ -2,8 +2,9 @@
 
 Each executor has the whole loop of the example to itself: the controller, a runner, the real vLLM
 and its publisher. Sampling is seeded, so the same weights answer with the same tokens and
-log-probs, and the next job has the same data. If the results of two executors differ, a test says
-what differs first: the data of a step, or the weights that a job made from the same data.
+log-probs, and the next job has the same data. If the results of two executors differ, a test names
+the first difference. The difference is in the data of a step, or in the weights that a job made
+from the same data.
 """
 
 import asyncio

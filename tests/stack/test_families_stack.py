@@ -1,7 +1,7 @@
-"""The whole stack with a tiny model of each newer family. The trained step is verified and served,
-and gives the trained answers. With `--all-cases` the tests also serve the model that `tandem
-export` merges, on a stack of its own. For families whose adapters Tandem merges into vLLM's
-weights, the tests also use `TANDEM_WEIGHTS=merged`. tests/model/test_vision_wrappers.py compares
+"""The whole stack with a tiny model of each newer family. A trained step is verified and served,
+and the model gives the trained answers. With `--all-cases` the tests also serve the model that
+`tandem export` merges, on a stack of its own. For families whose adapters Tandem merges into vLLM's
+weights, the tests also use `TANDEM_WEIGHTS=merged`. `tests/model/test_vision_wrappers.py` compares
 merged models with their adapters."""
 
 import subprocess
@@ -72,8 +72,8 @@ FAMILIES = {
     "olmo3": Family("olmo3", {"head_dim": 32}, LORA_TARGETS),
     "seed_oss": Family("seed_oss", {"head_dim": 32}, LORA_TARGETS),
 }
-# vLLM has a table of as many positions as `original_max_position_embeddings` times `factor`, and
-# computes NaN beyond it.
+# vLLM has a table of `original_max_position_embeddings` times `factor` positions, and computes NaN
+# for later positions.
 LONG_YARN = MINISTRAL3["rope_parameters"] | {
     "original_max_position_embeddings": 16,
     "factor": 16.0,
@@ -143,7 +143,7 @@ def export(stack: LocalStack, step: int, directory: Path) -> None:
 def test_what_is_trained_is_served(name: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     family, first, second = FAMILIES[name], tmp_path / "first", tmp_path / "second"
     write_model(first, family.model_type, family.shape)
-    # In addition to the cache, delta nets keep a state for each request that vLLM takes at once.
+    # Delta nets need a state for each concurrent request of vLLM, in addition to the KV cache.
     variables = {"TANDEM_VLLM_ARGS": "", **family.variables}
     with LocalStack(first, **variables) as stack:
         run = stack.client.create_run(RUN, lora={"rank": 8})

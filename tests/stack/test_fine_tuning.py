@@ -50,7 +50,7 @@ def command(stack: LocalStack, *arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # Tests that a shell starts in the background ignore SIGINT, and so would this process.
+        # A shell's background processes ignore SIGINT, and so do their children by default.
         preexec_fn=partial(  # noqa: PLW1509
             signal.signal, signal.SIGINT, signal.default_int_handler
         ),

@@ -1,8 +1,8 @@
-"""The whole stack with merged weights, by each way in which weights reach vLLM.
+"""The whole stack with merged weights, for each way in which weights reach vLLM.
 
 In the way `merge`, vLLM merges adapters. The model is a mixture of experts with adapters on the
-experts, too. The CPU's vLLM can't serve such adapters without a merge. In the other ways the ranks
-of real jobs send whole weights.
+experts, too. On the CPU vLLM can't serve adapters on experts without a merge. In the other ways the
+ranks of real jobs send whole weights.
 """
 
 import os
@@ -19,8 +19,8 @@ from tandem.errors import Conflict, InvalidInput
 from tiny import write_random_model
 from waiting import until
 
-# By default only one way is tested here: test_real_model.py has a stack that merges, and
-# tests/inference/test_whole_vllm.py a real vLLM that gets whole weights from ranks.
+# By default this file tests one way only. `test_real_model.py` has a stack that merges. In
+# tests/inference/test_whole_vllm.py a real vLLM gets whole weights from ranks.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.one_of("stack")]
 RUN = "merged"
 ON_GPUS = DEVICES["TANDEM_DEVICE"] == "cuda"
@@ -116,7 +116,8 @@ def train_send_and_serve(stack: LocalStack) -> None:
 
 
 def test_a_run_of_all_weights_takes_the_place_of_a_deleted_one(stack: LocalStack) -> None:
-    """The run's step 0 is the base model. Later steps are published like the adapters' steps."""
+    """Step 0 of a run of all weights is the base model. Later steps are published like the steps of
+    adapters."""
     if way(stack) == "merge":
         pytest.skip("needs whole weights")
     stack.client.delete_run(RUN)
@@ -152,8 +153,8 @@ def test_a_vllm_that_starts_again_answers_nobody_before_it_has_the_newest_step(
     assert {answer.status_code for answer in answers} <= {503, 404, 200}
     assert answers[-1].headers["x-tandem-weights"] == f"{run}@2"
     assert answers[-1].json()["choices"] == expected
-    # The publisher admits requests before it writes the record. vLLM's start removed the earlier
-    # record.
+    # The publisher admits requests before it writes the record. The start of vLLM removed the
+    # earlier record.
     until(
         "the record is there",
         lambda: (now := stack.spool.served.get(run)) and now.verified > before.verified,

@@ -1,4 +1,4 @@
-"""The openai package, unmodified, on a whole stack: a file becomes a model that answers under its
+"""The openai package, unmodified, on a whole stack. A file becomes a model that answers under its
 name, although the controller dies several times."""
 
 import io

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from local_stack import LocalStack
 
-# The model is kept between runs of the tests. `make clean` removes it.
+# The model is kept between runs of the tests. `make clean` removes the model.
 MODEL = Path(__file__).parents[2] / "out" / "models" / "smollm2"
 
 
@@ -20,7 +20,7 @@ def test_two_steps_of_the_demo_on_the_real_model(
 ) -> None:
     if problem := demo_sums.fetch(MODEL):
         pytest.skip(f"the real model can't be fetched: {problem}")
-    # The computation grows with the number of groups. A step samples another group if all rewards
+    # The computation grows with the number of groups. A step samples a further group if all rewards
     # of a group are equal.
     monkeypatch.setattr(demo_sums, "SHOWN", 2)
     text = demo_sums.configuration(2)

@@ -73,7 +73,7 @@ def ready(stack: LocalStack) -> set[str]:
 
 
 class Stranger(threading.Thread):
-    """Asks for the announced step without a break, and records wrong answers."""
+    """Sends requests for the announced step without a pause, and records wrong answers."""
 
     def __init__(self, stack: LocalStack) -> None:
         super().__init__(daemon=True)
@@ -145,7 +145,7 @@ def test_two_servers_learn_as_one_does_although_one_dies(stack: LocalStack) -> N
     served = [[event.type for event in of].count("served") for of in events]
     assert set(served) == {1}, "one event for each step"
     if stack.environment["TANDEM_TRANSPORT"] == "nccl":
-        # Steps that were made while one server was away were served by the other server alone.
+        # While one server was away, the other server alone served new steps.
         _, events_of_one = succeeded(stack.client, train(stack.client, RUN, 1, learning_rate=1e-4))
         for one in (events[0], events_of_one):
             sent = [event.data for event in one if event.type == "sent"]

@@ -69,7 +69,7 @@ class Rl:
 
     def start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "tandem", "rl", str(self.config)]
-        # Tests that a shell starts in the background ignore SIGINT, and so would this process.
+        # A shell's background processes ignore SIGINT, and so do their children by default.
         return subprocess.Popen(
             command,
             env=self.environment,
@@ -101,7 +101,7 @@ class Rl:
 
 
 def check(stack: LocalStack, run: str, first: int, steps: int, bound: int) -> None:
-    """Checks by the jobs' records and events that each step was made once, from groups of its own,
+    """Checks the jobs' records and events. Each step must be made once, from groups of its own,
     within the bound of off-policy steps."""
     jobs = [job for _, job in stack.spool.jobs.list(run=run) if job.spec.kind == "rl"]
     assert sorted(job.spec.base_step for job in jobs) == list(range(first, first + steps))
@@ -179,7 +179,8 @@ def test_yes_no_maybe_learns_although_it_is_killed_ten_times(
 @pytest.mark.sample(1, of="examples of tandem rl")
 def test_the_game_learns_over_several_turns(stack: LocalStack, tmp_path: Path) -> None:
     teach(stack, "game", importlib.import_module("game").Game().sft_examples())
-    # The machine's speed decides which policy plays which tasks, and so how fast the run learns.
+    # The machine's speed decides which policy plays which tasks. So the speed also decides how fast
+    # the run learns.
     for steps in (10, 20, 30):
         rl = Rl(stack, tmp_path, "game", steps=str(steps), every="10")
         rl.finish()
@@ -238,8 +239,7 @@ def test_a_step_of_another_run_teaches_a_run_by_its_log_probs(
 
 @pytest.fixture
 def with_tools(tmp_path: Path) -> Iterator[LocalStack]:
-    """A tiny model with Qwen3's own template and its tokens for tool calls. vLLM parses these
-    calls."""
+    """A tiny model with Qwen3's own template and its tokens for tool calls, which vLLM parses."""
     model = tiny_model.write_tiny_qwen3(tmp_path / "spool" / "models" / "tiny")
     tokenizer = AutoTokenizer.from_pretrained(model)
     words = ("think", "tool_call", "tool_response")

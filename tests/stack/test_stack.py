@@ -1,8 +1,8 @@
-"""`make demo` learns, and then its stack loses one program after another: every job ends as
-docs/jobs.md says.
+"""The tests run `make demo`, and kill one program of the demo's stack after another. Every job ends
+as docs/jobs.md says.
 
-All tests share one stack, and each test continues from the state that the test before it left. vLLM
-takes most of a minute to start, so it dies twice only.
+All tests share one stack, and each test continues from the state that the test before it left. A
+start of vLLM takes most of a minute, so the tests kill vLLM only twice.
 """
 
 import json
@@ -34,8 +34,8 @@ SERVED_BOUND = 180
 """The longest time until a step is served, in seconds."""
 SETTINGS = {
     **DEVICES,
-    # If a process computes before it forks, its children wait for a second thread that does not
-    # exist.
+    # If a process computes with two threads before it forks, its children wait for a thread that
+    # does not exist.
     "OMP_NUM_THREADS": "2",
     "TANDEM_MAX_MODEL_LEN": "4096",  # requests of this length run long enough to be stopped
     "TANDEM_VLLM_STALL_SECONDS": "20",
@@ -97,7 +97,7 @@ def test_the_demo_learns(stack: LocalStack, out: Path) -> None:
     rewards = [row["reward"] for row in report["steps"]]
     assert rewards[-1] > rewards[0] + 0.1
     assert (out / "reward.png").stat().st_size > 10_000
-    # Sampler and trainer compute the same log-probs, although they are two programs.
+    # Sampler and trainer are two programs that compute the same log-probs.
     assert max(row["metrics"]["kl_sampler"] for row in report["steps"]) < 1e-3
 
 
@@ -150,8 +150,8 @@ def is_rank(pid: int) -> bool:
 
 
 def serves_all_steps(stack: LocalStack) -> None:
-    """vLLM serves every step of the run, each one verified, and answers with the oldest and the
-    newest."""
+    """vLLM serves every step of the run, every step is verified, and vLLM answers with the oldest
+    and the newest step."""
     steps = stack.spool.checkpoints.steps(RUN)
     stack.client.wait_served(RUN, steps[-1], timeout=SERVED_BOUND)
     models = {f"{RUN}@{step}" for step in steps}
@@ -214,7 +214,7 @@ def kill(stack: LocalStack, program: str, job: str) -> None:
 
 
 def test_an_engine_that_stops_is_noticed_while_the_trainers_programs_die(stack: LocalStack) -> None:
-    """vLLM's engine stops in the middle of a request. The next vLLM serves all steps. tests/soak
+    """vLLM's engine stops in the middle of a request. The next vLLM serves all steps. `tests/soak`
     kills at many more moments."""
     (server,) = stack.pids("vllm")
     engine = engine_of(server)
@@ -264,8 +264,8 @@ def test_vllm_dies_while_it_loads_a_checkpoint(stack: LocalStack) -> None:
 
 
 def test_no_program_listens_for_strangers(stack: LocalStack) -> None:
-    """This stack uses adapters. test_merged_stack.py tests the other transports, and
-    test_real_ranks.py the other launchers."""
+    """This stack uses adapters. `test_merged_stack.py` tests the other transports, and
+    `test_real_ranks.py` the other launchers."""
     with watched(stack.process.pid) as listeners:
         succeeds(stack, submit(stack))
     assert listeners

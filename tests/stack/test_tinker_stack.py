@@ -1,5 +1,5 @@
-"""Tinker's package, unmodified, on a whole stack: a program from a model to samples from vLLM,
-although every program dies once."""
+"""Tinker's package, unmodified, on a whole stack. A client's program trains a model and samples
+from vLLM, although every program of the stack dies once."""
 
 import subprocess
 import sys
@@ -98,7 +98,7 @@ def test_what_vllm_samples(client: tinker.ServiceClient) -> None:
         topk_sample_logprobs=2,
     ).result()
     assert len({tuple(one.tokens) for one in found.sequences}) > 1
-    # The tiny model likes to repeat a token.
+    # The tiny model often repeats a token.
     chosen = next(i for i, seq in enumerate(found.sequences) if len(set(seq.tokens)) > 1)
     one = found.sequences[chosen]
     assert (len(one.tokens), one.stop_reason) == (12, "length")
@@ -154,7 +154,7 @@ def test_ranks_leave_and_come_back(client: tinker.ServiceClient, stack: LocalSta
         return not stack.spool.jobs.list(run, states=("queued", "running"))
 
     until("the session's job ends", idle)
-    # The gradients are recomputed.
+    # The next job recomputes the gradients.
     stepped = model.optim_step(ADAM).result()
     assert stepped.metrics["grad_norm"] > 0
     assert len([*stack.client.list_jobs(run)]) == 2

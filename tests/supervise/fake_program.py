@@ -16,8 +16,8 @@ def main(name: str) -> None:
         os.write(1, f"{name} stops at {time.time()}\n".encode())  # the signal may interrupt a print
         sys.exit(0)
 
-    # The handler is set before the program reports that it runs, because a test may stop it right
-    # after that.
+    # The handler is set before the program reports that it runs, because a test may stop the
+    # program right after the report.
     signal.signal(signal.SIGTERM, signal.SIG_IGN if order == "stubborn" else stop)
     print(
         f"{name} runs; admin token of {len(os.environ['TANDEM_ADMIN_TOKEN'])} characters",
@@ -29,8 +29,8 @@ def main(name: str) -> None:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     if order == "orphans":
         for _ in range(3):
-            # The shell ends at once. Its child `sleep` ends 0.2 s later, as the child of another
-            # process.
+            # The shell ends at once. The shell's child `sleep` ends 0.2 s later, as the child of
+            # another process.
             subprocess.run(["sh", "-c", "sleep 0.2 &"], check=True)
             print("orphaned", flush=True)
     if order == "daemon":

@@ -1,5 +1,5 @@
-"""Takes the place of vLLM: answers GET /<name> with the file FAKE_VLLM/<name>, or 404 without the
-file. The program also has an "engine" process."""
+"""A fake vLLM server answers GET /<name> with the file FAKE_VLLM/<name>, or 404 without the file.
+The program also has an "engine" process."""
 
 import os
 import subprocess

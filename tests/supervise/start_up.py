@@ -1,5 +1,5 @@
-"""python -m start_up: runs `tandem up` with short bounds. The environment names the role and, as
-JSON, the programs."""
+"""python -m start_up: runs `tandem up` with short bounds. The environment variables name the role
+and, as JSON, the programs."""
 
 import json
 import os

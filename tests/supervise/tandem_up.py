@@ -62,8 +62,7 @@ class Up:
         return processes.marked("TANDEM_ROOT", str(self.root))
 
     def pid(self, *words: str) -> int:
-        """The pid of the process whose command line ends with these words, or has them after
-        `-m`."""
+        """The pid of the process whose command line has these words after `-m`."""
         for process in self.left():
             with suppress(OSError):  # the process has ended meanwhile
                 line = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")

@@ -1,4 +1,4 @@
-"""`make demo` leaves no stack behind, and never talks to another stack."""
+"""`make demo` leaves no running stack, and sends no request to another stack."""
 
 import signal
 import subprocess

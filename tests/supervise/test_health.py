@@ -1,5 +1,5 @@
-"""The images' health check, against programs under a real supervisord. The programs stand in for
-those of the images."""
+"""The images' health check, against programs under a real supervisord. Small programs take the
+place of the images' programs."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def test_a_trainer_is_healthy_while_its_runner_runs_and_holds_the_lock(up, tmp_p
     until("both run", lambda: check(stack.environment, "trainer") == unlocked)
     lock = Spool(tmp_path).paths.runner_lock
     with Spool(tmp_path).runner_lock("me"):
-        for _ in range(2):  # a check leaves the lock as it is
+        for _ in range(2):  # a check does not change the lock
             assert check(stack.environment, "trainer") == (0, "trainer is healthy")
     assert not is_locked(lock)
     assert check(stack.environment, "inference") == (1, "supervisord does not answer")
@@ -65,8 +65,8 @@ def test_unknown_options_are_refused(tmp_path, options):
 
 @contextmanager
 def server(port: int, answers: dict[str, tuple[int, Any]]) -> Iterator[set]:
-    """A server that answers each path with (status, body). If the body is None, it sends only a
-    part of a body. Yields the requested paths and keys."""
+    """A server that answers each path with (status, body). If the body is None, the server sends
+    only a part of a body. Yields the requested paths and keys."""
     requests = set()
 
     class Handler(BaseHTTPRequestHandler):
@@ -101,7 +101,7 @@ def test_inference_is_healthy_when_vllm_lists_the_base_model(up):
         assert check(stack.environment, "inference") == (0, "inference is healthy")
         assert ("/v1/models", "Bearer first") in requests
         stack.until("ready after")
-        # Merged weights are recognised only by the names of their run.
+        # A vLLM with merged weights lists only the names of the run.
         answers["/v1/models"] = (200, {"data": [{"id": "run@1"}, {"id": "run"}]})
         merged = stack.environment | {"TANDEM_WEIGHTS": "merged"}
         assert check(merged, "inference") == (0, "inference is healthy")
@@ -161,7 +161,8 @@ def test_a_loop_that_does_not_turn_any_more_is_named(tmp_path, monkeypatch):
     for program in ("up", "runner", "publisher"):
         liveness.beat(program)
         os.utime(directory / f"{program}.alive", (0, time.time() - 100))
-    # The runner's turn may take longer, and the publisher does not belong to the trainer.
+    # The check allows the runner's loop a longer turn, and ignores the publisher, which is no
+    # program of the trainer.
     (message,) = stopped_loops(settings, "trainer")
     assert message.startswith("the loop of up has not turned for 100 s")
 

@@ -38,8 +38,8 @@ needs_haproxy = pytest.mark.skipif(
 
 
 class Server:
-    """A server that answers with its name and the request while it is ready, and with 503 while it
-    is not ready, as a replica's vLLM does."""
+    """A server that answers with its name and the request, or with 503 while it is not ready. A
+    replica's vLLM does the same."""
 
     def __init__(self, name: str, port: int) -> None:
         self.name, self.port = name, port
@@ -82,8 +82,8 @@ class Server:
         until("HAProxy has checked", lambda: self.checks >= before + 3)
 
     def die(self) -> None:
-        """The server no longer listens, and its connections are closed. A test may call `die` again
-        for a dead server."""
+        """Stops listening, and closes the connections. A test may call `die` again for a dead
+        server."""
 
         async def close() -> None:
             self._server.close()
@@ -160,7 +160,7 @@ def proxied(tmp_path: Path) -> Iterator[Proxied]:
 def test_a_group_starts_on_one_server_and_a_rollout_stays(proxied: Proxied) -> None:
     groups, samples = 48, 8
     keys = [(f"group-{g}", f"rollout-{g}-{s}") for g in range(groups) for s in range(samples)]
-    random.Random(1).shuffle(keys)  # groups are mixed as in a loop in continuous operation
+    random.Random(1).shuffle(keys)  # requests of all groups are mixed, as in continuous operation
     for server in proxied.servers.values():
         server.seconds = 1.0  # the requests of a step run at the same time
     first = proxied.ask_all(keys)
@@ -197,7 +197,7 @@ def test_requests_of_a_server_that_dies_or_is_not_ready_are_answered_by_the_othe
         "it gets requests again",
         lambda: "s0" in [proxied.ask(name := next(names), name)["server"] for _ in range(8)],
     )
-    # The server no longer listens, and no health check has noticed it yet.
+    # The server no longer listens, and no health check has failed yet.
     on = proxied.ask_all(keys)
     died = [key for key, server in zip(keys, on, strict=True) if server == "s1"]
     proxied.servers["s1"].die()
@@ -329,7 +329,7 @@ def test_the_programs_of_several_servers_are_pairs_behind_one_proxy() -> None:
 def test_a_server_that_is_about_to_be_stopped_ends_its_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Servers are replaced as in a rolling upgrade: no request fails, and none is cut off."""
+    """Servers are replaced as in a rolling upgrade. No request fails or is cut off."""
     vllm = FakeVllm()
     vllm.start()
     vllm.ready_until, vllm.in_use = time.monotonic() + 3600, {"run@1"}

@@ -1,5 +1,5 @@
-"""The tests run `tandem up` with small programs. They check output, order, restarts, crash loops,
-and that every kind of end leaves no process."""
+"""The tests run `tandem up` with small programs. The tests check output, order, restarts, crash
+loops, and that every kind of end leaves no process."""
 
 import json
 import os
@@ -82,8 +82,8 @@ def test_a_program_that_does_not_stay_up_ends_everything_and_is_named(up, how, c
 
 
 def test_a_costly_program_that_is_about_to_start_again_stays_up(tmp_path, monkeypatch):
-    """The costly program has no process for a moment. If another program can't be started at this
-    moment, the stack does not end."""
+    """The costly program has no process for a moment, because it is about to start again. The stack
+    does not end if another program can't be started at this moment."""
     monkeypatch.setattr(supervisord, "start_again", lambda *_: None)
     programs = [Program("a", "a", 1, costly=True), Program("b", "b", 1)]
     for name in "ab":
@@ -126,7 +126,7 @@ def test_once_the_stack_was_ready_one_programs_trouble_costs_no_other_its_state(
 
     def killed() -> bool:
         """If a program ends twice between two polls of `tandem up`, only one end is counted. So the
-        test may need more than two kills."""
+        test may kill the program more than twice."""
         with suppress(AssertionError, ProcessLookupError):
             os.kill(stack.pid("fake_program", "a"), signal.SIGKILL)
         return stack.process.poll() is not None

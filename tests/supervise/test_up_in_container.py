@@ -1,6 +1,6 @@
-"""`tandem up --role` as a pod's container runs it: as the first process, for a user without name,
-groups and capabilities, and on a root file system that is read-only but for /tmp, /run and the
-volume. tests/docker runs it under an init process.
+"""`tandem up --role` as the first process of a pod's container. The user has no name, groups and
+capabilities. The root file system is read-only except /tmp, /run and the volume. `tests/docker`
+runs `tandem up` under an init process.
 """
 
 import json
@@ -18,8 +18,8 @@ from supervise.tandem_up import AB, HERE, PATH
 from tandem.system import processes
 from waiting import until
 
-# The interpreter's files may lie below a directory that only root can read. In this mount namespace
-# they are mounted at another place.
+# The interpreter's files may lie below a directory that only root can read. The mount namespace has
+# these files at another place.
 ROOT = r"""
 set -eu
 mount --make-rprivate /
@@ -100,7 +100,7 @@ def test_first_process_without_name_on_a_read_only_root(tmp_path):
             assert path.stat().st_mode & 0o060 == 0o060, path
         first = next(process for process in inside if process.parent == container.pid)
         os.kill(first.pid, signal.SIGTERM)
-        # unshare hands on the status of the first process.
+        # unshare exits with the status of the first process.
         assert container.wait(120) == 0
         assert "up | stopped" in out.read_text()
     finally:

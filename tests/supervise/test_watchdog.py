@@ -1,5 +1,5 @@
-"""A vLLM that hangs is ended and started again. A vLLM that loads, sleeps, is paused or is idle is
-left alone."""
+"""The watchdog kills and restarts a vLLM that hangs. A vLLM that loads, sleeps, is paused or is
+idle keeps running."""
 
 import os
 import re
@@ -45,7 +45,7 @@ def test_what_metrics_say():
 
 
 class Watched:
-    """A `Progress` that is asked every 10 s, with 300 as its stall_seconds."""
+    """A `Progress` with a stall time of 300 s. The test calls `observe` for every 10 s."""
 
     def __init__(self) -> None:
         self.progress = Progress(300, 10)
@@ -54,7 +54,7 @@ class Watched:
     def see(
         self, seconds: float, *samples: Sample | None, process=VLLM, paused=False, may_sleep=True
     ) -> str | None:
-        """Repeats `samples`, and returns the first verdict within `seconds`."""
+        """Observes `samples` in turn for `seconds`. Returns the first reason for a kill."""
         for i in range(int(seconds / 10)):
             self.now += 10
             why = self.progress.observe(
@@ -80,7 +80,7 @@ def test_no_token_while_requests_run_is_a_stall():
 def test_idle_asleep_or_paused_is_no_stall(sample, paused):
     watched = Watched()
     assert watched.see(3000, sample, paused=paused) is None
-    # The time of a stall counts from the end of the state in which vLLM may be silent.
+    # The time of a stall counts from the end of the idle, sleeping or paused state.
     assert watched.see(300, Sample(2, 5)) is None
     assert watched.see(40, Sample(2, 5)) is not None
 
@@ -100,13 +100,13 @@ def test_loading_is_no_stall_however_long_and_not_answering_any_more_is():
     assert watched.see(10, Sample(0, 0)) is None
     assert watched.see(300, None) is None
     assert watched.see(20, None) == "it has not answered for 310 s"
-    # vLLM was started again. In this test the new process has the same pid.
+    # vLLM was started again, with the same pid.
     assert watched.see(5000, None, process=replace(VLLM, started=2)) is None
 
 
 def test_who_may_let_vllm_sleep(tmp_path):
     """On shared GPUs, vLLM may sleep only while a runner holds the GPUs and the hold's deadline has
-    not passed. Without the volume the answer is unknown."""
+    not passed. If the volume can't be read, vLLM may sleep."""
     spool, now = Spool.create(tmp_path / "spool"), time.time()
 
     def may_sleep(root=spool.root, **settings) -> bool:
@@ -147,7 +147,7 @@ def test_a_hung_vllm_is_killed_with_its_engine_and_started_again(up, tmp_path):
     vllm = {"name": "vllm", "module": "fake_vllm_server", "port": "inference"}
     variables = {"FAKE_VLLM": str(answers), "TANDEM_VLLM_STALL_SECONDS": "2", "FAKE_CRASHES": "8"}
     stack = up(role="inference", programs=(vllm,), **variables)
-    stack.until("asked for /is_paused", count=20)  # this takes twice as long as vLLM may stall
+    stack.until("asked for /is_paused", count=20)  # 20 requests take twice the stall time
     assert stack.text().count("vLLM runs") == 1
     (answers / "is_paused").unlink()
     stack.until("has stalled: 3 requests wait, and no token came for")

@@ -1,4 +1,4 @@
-"""The tests check directories that belong to this user alone."""
+"""Tandem refuses directories that other users can access."""
 
 import os
 from pathlib import Path

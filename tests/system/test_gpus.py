@@ -1,4 +1,5 @@
-"""NVML decides which GPUs are ours, whether they are free, and how they are connected."""
+"""The tests read from NVML which GPUs the settings select, whether they are free, and how they are
+connected."""
 
 import pytest
 

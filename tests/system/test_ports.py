@@ -1,5 +1,5 @@
-"""Ports that are held for a program: no other program gets such a port, and the intended program
-does."""
+"""Ports that are reserved for a program. No other program gets such a port, and the intended
+program can listen on the port."""
 
 import socket
 from contextlib import ExitStack
@@ -12,7 +12,7 @@ from tandem.system.ports import reserve
 
 
 def test_a_held_port_is_given_to_nobody_who_asks_for_any_port():
-    """Many sockets with SO_REUSEADDR could share a bound port, but they never get a held port."""
+    """Sockets with SO_REUSEADDR that bind port 0 never get a reserved port."""
     with ExitStack() as stack:
         held = {stack.enter_context(reserve()).port for _ in range(50)}
         assert len(held) == 50

@@ -12,8 +12,8 @@ from tandem.system import processes
 def test_a_process_that_is_about_to_execute_a_program_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In mid-exec the environment of a process reads as empty. Of 300 such processes 20 were
-    missed."""
+    """The environment of a process reads as empty during its exec. An earlier search missed 20 of
+    300 such processes."""
     for number in range(100):
         mark = ("TANDEM_TEST_MARK", str(number))
         shell = subprocess.Popen(

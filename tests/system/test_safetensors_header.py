@@ -1,5 +1,5 @@
-"""The header of safetensors files: headers that safetensors' own library writes are read, damaged
-headers are refused with a message, and Tandem writes the same headers as the library."""
+"""The header of safetensors files. Tandem reads headers that safetensors' own library writes, and
+refuses damaged headers with a message. Tandem writes the same headers as the library."""
 
 import json
 import random

@@ -30,14 +30,15 @@ def policy(
     mask: bool,
     gate: tuple[float, float] = (1.0, 1.05),
 ) -> tuple[float, Array]:
-    """The loss sum_i w_i value_i, and its gradient by lp. Each `name` has its own values:
+    """The loss sum_i w_i value_i, and the loss's gradient by lp. The definition of value_i depends
+    on `name`:
 
     - cispo: MiniMax-M1 equations 4-5, negated. The clipped ratio is a constant.
-    - ppo: PPO equation 7, negated. The gradient is zero exactly where the clipped term is the
-      smaller one. For negative advantages there is Ye et al.'s second clip at `dual`.
-    - sapo: Gao et al., arXiv:2511.20347, negated. `gate` has the temperature for positive
-      advantages and the temperature for the others. With p = sigmoid(t (r - 1)), d/dr of 4 / t p is
-      4 p (1 - p).
+    - ppo: PPO equation 7, negated. The gradient is zero exactly where the clipped term is smaller
+      than the unclipped term. Negative advantages have a second clip at `dual` (Ye et al.).
+    - sapo: Gao et al., arXiv:2511.20347, negated. `gate` has two temperatures: for positive
+      advantages, and for advantages of at most 0. With p = sigmoid(t (r - 1)), d/dr of 4 / t p is 4
+      p (1 - p).
     - gspo: ppo with `level` "sequence" (GSPO equations 5-7). Every token of a sequence y has the
       ratio s of y."""
     total, grad = 0.0, np.zeros_like(lp)
@@ -74,8 +75,8 @@ def importance(
     old: Array, sampler: Array, sequences: Parts, *, level: str, low: float, high: float, cap: float
 ) -> Array:
     """The ratio pi_old / pi_sampler of each token (IcePop, TIS) or of the token's whole sequence
-    (MIS). Ratios above `cap` are truncated. Ratios outside of `low` to `high` count as 0. Before
-    that, each ratio is limited to the range from e^-20 to e^20."""
+    (MIS). Ratios above `cap` are truncated. Ratios outside of `low` to `high` count as 0. The
+    limits apply after each ratio is clamped to the range from e^-20 to e^20."""
     weight = np.zeros_like(old)
     for members in sequences if level == "sequence" else [np.array([t]) for t in range(len(old))]:
         nats = sum(old[t] - sampler[t] for t in members)
@@ -87,7 +88,7 @@ def importance(
 
 def keeps(lp: Array, sampler: Array, adv: Array, sequences: Parts, threshold: float) -> Array:
     """The mask M of DeepSeek-V3.2 equation 9. M = 0 where A < 0 and the sequence's mean of
-    log(pi_old / pi) is above the threshold. pi_old is the sampler's policy."""
+    log(pi_old / pi) is above the threshold. The policy pi_old is the sampler's policy."""
     kept = np.ones_like(lp)
     for members in sequences:
         mean = sum(sampler[t] - lp[t] for t in members) / len(members)

@@ -341,8 +341,8 @@ def test_the_gradient_of_a_token_that_is_far_off_does_not_vanish(nats, dtype) ->
 
 
 def test_gspo_bounds_a_sequences_mean_and_not_each_token() -> None:
-    """The log-ratios 30, -30 and 0 nats have the mean 0, so the sequence's ratio is 1. With 45 nats
-    in place of 30 nats the mean is 5 nats."""
+    """The log-ratios of 30, -30 and 0 nats have the mean 0, so the sequence's ratio is 1. With a
+    log-ratio of 45 nats in place of 30 nats the mean is 5 nats."""
     case = Case(0, 0.0)
     case.n, case.sequence, case.sequences = 3, np.zeros(3, int), [np.arange(3)]
     case.lp, case.adv, case.entropy = np.array([-1.0, -35.0, -2.0]), np.full(3, -1.0), np.ones(3)
@@ -410,8 +410,8 @@ def test_rewards_of_a_pair_are_sums_and_simpos_are_means() -> None:
 def test_the_corrected_penalty_has_the_kls_gradient_with_tokens_of_another_policy() -> None:
     """The test computes exactly the expectation of each estimator's gradient over 5 tokens, drawn
     from the policy `old`. With correction this expectation is the KL's gradient. Without correction
-    it is not. If the policy itself draws the tokens, k1 and k2 have the KL's gradient without
-    correction too."""
+    this expectation differs from the KL's gradient. If the policy itself draws the tokens, k1 and
+    k2 have the KL's gradient without correction too."""
     torch.manual_seed(0)
     logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
     old, ref = torch.randn(2, 5, dtype=torch.float64).log_softmax(-1)

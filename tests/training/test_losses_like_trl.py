@@ -16,14 +16,14 @@ from tandem.training import losses
 
 pytestmark = pytest.mark.slow  # The import of TRL is slow.
 
-LONGEST = 9  # The most tokens of a completion. It is also the constant of DrGRPO's loss.
+LONGEST = 9  # The most tokens of a completion. This number is also the constant of DrGRPO's loss.
 SEQUENCES = 6
 
 
 @functools.cache
 def trainer_class() -> Any:
-    """TRL's trainer of GRPO, imported without vLLM. TRL would import vLLM, but the functions that
-    these tests use don't need it."""
+    """TRL's trainer of GRPO, imported without vLLM. The functions that these tests use don't need
+    vLLM."""
     utils: Any = import_module("trl.import_utils")
     utils.is_vllm_available = lambda *_, **__: False
     from trl.trainer.grpo_trainer import GRPOTrainer

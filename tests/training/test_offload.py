@@ -55,7 +55,7 @@ def test_the_host_buffer_is_used_again_and_grows_only_for_more() -> None:
 
 
 def test_tensors_may_lie_in_several_host_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch rounds the size of pinned memory up to a power of two, so a single buffer could take
+    """torch rounds the size of pinned memory up to a power of two. So a single buffer could take
     twice the memory of the tensors."""
     monkeypatch.setattr(offload, "CHUNK", 1024)
     parked = Offload(contents=True)
@@ -80,8 +80,8 @@ def test_training_continues_bit_for_bit(tmp_path: Path, part: str, family: str, 
     expected = total(interrupted.device_tensors(part))
     assert interrupted.offload(part) == expected
     assert total(interrupted.device_tensors(part)) == 0
-    # The publication of weights needs only the parameters, so these stay if only the optimizer is
-    # offloaded.
+    # If only the optimizer is offloaded, the parameters stay on the device, because the publication
+    # of weights needs them.
     if part == "optimizer":
         assert torch.equal(interrupted.base()[0], base[0])
     interrupted.restore(part)

@@ -53,7 +53,7 @@ def training(model: Path, tmp_path: Path, empty: int) -> Training:
 
 
 def allocated() -> int:
-    gc.collect()  # This frees autograd's graphs of earlier steps.
+    gc.collect()  # The garbage collection frees autograd's graphs of earlier steps.
     memory.release_cached()
     # The requested bytes are counted, because the allocator may give up to 1 MiB more for a large
     # block.

@@ -1,5 +1,5 @@
-"""OpenAI's Agents SDK, which uses the Responses API, through `/rollout/v1`: a tool call, then an
-answer; once without streaming and once with streaming."""
+"""OpenAI's Agents SDK, which uses the Responses API, through `/rollout/v1`. The model calls a tool
+and then answers, once without streaming and once with streaming."""
 
 import asyncio
 import sys

@@ -1,5 +1,5 @@
-"""Anthropic's SDK and its tool runner, which use the Messages API, through the rollout door: a tool
-call, then an answer; once as a whole and once as a stream."""
+"""Anthropic's SDK and its tool runner, which use the Messages API, through the rollout door. The
+model calls a tool and then answers, once without streaming and once with streaming."""
 
 import sys
 

@@ -1,5 +1,5 @@
-"""An OpenAI client (openai 2.x and 3.x) through the rollout door: each choice alone is a turn, and
-a job trains on the turns."""
+"""An OpenAI client (openai 2.x and 3.x) through the rollout door. Each choice is a turn, and a job
+trains on the turns."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""The example with verifiers 0.4, and the same taskset, named as in a config of `tandem rl`."""
+"""The example for verifiers 0.4. A second environment gets the example's taskset by name, as from a
+config of `tandem rl`."""
 
 import asyncio
 import sys

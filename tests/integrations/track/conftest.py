@@ -32,7 +32,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class History:
-    """One run. The test begins, continues and ends the run's jobs."""
+    """One run. The test's calls begin, continue and end the run's jobs."""
 
     server: Server
     client: Tandem

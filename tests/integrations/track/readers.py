@@ -25,7 +25,7 @@ def make_mlflow(directory: Path) -> None:
 
 
 def _mlflow_client(directory: Path) -> Any:
-    # the import takes 3 s, even in a process that only collects the tests
+    # the import of mlflow takes 3 s, so it must not slow processes that only collect the tests
     from mlflow import MlflowClient
 
     return MlflowClient(tracking_uri=MLFLOW.format(directory=directory))
@@ -36,7 +36,7 @@ def accumulator(directory: Path, run: str) -> EventAccumulator:
 
 
 def curves(kind: str, directory: Path, run: str, metric: str) -> list[Curve]:
-    """A curve for each of the tracker's runs. If the tracker can't remove rows, it has several runs
+    """A curve for each of the tracker's runs. A tracker that can't remove rows has several runs
     after a rollback."""
     return READERS[kind](directory, run, metric)
 

@@ -141,7 +141,7 @@ def test_a_rank_that_died_between_a_checkpoint_and_its_event_stops_nothing(histo
     ("kind", "end"), [*((kind, "rollback") for kind in KINDS), ("tensorboard", "failure")]
 )
 def test_steps_that_are_no_longer_part_of_the_run_are_replaced(history, kind, end):
-    """TensorBoard shows the new steps in the same curve. W&B and MLflow show them in a new
+    """TensorBoard shows the new steps in the same curve. W&B and MLflow show the new steps in a new
     curve."""
     history.train(1, 0.9, 0.8)
     if end == "rollback":
