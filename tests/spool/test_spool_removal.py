@@ -4,8 +4,10 @@ stay, and a death leaves no half-removed directory."""
 import errno
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from spool.spool_tools import (
     succeeded,
     train_one,
 )
-from spool.volume_tools import refused, tree
+from spool.volume_tools import DiedError, refused, tree
 from tandem.config import Settings
 from tandem.errors import Conflict, InvalidInput, NotFound
 from tandem.spool import Spool, fs, recovery, removal
@@ -340,6 +342,37 @@ def test_a_deleted_run_leaves_nothing_and_another_of_its_name_is_new(spool):
     assert spool.checkpoints.steps("r") == [0]
     assert start(spool, ids[0]).spec.base_step == 0
     assert [event.type for event in spool.events.read(ids[0])] == ["claimed"]
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_run_is_deleted_while_a_job_ends(spool, monkeypatch, dies):
+    """The job's end is written, and its directory has not moved yet. The process that ends the job
+    dies, or moves the directory a moment later."""
+    job, moves, goes_on = start(spool, "j"), threading.Event(), threading.Event()
+    real = fs.rename_dir
+
+    def rename(source: Path, target: Path) -> None:
+        monkeypatch.setattr(fs, "rename_dir", real)
+        moves.set()
+        if dies:
+            raise DiedError
+        goes_on.wait(60)
+        real(source, target)
+
+    monkeypatch.setattr(fs, "rename_dir", rename)
+    with ThreadPoolExecutor(2) as pool:
+        ending = pool.submit(spool.queue.finish, job, failed())
+        assert moves.wait(60)
+        if dies:
+            assert isinstance(ending.exception(60), DiedError)
+        deleting = pool.submit(delete_run, spool, "r")
+        if not dies:
+            time.sleep(0.2)
+            assert not deleting.done()
+            goes_on.set()
+        shutil.rmtree(deleting.result(60))
+    assert jobs_left(spool) == set()
+    assert spool.jobs.index.active() == []
 
 
 def test_a_job_that_was_packed_for_a_deleted_run_is_not_queued_in_the_next_of_its_name(spool):

@@ -264,8 +264,8 @@ class Queue:
             self._events.append(job.spec.id, kind, attempt=job.attempt, **data)
 
     def settle(self, key: JobKey) -> None:
-        """Completes a change of a job in `jobs/active/` that a dead process left incomplete. A
-        running job is not changed."""
+        """Completes a change of a job that a dead process left incomplete, or waits until a living
+        process has completed the change. A running job is not changed."""
         with self._job_lock(key.id), suppress(NotFound):
             located = self._jobs.locate(key)
             if located is None and not fs.exists(self._paths.live_dir(key)):

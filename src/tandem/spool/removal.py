@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from tandem.config import Settings
@@ -36,6 +37,9 @@ def delete_run(spool: Spool, run: str) -> Path:
     of its ended jobs are removed. Another call completes the removal."""
     with spool.runs.lock(run):
         spool.jobs.check_none_pending(run, "run")
+        # A job that has just ended may still be in `jobs/live/`, because its directory moves last.
+        for entry in chain.from_iterable(spool.jobs.index.live(run)):
+            spool.queue.settle(entry.key)
         for entries in spool.jobs.index.ended().values():
             _remove_jobs(spool, [entry for entry in entries if entry.key.run == run])
         return _set_aside([spool.runs.directory(run)])[0]
