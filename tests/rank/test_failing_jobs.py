@@ -210,19 +210,21 @@ def test_a_policy_may_learn_in_later_epochs_what_its_sampler_found_impossible(sp
 
 
 @pytest.mark.parametrize(
-    ("advantages", "logprob", "says"),
+    ("policy", "advantages", "logprob", "says"),
     [
-        ([1e-30, -1e-30], -5.0, "advantage_std is 1e-30"),
-        ([1e-50, -1e-50], -5.0, "norm 0,"),  # 1e-50 is 0 in float32.
+        ("ppo", [1e-30, -1e-30], -5.0, "advantage_std is 1e-30"),
+        ("ppo", [1e-50, -1e-50], -5.0, "norm 0,"),  # 1e-50 is 0 in float32.
         # The two tokens' ratios are below PPO's lower bound.
-        ([-1.0, -2.0], 0.0, "clip_fraction is 1"),
+        ("ppo", [-1.0, -2.0], 0.0, "clip_fraction is 1"),
+        # The two tokens' ratios are far above 1.
+        ("sapo", [1.0, 2.0], -15.0, "gates are closed"),
     ],
 )
 def test_a_job_that_moves_nothing_fails_and_says_so(
-    spool: Spool, advantages, logprob, says
+    spool: Spool, policy, advantages, logprob, says
 ) -> None:
     job = jobs.submit_rl(
-        spool, groups=one_token_each(advantages, logprob), loss=RLLoss(policy="ppo")
+        spool, groups=one_token_each(advantages, logprob), loss=RLLoss(policy=policy)
     )
     refused(spool, job, "nothing_to_learn", "the policy did not move", says)
 

@@ -260,5 +260,5 @@ class Training:
                 " checkpoint is made. In the last step "
                 + ", ".join(f"{name} is {metrics[name]:.3g}" for name in shown if name in metrics)
                 + ". Look for advantages near 0 and for log-probs of another policy, whose tokens"
-                " are clipped or masked"
+                " are clipped or masked, or whose gates are closed (SAPO)"
             )
