@@ -146,6 +146,7 @@ NOT_HERE = {
     "tandem_train_held_out_loss": "only where a job has held-out examples",
     "tandem_train_logprob_mismatch_stale": "only where turns are older than their job's base step",
     "tandem_job_waiting_seconds": "only while an attempt waits in a cluster's queue",
+    "tandem_session_idle_seconds": "only while a session's job runs",
     "tandem_merged_phase": "only with merged weights",
     "tandem_merged_runs": "only with merged weights",
     **dict.fromkeys(

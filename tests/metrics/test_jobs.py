@@ -20,7 +20,8 @@ from tandem.spool import Spool, fs
 from tandem.spool.attempt import Attempt
 from tandem.spool.jobs import Jobs
 from tandem.spool.removal import prune
-from tandem.spool.schema import Beat, Job, JobError
+from tandem.spool.schema import Beat, Job, JobError, RequestResult, StepRequest
+from tandem.spool.session_jobs import queue_waiting
 
 GPU = "GPU-5d8f"
 RANK_0 = {"uuid": GPU, "rank": "0"}
@@ -389,6 +390,71 @@ def test_while_an_attempt_waits_no_rank_is_silent(volume: Spool, monkeypatch) ->
     assert not seen.all("tandem_rank_up"), "the ranks have had 30 s"
     monkeypatch.setattr(ranks.time, "monotonic", lambda: now + 7200 + 61)
     assert exported.collect().by("rank", "tandem_rank_up") == {"0": 0, "1": 0}
+
+
+def session_job(spool: Spool) -> Job:
+    """A running job of a session's run, whose first request waits."""
+    session = spool.sessions.create()
+    run = spool.sessions.run_name(session.id, 0)
+    add_run(spool, run, session=session.id)
+    spool.requests.append(run, 1, StepRequest(learning_rate=1e-4))
+    queue_waiting(spool)
+    job = spool.queue.claim("runner")
+    assert job is not None
+    return job
+
+
+def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Sets the collector's clock to `seconds` after 1000."""
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: 1000 + seconds)
+
+
+def test_a_session_without_requests_is_idle(volume: Spool, monkeypatch) -> None:
+    job = session_job(volume)
+    run, exported = job.spec.run, exported_jobs(volume, ranks=1)
+    at(monkeypatch, 0)
+
+    def idle() -> float | None:
+        beat(volume, job, 0)
+        return exported.collect().get("tandem_session_idle_seconds", run=run)
+
+    assert idle() == 0
+    at(monkeypatch, 3000)
+    assert idle() == 0, "the first request is computed for long"
+    volume.requests.answer(run, 1, RequestResult(finished=0.0))
+    at(monkeypatch, 3002)
+    assert idle() == 2
+    volume.sessions.beat(volume.runs.get(run).session or "")
+    at(monkeypatch, 5000)
+    assert idle() == 2000, "the client's heartbeat is no request"
+    volume.requests.append(run, 2, StepRequest(learning_rate=1e-4))
+    volume.requests.answer(run, 2, RequestResult(finished=0.0))
+    at(monkeypatch, 5010)
+    assert idle() == 0, "a request came and was answered between two collections"
+    volume.requests.append(run, 4, StepRequest(learning_rate=1e-4))
+    at(monkeypatch, 5020)
+    assert idle() == 0
+    at(monkeypatch, 5080)
+    assert idle() == 60, "request 4 can't be computed before request 3"
+
+
+def test_only_a_session_whose_ranks_run_is_idle(volume: Spool, monkeypatch) -> None:
+    job = session_job(volume)
+    run, exported = job.spec.run, exported_jobs(volume, ranks=1)
+    volume.requests.answer(run, 1, RequestResult(finished=0.0))
+    submit(volume, "j1")
+    volume.queue.claim("runner")
+    at(monkeypatch, 0)
+    assert exported.collect().by("run", "tandem_session_idle_seconds") == {run: 0}
+    volume.leases.write(job, "runner", "waiting: quota", time.time())
+    at(monkeypatch, 7200)
+    assert not exported.collect().all("tandem_session_idle_seconds")
+    volume.leases.write(job, "runner", "start 0")
+    at(monkeypatch, 7210)
+    seen = exported.collect()
+    assert seen.by("run", "tandem_session_idle_seconds") == {run: 10}, "not since before the wait"
+    requeue(volume, job)
+    assert not exported.collect().all("tandem_session_idle_seconds")
 
 
 def test_all_running_jobs_are_exported(volume: Spool) -> None:

@@ -15,6 +15,7 @@ from monitoring.stacks import (
     idle,
     in_long_job,
     in_one_pod,
+    in_session,
     merged,
     only_verifying,
     phase_of_merged,
@@ -107,6 +108,7 @@ RANK_0, RANK_1 = {"rank": "0", "uuid": GPU_0}, {"rank": "1", "uuid": GPU_1}
 ENGINE = {"model_name": "tiny", "engine": "0"}
 LAST_STEP = "tandem_train_last_step_timestamp_seconds"
 PROGRESS = "tandem_job_last_progress_timestamp_seconds"
+IDLE, STUCK = "tandem_session_idle_seconds", "TandemTrainerStuck"
 STEPS = "tandem_train_step_duration_seconds"
 STEPS_OF_VLLM = "vllm:iteration_tokens_total_count"
 START = "tandem_supervisor_process_start_time_seconds"
@@ -196,6 +198,30 @@ fault(
     "Kueue admits no job for hours",
     waiting,
     {40: NONE, 239: NONE, 242: {"TandemJobWaiting"}, 320: {"TandemJobWaiting"}},
+)
+SILENT = [
+    setting("trainer", IDLE, growing(20, 60), run="math"),
+    setting("trainer", LAST_STEP, stopping(20), run="math"),
+    *of_trainer_gpus(UTILIZATION, since(20, 0.0, before=0.9)),
+]
+fault(
+    "a session's client sends nothing for hours, and its ranks stay",
+    in_session,
+    {49: NONE, 51: {"TandemSessionIdle"}, 60: {"TandemSessionIdle"}, 200: {"TandemSessionIdle"}},
+    *SILENT,
+)
+fault(
+    "a session's client sends a request every half an hour",
+    in_session,
+    {49: NONE, 51: NONE, 80: NONE},
+    setting("trainer", IDLE, lambda m: 60.0 * (m % 30), run="math"),
+)
+fault(
+    "a session's ranks compute one request for hours",
+    in_session,
+    {50: NONE, 60: {"TandemGPUIdleWhileAllocated"}, 145: {"TandemGPUIdleWhileAllocated", STUCK}},
+    *SILENT,
+    setting("trainer", IDLE, 0, run="math"),
 )
 fault(
     "the runner hangs with its ranks",

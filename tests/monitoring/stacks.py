@@ -415,6 +415,21 @@ def in_long_job() -> Stack:
     return stack
 
 
+def in_session() -> Stack:
+    """The stack `in_long_job` with a session's job. The client sends a request every ten minutes.
+    Every third request is an optimizer step."""
+    stack = in_long_job()
+    for series in [series for series in stack if series.startswith("tandem_job_info")]:
+        del stack[series]
+    trainer = partial(put, stack, "trainer", run="math")
+    trainer("tandem_job_info", 1, job_id="calls", kind="session")
+    trainer("tandem_session_idle_seconds", lambda minute: 60 * (minute % 10))
+    trainer("tandem_train_last_step_timestamp_seconds", lambda minute: 1800 * (minute // 30))
+    for name in ("tandem_train_step", "tandem_train_steps"):
+        trainer(name, lambda minute: minute // 30)
+    return stack
+
+
 def sharing() -> Stack:
     """Trainer and vLLM on one GPU: a job trains for 60 of every 100 minutes, while vLLM sleeps and
     keeps its requests."""

@@ -17,6 +17,7 @@ from monitoring.prometheus_tools import PROMETHEUS, ROOT, RULES, promtool
 from monitoring.series import MINUTES, Stack, input_series
 from monitoring.stacks import (
     idle,
+    in_session,
     merged,
     merged_and_sharing,
     on_cpu,
@@ -60,6 +61,7 @@ HEALTHY = [
     quiet(sharing_in_one_pod, 30, 45, 70, 95, 105),
     quiet(only_verifying, 60, 120),
     quiet(on_cpu, 5, 60, 120),
+    quiet(in_session, 29, 60, 125),
     quiet(replicas, 11, 30, 65, 66, 80),
     quiet(merged, 30, 59, *range(60, 100), 200),
     quiet(merged_and_sharing, 39, 52, 80, 99, 105, 120),

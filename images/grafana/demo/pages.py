@@ -200,6 +200,7 @@ def _set_training(samples: Samples, world: World) -> None:
     job_id, kind = world.job
     samples.set("tandem_job_info", 1, job_id=job_id, run=RUN, kind=kind)
     samples.set("tandem_job_waiting_seconds", world.now % 1800, run="letters")
+    samples.set("tandem_session_idle_seconds", world.now % 60, run="dialogue")
     samples.set("tandem_job_last_progress_timestamp_seconds", world.began + world.now, run=RUN)
     samples.set("tandem_train_step", world.step, run=RUN)
     samples.set("tandem_train_steps", STEPS, run=RUN)

@@ -390,8 +390,20 @@ def _builds() -> list[Json]:
             " `tandem_job_waiting_seconds`. Four hours are TandemJobWaiting.",
             "s",
             query("tandem_job_waiting_seconds{@pod}", "{{run}}"),
-            width=24,
+            width=12,
             none="no job waits",
+            defaults={"min": 0},
+        ),
+        timeseries(
+            "Sessions without requests",
+            "For how long the ranks of a session have had no request:"
+            " `tandem_session_idle_seconds`. Dashed: TandemSessionIdle.",
+            "s",
+            query("tandem_session_idle_seconds{@pod}", "{{run}}"),
+            width=12,
+            none="no session",
+            limits=[(RED, LIMITS["TandemSessionIdle"])],
+            line=True,
             defaults={"min": 0},
         ),
     ]

@@ -9,6 +9,7 @@ LIMITS: dict[str, float] = {
     "TandemReleaseSlow": 5,
     "TandemTrainerStuck": 900,
     "TandemJobStuck": 1800,
+    "TandemSessionIdle": 1800,
     "TandemPolicyLag": 0,
     "TandemPublishSlow": 30,
     "TandemVLLMKVThrash": 0.95,

@@ -1,5 +1,5 @@
 """Collects metrics of the ranks of running jobs, from the heartbeats that ranks write to the
-attempt's work directory."""
+attempt's work directory, and from the requests of sessions."""
 
 import time
 from dataclasses import dataclass, field
@@ -153,6 +153,14 @@ METRICS = (
         labels=_RUN,
     ),
     Metric(
+        "tandem_session_idle_seconds",
+        "For how long the ranks of a session's running job have had no request; 0 while a request"
+        " waits or is computed. Absent without such a job, and while it waits for its ranks' start."
+        " Counted from the exporter's start at the earliest.",
+        "requests/",
+        labels=_RUN,
+    ),
+    Metric(
         "tandem_job_info",
         "1; the running jobs, and no other.",
         "jobs/active",
@@ -171,6 +179,10 @@ class _AttemptSeries:
     # Rank -> its last heartbeat, and the monotonic time at which this process first saw it. The
     # rank's clock may be wrong.
     ranks: dict[int, tuple[Beat, float]] = field(default_factory=dict)
+    # Of a session's job: the number of the run's last request, and the monotonic time at which this
+    # process last saw the ranks with a request to compute.
+    last_request: int = 0
+    requested_at: float = field(default_factory=time.monotonic)
 
     def waits(self, seconds: float | None) -> None:
         """Records for how many seconds the attempt has waited; `seconds` is None if the attempt's
@@ -178,6 +190,20 @@ class _AttemptSeries:
         self.waited = seconds
         if seconds is not None:
             self.seen_since, self.seen_since_monotonic = time.time(), time.monotonic()
+            self.requested_at = self.seen_since_monotonic
+
+    def idle(self, last_request: int, *, computing: bool) -> float:
+        """Seconds for which the session's ranks have had no request.
+
+        Args:
+            last_request: the number of the run's last request; 0 if there is none.
+            computing: whether a request waits or is computed.
+        """
+        now = time.monotonic()
+        # A request may arrive and be answered between two collections.
+        if computing or last_request != self.last_request:
+            self.last_request, self.requested_at = last_request, now
+        return now - self.requested_at
 
 
 class RanksCollector(SpoolCollector):
@@ -221,6 +247,10 @@ class RanksCollector(SpoolCollector):
         beats = [beat.time for beat, _ in attempt.ranks.values()]
         progress = min(beats) if len(beats) >= self._expected else attempt.seen_since
         gauges.set("tandem_job_last_progress_timestamp_seconds", progress, run=spec.run)
+        if spec.kind == "session" and attempt.waited is None:
+            computing = spool.requests.next(spec.run) is not None
+            idle = attempt.idle(spool.requests.last(spec.run), computing=computing)
+            gauges.set("tandem_session_idle_seconds", idle, run=spec.run)
 
     def _running_attempts(self, spool: Spool) -> list[_AttemptSeries]:
         known = {(one.job.spec.id, one.number): one for one in self._attempts}
