@@ -11,6 +11,10 @@ and the Helm chart use the same files. `images/prometheus/rules/tandem.yml` has 
 deployment, and `images/prometheus/rules/kubernetes.yml` has the rules for a cluster.
 `images/grafana/source` makes the dashboards.
 
+The collector in `jobs.py` reads the events of jobs. The collector in `ranks.py` reads the state of
+running attempts. The age of a heartbeat or request is measured by the exporter's own clock, because
+a rank's clock may be wrong.
+
 The series of ranks exist only while a job runs, so a missing series is not a fault. A memory leak
 is visible as GPU memory in use while no rank runs. `tests/monitoring` runs the metrics of healthy
 and broken deployments through promtool, and states which alerts fire at each minute.
