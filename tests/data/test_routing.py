@@ -59,9 +59,9 @@ def prepare(out, *trajectories: list[Turn], mixture: Mixture | None = MIXTURE):
 
 
 def test_each_slot_has_the_experts_of_its_token(tmp_path):
-    """A slot that several sequences share gets the experts of the row's first sequence. In the
-    prompt of a later turn, tokens that an earlier turn has sampled keep the experts of the earlier
-    turn."""
+    """If several sequences share a token's slot, the slot has the experts that the first of these
+    sequences gives for the token. In the prompt of a later turn, tokens that an earlier turn has
+    sampled keep the experts of the earlier turn."""
     first, second, other = experts(4), experts(7, 100), experts(4, 50)
     row = prepare(
         tmp_path / "data",

@@ -85,8 +85,8 @@ class Moments:
         return "random"
 
     def _came(self, moment: str, known: dict[str, str]) -> bool:
-        """Whether the newest event of a job has become `moment` since the last call. The jobs are
-        those that run, and those that ran at an earlier call."""
+        """Whether some job has written the event `moment` since the last call, and no later event.
+        The jobs are the running jobs, and the jobs that ran at an earlier call."""
         came = False
         active = [path.name.split(",")[-1] for path in (self._root / "jobs/active").glob("[!.]*")]
         for job in {*active, *known}:

@@ -147,7 +147,11 @@ class LatentMoe(Glm4Moe):
 
 
 def _magnitude(factor: float, mscale: float) -> float:
-    """YaRN's factor for a context that is `factor` times as long as the original context."""
+    """The number with which YaRN corrects the attention's magnitude for a longer context.
+
+    Args:
+        factor: length of the context, divided by the length of the original context.
+    """
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

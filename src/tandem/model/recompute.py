@@ -75,7 +75,7 @@ def _fitting_levels(policy: Policy, row: RowTensors) -> list[SaveLevel]:
         - max(transient, head)
     )
     in_flight, layers = 1 + policy.stage.ahead, len(policy.gpt.decoder.layers)
-    # The bytes are averages over all layers, because the kinds alternate from layer to layer.
+    # The bytes are averages over all layers, because layers of several kinds alternate.
     saved = (
         sum(kind.layers * kind.saved[level] for kind in kinds) // layers for level in SaveLevel
     )

@@ -16,9 +16,8 @@ from tandem.errors import InvalidInput
 
 LOOPBACK = "127.0.0.1"
 _BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-# Addresses that are reserved for documentation (RFC 5737, RFC 3849). No host has a documentation
-# address. The route to a documentation address is the default route, which leads to all other
-# networks.
+# Addresses that are reserved for examples in documentation (RFC 5737, RFC 3849). No host has such
+# an address, so a packet to it would take the default route, which leads to all other networks.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 

@@ -106,7 +106,7 @@ def _method(request: CreateTuning) -> tuple[TuningMethod, Hyperparameters]:
 
 
 def _origin(deployment: Deployment, model: str) -> Origin | None:
-    """The checkpoint that the fine-tuned model `model` names; None if `model` is the base model."""
+    """The checkpoint of the fine-tuned model with the name `model`; None for the base model."""
     if model == VLLMS_BASE or deployment.is_base_model(model):
         return None
     code = "model_not_available"
