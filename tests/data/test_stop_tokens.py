@@ -72,7 +72,7 @@ family(
     "<turn|>",
 )
 family("gemma4_v2", "<eos> <turn|> <|tool_response>", *["<turn|>"] * 4)
-# TRL's tags `{% generation %}` end before the token that ends a call.
+# The part between TRL's tags `{% generation %}` leaves out the token that ends a tool call.
 family(
     "diffusion_gemma_training",
     "<eos> <turn|> <|tool_response>",

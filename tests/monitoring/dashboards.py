@@ -65,8 +65,8 @@ def queries() -> list[tuple[str, str]]:
 
 
 def resolved(expr: str, *, window: str = "5m") -> str:
-    """The query as Grafana sends it with All chosen in every variable. `window` replaces ranges
-    that depend on the zoom."""
+    """The query as Grafana sends it with All chosen in every variable. `window` takes the place of
+    ranges that depend on the zoom."""
     for name in ("$__rate_interval", "$__range", "$__interval"):
         expr = expr.replace(name, window)
     return re.sub(r'"\$(?:namespace|pod|role|uuid|model_name)(\|?)"', r'".*\1"', expr)

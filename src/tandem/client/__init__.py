@@ -3,8 +3,8 @@ vLLM, transformers or numpy.
 
 `api.py` has the methods of the two clients, `Tandem` and `AsyncTandem`, with their retries.
 `art.py` plugs Tandem into the training loop of the package ART, and `verifiers.py` into the loop of
-the package verifiers. `reasoning_gym.py` makes the tasks of the package reasoning-gym an
-environment of `tandem rl`. `rl/` implements `tandem rl`. `track/` writes a run's events to
+the package verifiers. `reasoning_gym.py` is an environment of `tandem rl` whose tasks
+come from the package reasoning-gym. `rl/` implements `tandem rl`. `track/` writes a run's events to
 TensorBoard, W&B and MLflow.
 """
 

@@ -35,8 +35,8 @@ contain the numbers of rows R, slots per row L, items N, trajectories T and grou
     trajectory_reward     float32 [T]          reward; NaN for SFT
     group_num_items       int32 [G]            number of the group's items, over all rows
 
-A slot that several trajectories share has one item for each trajectory that trains the slot's
-token. Equal arrays give a file with equal bytes.
+If several trajectories share a slot, the slot has one item for each trajectory that trains the
+slot's token. Equal arrays give a file with equal bytes.
 """
 
 from contextlib import AbstractContextManager

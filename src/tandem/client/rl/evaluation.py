@@ -26,7 +26,7 @@ class Evaluations:
     Args:
         sections: the entries of [eval]; the first decides which step is the best, and when to stop.
         first: the environment of the sections that name no environment.
-        own: the environments that sections name, in the order of the sections.
+        own: the environments named in sections of the config, in the order of the sections.
         rollouts: samples the groups.
         record: the file of the results. The file also says which evaluations are done.
         patience: returns the seconds for which every rollout of an evaluation may fail.

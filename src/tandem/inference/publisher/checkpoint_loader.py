@@ -99,7 +99,7 @@ class CheckpointLoader:
         return self._served[name].record.verified if name in self._served else None
 
     def serving(self, run: str) -> list[Served]:
-        """The steps of a run that this object verified and that vLLM lists, the newest first."""
+        """The verified steps of a run that vLLM lists, the newest first."""
         records = [
             served.record
             for name, served in self._served.items()
