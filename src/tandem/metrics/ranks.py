@@ -179,8 +179,8 @@ class _AttemptSeries:
     # Rank -> its last heartbeat, and the monotonic time at which this process first saw it. The
     # rank's clock may be wrong.
     ranks: dict[int, tuple[Beat, float]] = field(default_factory=dict)
-    # Of a session's job: the number of the run's last request, and the monotonic time at which this
-    # process last saw the ranks with a request to compute.
+    # Number of a session's last request, and the monotonic time at which this process last saw a
+    # request that is new, waits or is computed. Other jobs have no requests.
     last_request: int = 0
     requested_at: float = field(default_factory=time.monotonic)
 

@@ -11,7 +11,6 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 
 from tandem.config import Settings
@@ -38,7 +37,7 @@ def delete_run(spool: Spool, run: str) -> Path:
     with spool.runs.lock(run):
         spool.jobs.check_none_pending(run, "run")
         # A job that has just ended may still be in `jobs/live/`, because its directory moves last.
-        for entry in chain.from_iterable(spool.jobs.index.live(run)):
+        for entry in spool.jobs.index.newest_live(run):
             spool.queue.settle(entry.key)
         for entries in spool.jobs.index.ended().values():
             _remove_jobs(spool, [entry for entry in entries if entry.key.run == run])
