@@ -48,6 +48,24 @@ class Level:
     host_offsets: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Neighbours:
+    """For each slot, the slots that a causal convolution over `tokens` tokens reads, and the slots
+    that read it.
+
+    Attributes:
+        ancestors: int64 [tokens - 1, length]; row d has the slots that are d + 1 tokens earlier in
+            the slots' sequences. The value is `length` if there is no such slot.
+        begins: int64 [length + 1], the index in `readers` at which the pairs of each slot begin.
+        readers: int64 [pairs, 2]. The first number of a pair is a slot that reads the pair's own
+            slot, and the second is the column of the weights [features, tokens] that applies.
+    """
+
+    ancestors: torch.Tensor
+    begins: torch.Tensor
+    readers: torch.Tensor
+
+
 @dataclass
 class Recurrence:
     """The segments of a row, through which the states of a gated delta net pass. The object's
@@ -56,16 +74,36 @@ class Recurrence:
     segments: list[Segment]
     length: int  # number of slots
     device: torch.device
-    _before: dict[int, torch.Tensor] = field(default_factory=dict)
+    _neighbours: dict[int, "Neighbours"] = field(default_factory=dict)
 
-    def before(self, distance: int) -> torch.Tensor:
-        """For each slot, the slot that is `distance` tokens earlier in its sequences: int64
-        [length]. The value is `length` if there is no such slot."""
-        if distance not in self._before:
-            self._before[distance] = torch.from_numpy(
-                _ancestors(self.segments, self.length, distance)
-            ).to(self.device)
-        return self._before[distance]
+    def neighbours(self, tokens: int) -> "Neighbours":
+        """The `Neighbours` of a convolution over `tokens` tokens."""
+        if tokens not in self._neighbours:
+            self._neighbours[tokens] = self._find_neighbours(tokens)
+        return self._neighbours[tokens]
+
+    def _find_neighbours(self, tokens: int) -> "Neighbours":
+        before = [_ancestors(self.segments, self.length, distance) for distance in range(1, tokens)]
+        own = np.arange(self.length)
+        # All pairs of a slot and an earlier slot of its sequences, sorted by the earlier slot.
+        earlier = np.concatenate([own, *before])
+        readers = np.stack(
+            [np.tile(own, tokens), np.repeat(np.arange(tokens - 1, -1, -1), self.length)], 1
+        )
+        order = np.argsort(earlier, kind="stable")[: np.count_nonzero(earlier < self.length)]
+        begins = np.searchsorted(earlier[order], np.arange(self.length + 1))
+        ancestors = np.array(before, np.int64).reshape(tokens - 1, self.length)
+        found = (torch.from_numpy(x).to(self.device) for x in (ancestors, begins, readers[order]))
+        return Neighbours(*found)
+
+    @functools.cached_property
+    def order(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The slots of all levels, one level after another, and each slot's place in this order:
+        int64 [length] each. None if the order is that of the slots."""
+        order = torch.cat([level.slots for level in self.levels])
+        if torch.equal(order, torch.arange(self.length, device=self.device)):
+            return None
+        return order, torch.argsort(order)
 
     @functools.cached_property
     def levels(self) -> list[Level]:
@@ -177,8 +215,8 @@ def convolve(x: torch.Tensor, weight: torch.Tensor, row: Recurrence) -> torch.Te
     weight, kernel = _wide(weight), weight.shape[1]
     wide = _wide(x)
     output, padded = wide * weight[:, -1], pad(wide, (0, 0, 0, 1))
-    for distance in range(1, kernel):
-        output = output + padded[row.before(distance)] * weight[:, kernel - 1 - distance]
+    for distance, earlier in enumerate(row.neighbours(kernel).ancestors, 1):
+        output = output + padded[earlier] * weight[:, kernel - 1 - distance]
     return output
 
 
@@ -232,25 +270,49 @@ def _by_levels(
 ) -> torch.Tensor:
     """The result of `delta_rule`; the function `rule` computes one level after another. All
     segments of a level are computed together."""
+    sizes = [len(level.slots) for level in row.levels]
+    order = row.order
+    parts = zip(
+        *(_permuted(x, order).split(sizes) for x in (query, key, value, g, beta)), strict=True
+    )
     outputs: list[torch.Tensor] = []
     states: torch.Tensor | None = None
-    several = len(row.levels) > 1
-    for number, level in enumerate(row.levels):
-        inputs = (x[level.slots] if several else x for x in (query, key, value, g, beta))
-        output, final = rule(
+    for number, (level, inputs) in enumerate(zip(row.levels, parts, strict=True), 1):
+        output, states = rule(
             *(x[None] for x in inputs),
             initial_state=None if states is None else _of_parents(states, level.parents),
-            output_final_state=number + 1 < len(row.levels),
+            output_final_state=number < len(row.levels),
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=level.offsets,
             cu_seqlens_cpu=level.host_offsets,
         )
         outputs.append(output[0])
-        states = final
-    if len(outputs) == 1:
-        return outputs[0]
-    order = torch.cat([level.slots for level in row.levels])
-    return torch.cat(outputs)[torch.argsort(order)]
+    return _permuted(torch.cat(outputs), None if order is None else order[::-1])
+
+
+class _Permutation(torch.autograd.Function):
+    """`x[order]`, whose backward pass is `gradient[places]`. The backward pass of torch's indexing
+    would sort the indices and add, because torch does not know that each slot occurs once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, order: torch.Tensor, places: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return gradients[0][places], None, None
+
+
+def _permuted(x: torch.Tensor, order: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+    """`x[order[0]]`. `order` is as in `Recurrence.order`."""
+    if order is None:
+        return x
+    result: torch.Tensor = _Permutation.apply(x, *order)
+    return result
 
 
 def _in_chunks(

@@ -268,7 +268,9 @@ def _layers(workload: Workload, sizes: Sizes, layers: Iterable[int]) -> tuple[Sa
         return saved, working, recomputing
     own, graph, passes = _delta_net(workload, gdn, sizes, saved)
     mixed = (int(share * a + (1 - share) * b) for a, b in zip(own, saved, strict=True))
-    return SavedBytes(*mixed), max(working, passes), max(recomputing, graph + passes)
+    mlp = saved.all - saved.attention  # the MLP's backward pass frees these tensors before `passes`
+    again = graph + passes + own.attention - own.input
+    return SavedBytes(*mixed), max(working, passes - mlp), max(recomputing, again)
 
 
 def _delta_net(
@@ -276,10 +278,9 @@ def _delta_net(
 ) -> tuple[SavedBytes, int, int]:
     """Memory in bytes of a layer with a delta net (`DeltaNetSublayer`, with
     flash-linear-attention). The results are `saved`, `graph` and `passes`. `saved` is the tensors
-    that the layer keeps. `graph` is the part of `saved` in the autograd graph between the layer's
-    input and output projections. `passes` is the extra memory of the backward pass between the
-    input and output projections. The sizes are computed, not measured. `others` is the memory that
-    a layer with attention keeps. Both kinds of layer have equal MLPs."""
+    that the layer keeps, and `graph` the part of `saved` between the input and output projections.
+    `passes` is the backward pass's extra memory between these projections. The sizes agree with
+    those of Qwen3.5-9B's shape, measured on an H200. A layer with attention keeps `others`."""
     slots, parts, hidden = workload.sequence_length, sizes.tensor, workload.arch.hidden_size
     own = -(-slots // parts) if sizes.sequence else slots  # number of slots in the residual stream
     features, value, heads = sum(gdn.sections) // parts, gdn.value_size // parts, gdn.value_heads
@@ -291,14 +292,14 @@ def _delta_net(
     down = rank * ("down_proj" in targets) * _mlp_rows(workload, sizes, slots, own)
     least = own * hidden + slots * (value + rank * ("out_proj" in targets)) + down
     attention = least + own * hidden + slots * (features + value + 2 * heads + ranks_in)
-    # The terms of `graph` are: the input of the convolution's activation; queries, keys and values;
-    # the triangular systems of chunks; the heads' outputs, the norm of these, the gate, and the
-    # gate's input.
-    graph = slots * ((wide + 1) * features + DELTA_CHUNK * heads + 4 * wide * value)
-    # The terms of `passes` are: the states of all chunks and the gradients of these; the gradients
-    # of the convolution's tensors, and of queries, keys and values.
+    # The terms of `graph` are: queries, keys and values; the triangular systems of chunks; the
+    # heads' outputs; fp32 numbers of heads.
+    fp32 = wide * (3 * heads + 2 * gdn.key_heads // parts)
+    graph = slots * (features + DELTA_CHUNK * heads + value + fp32)
+    # The terms of `passes` are: the states of all chunks and the gradients of these; tensors with a
+    # key or a value for each value head.
     states = gdn.key_head_dim * gdn.value_head_dim * heads // DELTA_CHUNK
-    passes = slots * (2 * states + (3 * wide + 2) * features + 2 * wide * value)
+    passes = slots * (2 * states + 6 * gdn.key_head_dim * heads + 7 * value)
     everything = attention + graph + (others.all - others.attention) // _BF16
     saved = SavedBytes(*(level * _BF16 for level in (least, attention, everything)))
     return saved, graph * _BF16, passes * _BF16

@@ -27,6 +27,12 @@ one row of 8192 slots, and layers that keep everything. Attention takes 34 % of 
 (docs/performance.md)."""
 ATTENTION_RATE = 307e12
 """Operations per second of the attention, measured in the same step as DENSE_RATE."""
+WIDE_HEADS_RATE = 137e12
+"""Operations per second of attention with heads of more than 128 features, measured with heads of
+256 in a step of Qwen3.5-9B's shape (`bench/results/families.json`)."""
+DELTA_RATE = 5.1e9
+"""Slots times value features per second that a delta net computes between its input and output
+projections, forward and backward, measured in the same step as WIDE_HEADS_RATE."""
 EXPERTS_RATE = 361e12
 """Operations per second of a mixture's linear layers with LoRA on attention. Measured with
 30B-A3B's shape; attention takes 51 % of the time."""
@@ -249,9 +255,12 @@ def _step_seconds(
     # The recomputation as a fraction of a forward pass. Layers that keep only their input recompute
     # everything except the down projection.
     recomputed = (least * (qkv + proj + gate_up) + some * gate_up) / (layer * needs.layers)
+    attention_rate = WIDE_HEADS_RATE if arch.head_dim > 128 else ATTENTION_RATE
     seconds = (
         linear * (passes + recomputed) + head * passes
-    ) / rate + 3.5 * attention / ATTENTION_RATE
+    ) / rate + 3.5 * attention / attention_rate
+    if (gdn := arch.gdn) is not None:
+        seconds += slots * gdn.value_size * sum(gdn.layers) / DELTA_RATE
     seconds = (
         seconds / (sizes.tensor * sizes.context * sizes.pipeline)
         + _exchange_bytes(workload, sizes) / EXCHANGE_RATE

@@ -11,7 +11,7 @@ from torch.nn.functional import silu, softplus
 from tandem.families.arch import GatedDeltaNet
 from tandem.model import gradients
 from tandem.model.attention import TreeParams
-from tandem.model.delta_rule import convolve, delta_rule
+from tandem.model.delta_rule import Recurrence, convolve, delta_rule
 from tandem.model.layer.sublayers import Saved, SaveLevel, Sublayer, entry
 from tandem.model.lora import LoraLinear
 
@@ -154,13 +154,12 @@ class DeltaNetSublayer(Sublayer):
         features of out_proj]. Everything except matrix products is computed in fp32. `weights`: the
         fields of `DeltaNetWeights`."""
         conv, a_log, dt_bias, norm = weights
-        row, gdn, dtype = tree.recurrence, self._gdn, projected.dtype
+        row, gdn = tree.recurrence, self._gdn
         assert row is not None
         sections = [size // self._parts for size in gdn.sections]
         heads = gdn.value_heads // self._parts
         qkv, z, b, a = projected.split([sum(sections), sections[2], heads, heads], 1)
-        qkv = silu(convolve(qkv, conv.flatten(1), row)).to(dtype)
-        q, k, v = qkv.split(sections, 1)
+        q, k, v = _convolve(qkv, conv.flatten(1), row, sections)
         decay = -a_log[self._heads].exp() * softplus(a.float() + dt_bias[self._heads])
         read = delta_rule(
             q.unflatten(1, (-1, gdn.key_head_dim)),
@@ -169,14 +168,35 @@ class DeltaNetSublayer(Sublayer):
             decay,
             b.float().sigmoid(),
             row,
-        ).float()
-        return _norm_and_gate(read, z, norm, self._eps).to(dtype)
+        )
+        return _norm_and_gate(read, z, norm, self._eps)
+
+
+def _convolve(
+    qkv: torch.Tensor, weight: torch.Tensor, row: Recurrence, sections: list[int]
+) -> tuple[torch.Tensor, ...]:
+    """silu of the convolution of `qkv` [S, features], cut into `sections`, in the dtype of `qkv`.
+
+    Args:
+        weight: [features, tokens].
+        sections: the numbers of features of the results.
+    """
+    if qkv.is_cuda:
+        from tandem.model.layer import triton_delta_net  # CPU builds of torch come without Triton
+
+        return triton_delta_net.convolve_and_activate(qkv, weight, row, sections)
+    return silu(convolve(qkv, weight, row)).to(qkv.dtype).split(sections, 1)
 
 
 def _norm_and_gate(
     read: torch.Tensor, z: torch.Tensor, norm: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """RMSNorm of each head's output `read`, fp32 [S, heads, size], times the gate silu(z), with z
-    [S, heads * size]. The result is [S, heads * size]."""
+    """RMSNorm of each head's output `read` [S, heads, size], times the gate silu(z), with z [S,
+    heads * size]. The result is [S, heads * size], in the dtype of `z`."""
+    if read.is_cuda:
+        from tandem.model.layer import triton_delta_net
+
+        return triton_delta_net.norm_and_gate(read, z, norm, eps)
+    read = read.float()
     inverse = (read.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (read * inverse * norm * silu(z.float()).view(read.shape)).flatten(1)
+    return (read * inverse * norm * silu(z.float()).view(read.shape)).flatten(1).to(z.dtype)
