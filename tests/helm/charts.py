@@ -79,10 +79,7 @@ def load(path: Path) -> dict[str, Any]:
     return yaml.load(path.read_text(), Loader=UniqueKeys)
 
 
-@cache
-def defaults() -> dict[str, Any]:
-    """The content of the chart's values.yaml."""
-    return load(CHART / "values.yaml")
+DEFAULTS = load(CHART / "values.yaml")
 
 
 def leaves(node: Any, path: str = "") -> dict[str, Any]:
@@ -179,12 +176,9 @@ def upgrade(server: ApiServer, values: Object, *, reuse_values: bool = False) ->
     return helm(server, "Upgrade", "t", str(CHART), values, wait=False, timeout=60, **how)
 
 
-def other_chart(values: Object | None = None, **metadata: str) -> Path:
-    """Copies the chart, with other fields in Chart.yaml and, if `values` is given, with other
-    defaults. Returns the path of the copy."""
+def other_chart(values: Object) -> Path:
+    """Copies the chart, with other defaults. Returns the path of the copy."""
     copy = Path(shutil.copytree(CHART, Path(tempfile.mkdtemp(dir=WORK)) / "tandem"))
-    (copy / "Chart.yaml").write_text(yaml.safe_dump(load(copy / "Chart.yaml") | metadata))
-    if values is not None:
-        (copy / "values.schema.json").unlink()
-        (copy / "values.yaml").write_text(yaml.safe_dump(values))
+    (copy / "values.schema.json").unlink()
+    (copy / "values.yaml").write_text(yaml.safe_dump(values))
     return copy
