@@ -33,8 +33,7 @@ atexit.register(shutil.rmtree, WORK, ignore_errors=True)
 
 
 class UniqueKeys(yaml.CSafeLoader):
-    """Refuses mappings that contain a key twice. PyYAML itself would keep the last value of a
-    duplicate key."""
+    """Refuses mappings that contain a key twice. PyYAML itself would keep the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -60,8 +59,7 @@ class Rendered:
         return [o for o in of_kind if o["metadata"]["name"].endswith(suffix)]
 
     def pods(self) -> list[Object]:
-        """The pod templates of all workloads, all pods, and the pod template of the Jobs that the
-        runner makes."""
+        """The pods, and the pod templates of workloads and of the Jobs that the runner makes."""
         jobs = [json.loads(o["data"]["job.json"]) for o in self.all("ConfigMap", "-job")]
         return [made for obj in self.objects + jobs if (made := pod_template(obj)) is not None]
 
@@ -79,15 +77,11 @@ def load(path: Path) -> dict[str, Any]:
     return yaml.load(path.read_text(), Loader=UniqueKeys)
 
 
-@cache
-def defaults() -> dict[str, Any]:
-    """The content of the chart's values.yaml."""
-    return load(CHART / "values.yaml")
+DEFAULTS = load(CHART / "values.yaml")
 
 
 def leaves(node: Any, path: str = "") -> dict[str, Any]:
-    """Dotted path → value, for every value in a mapping of mappings. An empty mapping counts as a
-    value."""
+    """Dotted path → value, for every value in mappings. An empty mapping is a value."""
     if not isinstance(node, dict) or not node:
         return {path: node}
     parts = [leaves(value, f"{path}.{key}".lstrip(".")) for key, value in node.items()]
@@ -95,16 +89,14 @@ def leaves(node: Any, path: str = "") -> dict[str, Any]:
 
 
 def at(path: str, value: Any) -> dict[str, Any]:
-    """The nested mapping with `value` at the dotted path `path`: `a.b` and 1 give
-    {"a": {"b": 1}}."""
+    """The mapping with `value` at a dotted path: `a.b` and 1 give {"a": {"b": 1}}."""
     for part in reversed(path.split(".")):
         value = {part: value}
     return value
 
 
 def rendered(release: Object) -> Rendered:
-    """The objects and notes of a release. Raises AssertionError if two objects have the same
-    name."""
+    """The objects and notes of a release. Refuses two objects with the same name."""
     hooks = [hook["manifest"] for hook in release.get("hooks") or []]
     texts = [release.get("manifest", ""), *hooks]
     objects = [obj for text in texts for obj in yaml.load_all(text, Loader=UniqueKeys) if obj]
@@ -166,25 +158,20 @@ def helm(
 def install(
     server: ApiServer, values: Object, release: str = "t", chart: Path = CHART, **options: Any
 ) -> Object:
-    """Installs a chart as `helm install` does. Returns the Helm library's description of the
-    release."""
+    """Installs a chart as `helm install` does. Returns Helm's description of the release."""
     options |= {"wait": False, "timeout": 60, "server_side_apply": True}
     return helm(server, "Install", release, str(chart), values, **options)
 
 
 def upgrade(server: ApiServer, values: Object, *, reuse_values: bool = False) -> Object:
-    """Upgrades the release `t` as `helm upgrade` does with `--reuse-values` or `--reset-values`.
-    Returns the Helm library's description of the release."""
+    """Upgrades the release `t` as `helm upgrade` does with `--reuse-values` or `--reset-values`."""
     how = {"reuse_values": reuse_values, "reset_values": not reuse_values}
     return helm(server, "Upgrade", "t", str(CHART), values, wait=False, timeout=60, **how)
 
 
-def other_chart(values: Object | None = None, **metadata: str) -> Path:
-    """Copies the chart, with other fields in Chart.yaml and, if `values` is given, with other
-    defaults. Returns the path of the copy."""
+def other_chart(values: Object) -> Path:
+    """Copies the chart, with other defaults. Returns the path of the copy."""
     copy = Path(shutil.copytree(CHART, Path(tempfile.mkdtemp(dir=WORK)) / "tandem"))
-    (copy / "Chart.yaml").write_text(yaml.safe_dump(load(copy / "Chart.yaml") | metadata))
-    if values is not None:
-        (copy / "values.schema.json").unlink()
-        (copy / "values.yaml").write_text(yaml.safe_dump(values))
+    (copy / "values.schema.json").unlink()
+    (copy / "values.yaml").write_text(yaml.safe_dump(values))
     return copy

@@ -10,7 +10,6 @@ images/.
 import base64
 import json
 import re
-from collections.abc import Iterator
 from functools import cache, reduce
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import yaml
 
 from helm import charts
-from helm.charts import CHART, NAMESPACE, NEWEST, Object, Rendered
+from helm.charts import CHART, NAMESPACE, NEWEST, Object, Rendered, leaves
 from monitoring.dashboards import metrics
 
 DIRECTORY = Path(__file__).parent / "golden"
@@ -63,7 +62,7 @@ def values(name: str) -> dict[str, Any]:
 def value(name: str, path: str) -> Any:
     """The value at the dotted path `path` in a golden, or the chart's default if the golden does
     not set this value."""
-    everything = charts.merged(charts.defaults(), values(name))
+    everything = charts.merged(charts.DEFAULTS, values(name))
     return reduce(dict.get, path.split("."), everything)
 
 
@@ -100,15 +99,11 @@ def _named(groups: list[Object]) -> dict[str, Object]:
     return {rule.get("alert") or rule["record"]: rule for g in groups for rule in g["rules"]}
 
 
-def _differences(groups: list[Object]) -> Iterator[Object]:
-    """The differences between `groups` and the groups of rules in images/."""
-    made, known = _named(groups), rules()
-    for name in sorted(made.keys() | known.keys()):
-        if name not in made or name not in known:
-            yield {name: "not in images/" if name in made else "left out"}
-        elif made[name] != known[name]:
-            now, was = made[name], known[name]
-            yield {name: {key: now[key] for key in now if now[key] != was.get(key)}}
+def _differences(groups: list[Object]) -> Object:
+    """Dotted path → value, for the values that differ from those of the rules in images/."""
+    made, known = leaves(_named(groups)), leaves(rules())
+    different = sorted({path for path, _ in made.items() ^ known.items()})
+    return {path: made.get(path, "left out") for path in different}
 
 
 def _shown(obj: Object) -> Object:
@@ -116,7 +111,7 @@ def _shown(obj: Object) -> Object:
     JSON in a text is written as YAML."""
     obj = json.loads(json.dumps(obj))
     if obj["kind"] == "PrometheusRule":
-        obj["spec"] = {"as images/prometheus/rules, but": list(_differences(obj["spec"]["groups"]))}
+        obj["spec"] = {"as images/prometheus/rules, but": _differences(obj["spec"]["groups"])}
     for key, text in obj.get("data", {}).items() if obj["kind"] == "ConfigMap" else ():
         for path in (IMAGES / "grafana/dashboards").glob("*.json"):
             if text.encode() == path.read_bytes():

@@ -11,8 +11,7 @@ ROLES = ("controller", "trainer", "inference")
 
 
 def pod_template(obj: Object) -> Object | None:
-    """The `metadata` and `spec` of the pod that an object is or makes. The result is None if the
-    object is no pod and makes no pod."""
+    """The `metadata` and `spec` of the pod that an object is or makes, None without a pod."""
     return obj if obj["kind"] == "Pod" else obj.get("spec", {}).get("template")
 
 
@@ -39,8 +38,7 @@ def container_of(pods: list[Object], role: str) -> Object:
 
 
 def environment(container: Object) -> dict[str, str]:
-    """Name → value of a container's environment variables. A variable whose value Kubernetes takes
-    from the pod's name has the value `metadata.name`."""
+    """Name → value of a container's variables. A pod's name is the value `metadata.name`."""
     return {v["name"]: v.get("value", "metadata.name") for v in container.get("env", [])}
 
 

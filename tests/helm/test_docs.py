@@ -16,14 +16,12 @@ from helm.charts import CHART
 SOURCE, DOCUMENT = CHART.parent / "source", CHART.parents[1] / "docs" / "kubernetes.md"
 SCHEMA = Draft7Validator(json.loads((CHART / "values.schema.json").read_text()))
 OTHERS_SAY = re.compile(
-    r"helm (install|upgrade|test)|kubectl describe|additional properties 'x' not allowed|401|"
-    r"failed quota: … must specify limits.cpu|exceeded quota|max limit to request ratio|Pending|"
-    r"Insufficient nvidia.com/gpu|didn't match pod affinity rules|SchedulingGated|Init:.*|"
-    r"OOMKilled|"
+    r"(Init:)?[A-Z]\w+|Init:0/1|401|helm (install|upgrade|test)|kubectl describe|"
+    r"additional properties 'x' not allowed|failed quota: … must specify limits.cpu|exceeded quota|"
+    r"max limit to request ratio|Insufficient nvidia.com/gpu|didn't match pod affinity rules|"
     r"(didn't match PersistentVolume's|had volume) node affinity( conflict)?|had untolerated taint|"
-    r"unbound immediate PersistentVolumeClaims|provisioning failed for PVC|ImagePullBackOff|"
-    r'secret "tandem" not found|references non-existent secret key|NotReady|Terminating|'
-    r"(Liveness|Startup) probe failed"
+    r"unbound immediate PersistentVolumeClaims|provisioning failed for PVC|"
+    r'secret "tandem" not found|references non-existent secret key|(Liveness|Startup) probe failed'
 )
 """Texts of the document that the programs Kubernetes, kubectl and Helm show. They were read in
 these programs' sources."""
@@ -45,8 +43,16 @@ def missing(text: str, before: str) -> list[str]:
     """The dotted names in a text that begin like a value of the chart but name no value. `before`:
     a pattern of the text before a name."""
     names = set(re.findall(rf"(?:{before})([a-z][A-Za-z]*(?:\.[A-Za-z]+)+)(?![-/\w])", text))
-    known = [name for name in names if name.partition(".")[0] in charts.defaults()]
+    known = [name for name in names if name.partition(".")[0] in charts.DEFAULTS]
     return [name for name in known if unknown(charts.at(name, None))]
+
+
+def test_a_misspelt_key_in_any_mapping_is_refused():
+    """Some mappings accept any key."""
+    sections = {path.rpartition(".")[0] for path in charts.leaves(charts.DEFAULTS)}
+    free = {name for name in sections if not unknown(charts.at(f"{name}.keyx".lstrip("."), 1))}
+    suffixes = ("resources.requests", "resources.limits", "monitoring.dashboards.labels")
+    assert [name for name in free if not name.endswith(suffixes)] == []
 
 
 def test_every_value_has_a_comment_that_names_only_values():
@@ -70,7 +76,7 @@ def test_values_that_documents_name_exist(path):
     assert missing(text, r"`|--set(?:-string|-file|-json)? +") == []
     for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
         values = yaml.safe_load(block)
-        assert unknown({key: values[key] for key in values.keys() & charts.defaults()}) == []
+        assert unknown({key: values[key] for key in values.keys() & charts.DEFAULTS}) == []
 
 
 def test_messages_that_the_document_quotes_exist():

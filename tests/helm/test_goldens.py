@@ -1,16 +1,20 @@
 """The chart renders the content of its goldens. Kubernetes accepts all rendered objects. Every
-value of the chart is changed in a golden."""
+value of the chart is changed in a golden. The chart refuses the values in `refusals.yaml` with a
+message that names them."""
 
-import helm_sdkpy
+from pathlib import Path
+
 import pytest
+from helm_sdkpy import InstallError
 
 from helm import charts, goldens, schemas
-from helm.charts import CHART, NEWEST, OLDEST, leaves
+from helm.charts import DEFAULTS, NEWEST, OLDEST, leaves, merged
 from helm.goldens import COMMAND, NAMES
 
-VALUES = leaves(charts.defaults())
+VALUES = leaves(DEFAULTS)
 # The chart accepts `global` because a parent chart may set it. It changes nothing.
 USED = [path for path in VALUES if path != "global"]
+REFUSALS = charts.load(Path(__file__).parent / "refusals.yaml")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -44,10 +48,10 @@ def test_every_value_is_in_a_golden():
 @pytest.mark.parametrize("path", USED)
 def test_a_value_changes_what_is_rendered(path):
     def is_changed(name: str) -> bool:
-        values = charts.merged(goldens.values(name), charts.at(path, None))
+        values = merged(goldens.values(name), charts.at(path, None))
         try:
             return charts.render(values, existing=(goldens.SECRET,)) != goldens.rendered(name)
-        except helm_sdkpy.InstallError:
+        except InstallError:
             return True
 
     assert any(map(is_changed, changing(path)))
@@ -57,8 +61,13 @@ def test_a_value_changes_what_is_rendered(path):
 def test_lint_finds_nothing(name):
     """Lint reads only a chart's own values. Templates that are off by default are in copies of the
     chart with the values of goldens."""
-    chart = CHART
-    if name:
-        chart = charts.other_chart(charts.merged(charts.defaults(), goldens.values(name)))
+    chart = charts.other_chart(merged(DEFAULTS, goldens.values(name))) if name else charts.CHART
     messages = charts.helm(charts.shared_server(), "Lint", str(chart))["Messages"] or []
     assert [message for message in messages if message["Severity"] > 1] == []
+
+
+@pytest.mark.parametrize("case", REFUSALS, ids=[case["says"] for case in REFUSALS])
+def test_a_bad_value_is_refused_by_name(case):
+    values = merged({"baseModel": "Qwen/Qwen3-8B"}, case["values"])
+    with pytest.raises(InstallError, match=case["says"]):
+        charts.render(values, case.get("version", NEWEST))
