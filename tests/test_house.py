@@ -93,7 +93,11 @@ def test_a_room_imports_only_what_the_architecture_allows(room):
         ("tandem.trainer.runner.loop", ["torch", "vllm", "transformers", "lightkube"]),
         ("tandem.trainer.executor.kubernetes", ["torch", "vllm", "transformers"]),
         ("tandem.inference.publisher.publisher", ["torch", "vllm", "transformers"]),
-        ("tandem.inference.server.guard", ["torch", "vllm", "pydantic", "httpx", "numpy"]),
+        (
+            "tandem.inference.server.middleware.guard",
+            ["torch", "vllm", "pydantic", "httpx", "numpy"],
+        ),
+        ("tandem.inference.server.command", ["torch", "vllm", "transformers", "starlette"]),
         ("tandem.metrics.exporter", ["torch", "vllm", "transformers", "numpy", "fastapi"]),
         ("tandem.supervise.health", ["torch", "vllm", "transformers", "numpy", "fastapi", "httpx"]),
         ("tandem.supervise.up", ["torch", "vllm", "transformers"]),
@@ -105,6 +109,28 @@ def test_light_programs_stay_light(module, forbidden):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
     assert out.stdout.split() == []
+
+
+def places_of(package: str) -> list[Path]:
+    """The files and directories in which `package` may be imported, from docs/architecture.md."""
+    text = " ".join((SOURCE.parents[1] / "docs" / "architecture.md").read_text().split())
+    (sentence,) = re.findall(rf"`{package}` is imported only in (.*?)\. ", text)
+    return [SOURCE / name for name in re.findall(r"`([^`]+)`", sentence)]
+
+
+@pytest.mark.parametrize("package", ["torch", "vllm"])
+def test_heavy_packages_are_imported_only_where_the_architecture_says(package):
+    """Imports in functions count."""
+    places = places_of(package)
+    assert [str(place) for place in places if not place.exists()] == []
+    importers = [
+        path
+        for path in SOURCE.rglob("*.py")
+        if any(name.split(".")[0] == package for name in imported(parsed(path)))
+    ]
+    outside = [path for path in importers if not {path, *path.parents} & {*places}]
+    assert importers
+    assert [str(path) for path in outside] == []
 
 
 def module_name(path: Path) -> str:
@@ -154,6 +180,27 @@ def test_no_modules_import_one_another():
     graph = import_graph()
     assert "model.layer.kernels" in graph["model.layer.sublayers"]
     assert cycles(graph) == []
+
+
+def test_the_directories_of_vllms_server_stay_apart():
+    """`middleware/` runs in vLLM's API server, `worker/` in vLLM's workers. The modules beside the
+    two directories, which other programs import, load no middleware."""
+    server = "inference.server"
+    shared = {
+        "middleware": {f"{server}.patches"},
+        "worker": {f"{server}.patches", f"{server}.command"},
+    }
+    importers_elsewhere = {
+        "middleware": set[str](),
+        "worker": {f"{server}.patches", f"{server}.plugin"},
+    }
+    graph = import_graph()
+    for name, allowed in shared.items():
+        inside = {m for m in graph if f"{m}.".startswith(f"{server}.{name}.")}
+        assert len(inside) > 1
+        needed = {m for member in inside for m in graph[member] if m.startswith(server)}
+        assert needed - inside <= allowed
+        assert {m for m in graph.keys() - inside if graph[m] & inside} == importers_elsewhere[name]
 
 
 def defined(tree: ast.Module) -> set[str]:

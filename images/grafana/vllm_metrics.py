@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from tandem.inference.server.sessions import BREAKS
+from tandem.inference.server.middleware.sessions import BREAKS
 from tandem.metrics.metric import OPEN, Kind, Metric
 
 _vllm = partial(Metric, source="vLLM 0.32", exporters=())

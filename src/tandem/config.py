@@ -339,9 +339,9 @@ class Settings(BaseSettings):
 
     @property
     def inference_key(self) -> str | None:
-        """The first API key, the only key that vLLM itself accepts. The module
-        `inference.server.api_keys` accepts the other keys. A key on vLLM's command line would be
-        visible to other users, so vLLM gets the first key from an environment variable."""
+        """The first API key. vLLM itself accepts only this key. The middleware `ApiKeys` accepts
+        every key. A key on vLLM's command line would be visible to other users, so vLLM gets the
+        first key from an environment variable."""
         return next(iter(self.api_keys), None)
 
     def secret(self, name: Literal["api_key", "admin_token"]) -> str | None:

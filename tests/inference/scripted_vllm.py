@@ -174,8 +174,8 @@ def serve(directory: Path, family: str) -> Iterator[Scripted]:
         *("--enable-auto-tool-choice", "--tool-call-parser", tools),
         *("--reasoning-parser", reasoning, "--generation-config", "vllm"),
         *("--max-model-len", "16384", "--disable-log-stats"),
-        *("--middleware", "tandem.inference.server.rollout.RolloutDoor"),
-        *("--middleware", "tandem.inference.server.guard.AdminGuard"),
+        *("--middleware", "tandem.inference.server.middleware.rollout.RolloutDoor"),
+        *("--middleware", "tandem.inference.server.middleware.guard.AdminGuard"),
     ]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(options)
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()

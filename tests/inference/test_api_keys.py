@@ -11,8 +11,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from tandem.inference.server.api_keys import ApiKeys
-from tandem.inference.server.guard import AdminGuard
+from tandem.inference.server.middleware.api_keys import ApiKeys
+from tandem.inference.server.middleware.guard import AdminGuard
 from tandem.system.api_keys import asking, digests, name_in_log
 from tandem.vllm_client.names import KEYS_VARIABLE
 

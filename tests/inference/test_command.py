@@ -1,9 +1,11 @@
 """vLLM's command line and environment for each kind of deployment."""
 
 import json
+import re
 import shlex
 from itertools import pairwise
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import tiny_model
 from fake_nvml import FakeNvml, gpu
 from tandem.config import Settings
 from tandem.errors import InvalidInput
+from tandem.inference.server import middleware
 from tandem.inference.server.command import ServerCommand, server_command, serving_device
 from tandem.system.api_keys import name_of
 from tandem.vllm_client.names import KEYS_VARIABLE
@@ -38,7 +41,7 @@ def test_cpu() -> None:
         "--dtype": "float32",
         "--logprobs-mode": "processed_logprobs",
         "--scheduling-policy": "priority",
-        "--middleware": "tandem.inference.server.guard.AdminGuard",
+        "--middleware": "tandem.inference.server.middleware.guard.AdminGuard",
     }
     assert {name: option(made.argv, name) for name in expected} == expected
     assert "--gpu-memory-utilization" not in made.argv
@@ -69,10 +72,24 @@ def test_the_model_decides_about_middlewares_and_the_kernels_of_experts(
     # vLLM wraps each middleware around the earlier ones.
     expected = [*inner, "rollout.RolloutDoor", "fine_tuned.FineTunedNames", "guard.AdminGuard"]
     given = [value for name, value in pairwise(argv) if name == "--middleware"]
-    assert given == [f"tandem.inference.server.{name}" for name in expected]
+    assert given == [f"tandem.inference.server.middleware.{name}" for name in expected]
     # With this backend merged experts stay in the order of their files.
     assert (("--moe-backend", "triton") in pairwise(argv)) == (weights == "merged" and experts > 0)
     assert "--moe-backend" not in command(weights=weights, device="cpu", base_model=str(model)).argv
+
+
+def test_the_docstring_lists_every_middleware_in_the_order_of_a_request(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("first-key\nsecond-key\n")
+    model = tiny_model.write_tiny_qwen3(tmp_path / "tiny", hidden_size=64, layers=1, heads=2)
+    argv = command(
+        weights="merged", replica="a", api_key_file=tmp_path / "key", base_model=str(model)
+    ).argv
+    given = [value for name, value in pairwise(argv) if name == "--middleware"]
+    # vLLM wraps each middleware around the earlier ones.
+    listed = re.findall(r"^\d\. `(\w+)\.py`", middleware.__doc__ or "", re.MULTILINE)
+    assert [value.split(".")[-2] for value in reversed(given)] == listed
+    for value in given:
+        assert callable(resolve_name(value))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +218,7 @@ def test_a_model_on_the_spool_is_served_offline_and_secrets_are_only_in_the_envi
 def test_vllm_gets_every_key_and_none_is_on_its_command_line(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("ann:first-key\nsecond-key\nbob:third-key\n")
     made = command(api_key_file=tmp_path / "key")
-    assert option(made.argv, "--middleware") == "tandem.inference.server.api_keys.ApiKeys"
+    assert option(made.argv, "--middleware").endswith("server.middleware.api_keys.ApiKeys")
     assert made.env["VLLM_API_KEY"] == "first-key"
     known = json.loads(made.env[KEYS_VARIABLE])
     for key, name in (("first-key", "ann"), ("second-key", ""), ("third-key", "bob")):

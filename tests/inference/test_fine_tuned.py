@@ -8,9 +8,9 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
 
-from tandem.inference.server.fine_tuned import FineTunedNames
-from tandem.inference.server.guard import AdminGuard
-from tandem.inference.server.rollout import RolloutDoor
+from tandem.inference.server.middleware.fine_tuned import FineTunedNames
+from tandem.inference.server.middleware.guard import AdminGuard
+from tandem.inference.server.middleware.rollout import RolloutDoor
 
 NAME, LAST = "ft:tiny:tandem:my-suffix:ft-my-suffix-0123@7", "ft-my-suffix-0123@7"
 

@@ -10,8 +10,8 @@ from starlette._utils import get_route_path
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from tandem.inference.server.asgi import route_path
-from tandem.inference.server.guard import API_KEY_PATHS, AdminGuard
+from tandem.inference.server.middleware.asgi import route_path
+from tandem.inference.server.middleware.guard import API_KEY_PATHS, AdminGuard
 from tandem.vllm_client.names import ADMIN_HEADER, PUBLIC_PATHS
 
 ADMIN = {ADMIN_HEADER: "s3cret-token"}

@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 from tandem.config import Settings
-from tandem.inference.server import merged_server
-from tandem.inference.server.guard import ADMIN
-from tandem.inference.server.merged_server import MergedServer
+from tandem.inference.server.middleware import merged_server
+from tandem.inference.server.middleware.guard import ADMIN
+from tandem.inference.server.middleware.merged_server import MergedServer
 from tandem.vllm_client.client import VllmClient
 
 pytestmark = pytest.mark.anyio

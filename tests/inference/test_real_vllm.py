@@ -30,7 +30,7 @@ from tandem.config import Settings
 from tandem.errors import Unauthorized
 from tandem.inference.publisher.publisher import Publisher
 from tandem.inference.publisher.usage import Retention
-from tandem.inference.server.guard import API_KEY_PATHS
+from tandem.inference.server.middleware.guard import API_KEY_PATHS
 from tandem.spool import Spool
 from tandem.spool.schema import LoraShape, Probe, Served
 from tandem.supervise.watchdog import parse

@@ -491,7 +491,7 @@ def asked(
     app: Any, path: str, method: str = "GET", admin: bool = False, body: object = None
 ) -> int:
     """The status of the app's answer to a request."""
-    from tandem.inference.server.guard import ADMIN
+    from tandem.inference.server.middleware.guard import ADMIN
 
     sent: list[dict[str, Any]] = []
 
@@ -509,7 +509,7 @@ def asked(
 def test_vllm_answers_requests_while_it_has_permission() -> None:
     from starlette.responses import PlainTextResponse
 
-    from tandem.inference.server.readiness import Readiness
+    from tandem.inference.server.middleware.readiness import Readiness
 
     app = Readiness(PlainTextResponse("sampled"))
     chat, ready = "/v1/chat/completions", "/tandem/ready"

@@ -10,8 +10,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.testclient import TestClient
 
 from tandem.data.inputs import turn_from_openai
-from tandem.inference.server.guard import AdminGuard
-from tandem.inference.server.rollout import RolloutDoor
+from tandem.inference.server.middleware.guard import AdminGuard
+from tandem.inference.server.middleware.rollout import RolloutDoor
 from tandem.vllm_client.names import ROLLOUT_PATHS
 
 API = {"Authorization": "Bearer the-key"}

@@ -20,7 +20,7 @@ from integrations.clients import python_of
 from tandem.client.rl.sampler import Sampler
 from tandem.client.vllm import Vllm
 from tandem.data.inputs import Trajectory, turn_from_openai
-from tandem.inference.server.sessions import (
+from tandem.inference.server.middleware.sessions import (
     RolloutSession,
     SampledTurn,
     SentMessages,

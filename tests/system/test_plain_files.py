@@ -31,7 +31,7 @@ EXCEPTIONS = {
     "data/records.py _elements": OWN,
     "data/records.py _of_directory": OWN,
     "data/records.py open_records": OWN,
-    "inference/server/guard.py AdminGuard.__init__": OWN,
+    "inference/server/middleware/guard.py AdminGuard.__init__": OWN,
     "cli/smoke.py read": PRIVATE,
     "data/stopping.py _json": "the base model, which is trusted",
     "client/api.py Api.download": WRITTEN,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from images.grafana.vllm_metrics import VLLM_METRICS
 
-from tandem.inference.server.sessions import BREAKS
+from tandem.inference.server.middleware.sessions import BREAKS
 from tandem.metrics.metric import Samples
 
 _LATENCY = (

@@ -14,8 +14,8 @@ This package and `vllm_client/` protect vLLM from faults that were found in vLLM
   So the path of an adapter's copy contains the content's hash.
 - `kill -9` of the API server leaves the engine process running on the GPU. So a plugin makes the
   engine end when its server ends.
-- A call to vLLM's workers never returns if the engine dies during the call. So `merged_server.py`
-  checks every second that the engine is alive.
+- A call to vLLM's workers never returns if the engine dies during the call. So
+  `server/middleware/merged_server.py` checks every second that the engine is alive.
 - If one worker raises an error in a call, the next call gets the other workers' answers to the
   failed call. So in calls for adapters or merged weights, a worker returns an error as its answer
   and does not raise it. vLLM's executor sets no timeout for the calls that load or swap merged

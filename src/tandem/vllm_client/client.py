@@ -185,7 +185,7 @@ class VllmClient:
 
     def merged(self) -> dict[str, Any]:
         """The state of vLLM's merged weights: `phase`, `name` and `path` (see
-        `inference.server.merged_server`)."""
+        `inference.server.middleware.merged_server`)."""
         return dict(self._ask("GET", MERGED_ROUTE))
 
     def swap_merged(

@@ -70,5 +70,5 @@ ROLLOUT_PATHS = frozenset(
         "/rollout/inference/v1/generate",
     }
 )
-"""Paths of the rollout door (`rollout.py`). A request first passes the guard, then the rollout
-door, then vLLM."""
+"""Paths of the rollout door (`inference.server.middleware.rollout`). A request first passes the
+guard, then the rollout door, then vLLM."""

@@ -2,10 +2,11 @@
 answers requests.
 
 A replica is *ready* when it serves every announced step. The replica's vLLM answers requests only
-while the replica is ready (`inference.server.readiness`). No step is announced before every ready
-replica has verified it. One lock protects three actions: a replica becomes ready, a replica stops
-being ready, and a step is announced. So a ready replica has every announced step that a client may
-ask for. With merged weights, no client gets an answer from a step older than the announced step.
+while the replica is ready (`inference.server.middleware.readiness`). No step is announced before
+every ready replica has verified it. One lock protects three actions: a replica becomes ready, a
+replica stops being ready, and a step is announced. So a ready replica has every announced step that
+a client may ask for. With merged weights, no client gets an answer from a step older than the
+announced step.
 
 vLLM's permission to answer requests expires before the other replicas consider this replica dead.
 So if a publisher stops, or loses the volume, its vLLM stops answering.

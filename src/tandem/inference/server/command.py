@@ -168,15 +168,15 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *("--scheduling-policy", "priority"),
         # A middleware that is listed later wraps the middlewares that are listed earlier.
         *(
-            ["--middleware", "tandem.inference.server.readiness.Readiness"]
+            ["--middleware", "tandem.inference.server.middleware.readiness.Readiness"]
             if settings.replica is not None
             else []
         ),
-        *("--middleware", "tandem.inference.server.rollout.RolloutDoor"),
-        *("--middleware", "tandem.inference.server.fine_tuned.FineTunedNames"),
-        *("--middleware", "tandem.inference.server.guard.AdminGuard"),
+        *("--middleware", "tandem.inference.server.middleware.rollout.RolloutDoor"),
+        *("--middleware", "tandem.inference.server.middleware.fine_tuned.FineTunedNames"),
+        *("--middleware", "tandem.inference.server.middleware.guard.AdminGuard"),
         *(
-            ["--middleware", "tandem.inference.server.api_keys.ApiKeys"]
+            ["--middleware", "tandem.inference.server.middleware.api_keys.ApiKeys"]
             if _has_keys(settings)
             else []
         ),
@@ -235,7 +235,7 @@ _MERGED_ARGUMENTS = (
     *("--worker-extension-cls", "tandem.inference.server.worker.extension.MergedWorker"),
     # The guard and the rollout door are added later, so they wrap the middleware for merged
     # weights.
-    *("--middleware", "tandem.inference.server.merged_server.MergedServer"),
+    *("--middleware", "tandem.inference.server.middleware.merged_server.MergedServer"),
 )
 
 

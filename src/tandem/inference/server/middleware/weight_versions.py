@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.types import Send
 
-from tandem.inference.server.asgi import ChangedAnswer
+from tandem.inference.server.middleware.asgi import ChangedAnswer
 
 current_request: ContextVar["InFlight"] = ContextVar("current_request")
 

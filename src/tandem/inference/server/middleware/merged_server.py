@@ -20,10 +20,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.errors import InvalidInput
 from tandem.inference.server import patches
-from tandem.inference.server.asgi import error, read_body, route_path
-from tandem.inference.server.guard import ADMIN
-from tandem.inference.server.orders import read_order
-from tandem.inference.server.weight_versions import InFlight, VersionedAnswer, current_request
+from tandem.inference.server.middleware.asgi import error, read_body, route_path
+from tandem.inference.server.middleware.guard import ADMIN
+from tandem.inference.server.middleware.orders import read_order
+from tandem.inference.server.middleware.weight_versions import (
+    InFlight,
+    VersionedAnswer,
+    current_request,
+)
 from tandem.vllm_client.names import BASE_MODEL_NAME, MERGED_ROUTE, MergedPhase
 
 SAMPLING = frozenset(
@@ -49,7 +53,7 @@ class Version:
     """One version of the weights. `path`: the adapter's path, or a name for the content of whole
     weights; `scale`: the adapter's scale; `transport`: "merge", "nccl" or "volume", the way by
     which the weights came to vLLM; `again`: the source from which vLLM can get the same weights
-    again (a source of `worker/landing.py`)."""
+    again (a source of `server/worker/landing.py`)."""
 
     name: str
     path: str
@@ -306,9 +310,9 @@ class MergedServer:
         *args: Any,
         tell: Callable[[list[dict[str, Any]]], None] | None = None,
     ) -> list[dict[str, Any]]:
-        """The answer of each worker or, for `swap`, of the engine (`worker/extension.py`). Raises
-        SwapFailed with status 422 if an answer is an error, and with status 503 if no answer came
-        in time. `tell` is called with the answers as soon as they arrive."""
+        """The answer of each worker or, for `swap`, of the engine (`server/worker/extension.py`).
+        Raises SwapFailed with status 422 if an answer is an error, and with status 503 if no answer
+        came in time. `tell` is called with the answers as soon as they arrive."""
 
         async def ask() -> list[dict[str, Any]]:
             answers: list[dict[str, Any]] = await self._engine.collective_rpc(

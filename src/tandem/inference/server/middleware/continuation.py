@@ -22,7 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 from tandem.inference.server import patches
-from tandem.inference.server.sessions import (
+from tandem.inference.server.middleware.sessions import (
     RolloutSession,
     SampledTurn,
     SentMessages,

@@ -9,7 +9,7 @@ import os
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tandem.inference.server.asgi import with_bearer
+from tandem.inference.server.middleware.asgi import with_bearer
 from tandem.system.api_keys import asking, name_in_log, name_of
 from tandem.vllm_client.names import KEYS_VARIABLE
 

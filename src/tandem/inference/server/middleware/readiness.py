@@ -15,8 +15,8 @@ import time
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tandem.inference.server.asgi import error, read_body, route_path
-from tandem.inference.server.guard import ADMIN
+from tandem.inference.server.middleware.asgi import error, read_body, route_path
+from tandem.inference.server.middleware.guard import ADMIN
 from tandem.vllm_client.names import PROBE_PATHS, READY_MARGIN_SECONDS, READY_ROUTE
 
 OPEN = PROBE_PATHS | {"/v1/models"}

@@ -1,5 +1,5 @@
 """The admin guard: ASGI middleware that vLLM loads by `--middleware
-tandem.inference.server.guard.AdminGuard`.
+tandem.inference.server.middleware.guard.AdminGuard`.
 
 vLLM (0.26 to 0.33) checks its API key only on `/v1`, `/v2`, `/inference` and `/cohere`, and every
 sampling client has that key. Routes that change the served weights (`/v1/load_lora_adapter`,
@@ -17,8 +17,8 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tandem.inference.server.asgi import error, route_path, with_bearer
-from tandem.inference.server.sessions import NAME
+from tandem.inference.server.middleware.asgi import error, route_path, with_bearer
+from tandem.inference.server.middleware.sessions import NAME
 from tandem.system.loopback import foreign_header
 from tandem.vllm_client.names import ADMIN_HEADER, PROBE_PATHS, PUBLIC_PATHS, ROLLOUT_PATHS
 

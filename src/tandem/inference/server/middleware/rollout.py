@@ -24,9 +24,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.inference.server.asgi import ChangedAnswer, error, read_body, route_path
-from tandem.inference.server.continuation import Recording, follow, malformed_call, recording
-from tandem.inference.server.dialects import (
+from tandem.inference.server.middleware.asgi import ChangedAnswer, error, read_body, route_path
+from tandem.inference.server.middleware.continuation import (
+    Recording,
+    follow,
+    malformed_call,
+    recording,
+)
+from tandem.inference.server.middleware.dialects import (
     CHAT,
     MESSAGES,
     RESPONSES,
@@ -35,8 +40,8 @@ from tandem.inference.server.dialects import (
     refused,
     unforced,
 )
-from tandem.inference.server.guard import FINISH
-from tandem.inference.server.sessions import (
+from tandem.inference.server.middleware.guard import FINISH
+from tandem.inference.server.middleware.sessions import (
     BREAKS,
     HEADER,
     NAME,

@@ -10,7 +10,7 @@ import json
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.inference.server.asgi import read_body, route_path
+from tandem.inference.server.middleware.asgi import read_body, route_path
 from tandem.vllm_client.names import PUBLIC_PATHS, ROLLOUT_PATHS
 
 PREFIX = "ft:"
