@@ -52,13 +52,23 @@ def test_a_container_hides_gpus_for_which_it_does_not_ask(name):
 
 
 @GOLDENS
-def test_only_the_runner_of_jobs_has_a_token(name):
-    found, jobs = rendered(name).pods(), value(name, "trainer.executor") == "kubernetes"
-    runner = pods.pod_of(found, "trainer")["spec"] if jobs else {}
-    for spec in (pod["spec"] for pod in found):
+def test_only_the_runner_of_jobs_has_a_token_and_few_rights(name):
+    found, jobs = rendered(name), value(name, "trainer.executor") == "kubernetes"
+    runner = pods.pod_of(found.pods(), "trainer")["spec"] if jobs else {}
+    for spec in (pod["spec"] for pod in found.pods()):
         assert spec["automountServiceAccountToken"] == (spec is runner)
         account_of_runner = spec["serviceAccountName"] == runner.get("serviceAccountName")
         assert account_of_runner == (spec is runner)
+    if not jobs or value(name, "trainer.runner.serviceAccountName"):
+        assert not found.all("Role") + found.all("RoleBinding")
+        return
+    (subject,) = found.one("RoleBinding")["subjects"]
+    assert subject["name"] == runner["serviceAccountName"]
+    rules = found.one("Role")["rules"]
+    rights = {resource: rule["verbs"] for rule in rules for resource in rule["resources"]}
+    assert rights.pop("workloads", None) == (["list"] if value(name, "kueue.queue") else None)
+    assert rights.pop("jobs") == ["create", "get", "list", "delete"]
+    assert rights == {"pods": ["list"], "events": ["list"], "statefulsets": ["get"]}
 
 
 @GOLDENS

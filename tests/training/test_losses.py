@@ -14,6 +14,7 @@ from tandem.client.rl.config import RLSection
 from tandem.controller.schemas import RLRequest
 from tandem.spool.schema import PreferenceLoss, RLLoss
 from tandem.training import losses
+from tandem.training.preference_loss import preference_loss
 from training import loss_references as reference
 
 CONSTANT = 17.0
@@ -395,15 +396,15 @@ def test_rewards_of_a_pair_are_sums_and_simpos_are_means() -> None:
         rejected=torch.tensor([False, False, True]),
     )
     for kind, chosen in (("dpo", -0.3), ("ipo", -0.3), ("simpo", -0.15)):
-        sums = losses.preference_loss(items, PreferenceLoss(kind=kind, beta=0.1)).sums
+        sums = preference_loss(items, PreferenceLoss(kind=kind, beta=0.1)).sums
         assert (sums["chosen_reward"].item(), sums["rejected_reward"].item()) == pytest.approx(
             (chosen, -0.4)
         )
     # If both answers have the same reward, the accuracy is 0.
     start = dataclasses.replace(items, logprobs=0 * lp)
-    assert losses.preference_loss(start, PreferenceLoss()).sums["accuracy"] == 0
+    assert preference_loss(start, PreferenceLoss()).sums["accuracy"] == 0
     for margin, want in ((None, 0.25 - 0.5), (0.0, 0.25)):
-        out = losses.preference_loss(items, PreferenceLoss(kind="simpo", beta=0.1, margin=margin))
+        out = preference_loss(items, PreferenceLoss(kind="simpo", beta=0.1, margin=margin))
         assert out.loss.item() == pytest.approx(np.log1p(np.exp(-want)))
 
 

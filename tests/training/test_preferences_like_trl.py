@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tandem.spool.schema import PreferenceLoss
-from tandem.training.losses import Items, item_weights, preference_loss
+from tandem.training.losses import Items, item_weights
+from tandem.training.preference_loss import preference_loss
 
 pytestmark = pytest.mark.slow  # The import of TRL is slow.
 

@@ -1,5 +1,5 @@
-"""The losses, as pure functions of per-item tensors. One item is one trained token of one
-trajectory.
+"""The losses of RL and SFT, as pure functions of per-item tensors. One item is one trained token of
+one trajectory. `preference_loss.py` has the losses of pairs.
 
 A loss is the weighted mean over the items of one optimizer step, on *all* data-parallel ranks:
 
@@ -32,11 +32,7 @@ KL estimators k1, k2, k3: Schulman, 2020, "Approximating KL Divergence"
   (joschu.net/blog/kl-approx.html); arXiv:2506.09477 explains why the derivative of k1 is useless.
 Correction of the KL by the ratio: DeepSeek-V3.2, arXiv:2512.02556, equation 7.
 KL in the advantage: Ziegler et al., 2019, arXiv:1909.08593, equation 2. OpenPipe's ART and Tinker's
-  cookbook also subtract the mean of the KL.
-DPO: Rafailov et al., 2023, arXiv:2305.18290, equation 7.
-Label smoothing: Mitchell, 2023, "A note on DPO with noisy preferences".
-IPO: Azar et al., 2023, arXiv:2310.12036, equation 17, with means over tokens as in TRL, because
-  sums depend on length. SimPO: Meng et al., 2024, arXiv:2405.14734, equation 6."""
+  cookbook also subtract the mean of the KL."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -45,9 +41,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
-from tandem.spool.schema import PreferenceLoss, RLLoss
+from tandem.spool.schema import RLLoss
 
 # The largest argument of exp() in nats, so that no single token makes a loss or a gradient infinite
 # in float32.
@@ -324,7 +319,7 @@ def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
     if loss.entropy_coef:
         per_item = per_item - loss.entropy_coef * items.entropy
     above_sampler = (detached - items.sampler_logprobs).max()
-    return _output(
+    return loss_output(
         items,
         per_item,
         sums,
@@ -334,60 +329,19 @@ def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
 
 def sft_loss(items: Items) -> LossOutput:
     """The cross-entropy of one row: l_i = -lp_i."""
-    return _output(items, -items.logprobs, {}, {})
+    return loss_output(items, -items.logprobs, {}, {})
 
 
-def preference_loss(items: Items, loss: PreferenceLoss) -> LossOutput:
-    """The loss of one row's pairs.
-
-    Notation: h = lp - ref (SimPO: h = lp). S is the sum of h over an answer's items, and M the
-    mean. `b` is `loss.strength`, and `e` is the label smoothing. DPO has s = b (S_chosen -
-    S_rejected). SimPO has s = b (M_chosen - M_rejected) - margin. The losses of a pair:
-
-    - dpo, simpo: -(1 - e) log sigmoid(s) - e log sigmoid(-s)
-    - ipo: (M_chosen - M_rejected - 1 / (2 b))^2
-
-    An answer's reward is b S (SimPO: b M). The sum `accuracy` counts the pairs in which the chosen
-    answer has the larger reward.
-    """
-    assert items.pair is not None
-    assert items.rejected is not None
-    h = items.logprobs
-    if loss.kind != "simpo":
-        assert items.reference_logprobs is not None
-        h = h - items.reference_logprobs
-    pairs = int(items.pair.max()) + 1
-    answer = 2 * items.pair + items.rejected
-
-    def per_answer(values: Tensor) -> Tensor:
-        """Sums of `values` [items] over each answer, [pairs, 2]."""
-        return values.new_zeros(2 * pairs).index_add(0, answer, values).view(pairs, 2)
-
-    total = per_answer(h)
-    means = total / per_answer(torch.ones_like(h))
-    rewards = loss.strength * (means if loss.kind == "simpo" else total)
-    if loss.kind == "ipo":
-        losses = (means[:, 0] - means[:, 1] - 1 / (2 * loss.strength)).square()
-    else:
-        margin = loss.margin if loss.margin is not None else 0.5
-        s = rewards[:, 0] - rewards[:, 1] - (margin if loss.kind == "simpo" else 0.0)
-        smoothing = loss.label_smoothing
-        losses = -(1 - smoothing) * logsigmoid(s) - smoothing * logsigmoid(-s)
-    chosen, rejected = rewards.detach().double().unbind(1)
-    sums = {
-        "pairs": torch.ones_like(chosen),
-        "accuracy": chosen > rejected,
-        "margin": chosen - rejected,
-        "chosen_reward": chosen,
-        "rejected_reward": rejected,
-    }
-    # The weights of a pair's items add up to the weight of the pair.
-    return _output(items, losses[items.pair], sums, {})
-
-
-def _output(
+def loss_output(
     items: Items, per_item: Tensor, sums: dict[str, Tensor], maxima: dict[str, Tensor]
 ) -> LossOutput:
+    """The `LossOutput` of one row.
+
+    Args:
+        per_item: the loss l_i of each item, [items].
+        sums: further statistics by name, [items] or [pairs]; the output has their sums.
+        maxima: statistics by name whose maximum over rows is kept, scalars.
+    """
     total = (items.weights * per_item).sum()
     sums = {
         "items": torch.ones_like(items.weights),

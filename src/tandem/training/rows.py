@@ -19,8 +19,9 @@ from tandem.model.parallel import Topology
 from tandem.model.policy import ItemOutputs, Policy
 from tandem.model.rows import RowTensors
 from tandem.spool.schema import Loss, PreferenceLoss, RLLoss, SFTLoss
-from tandem.training.losses import Items, LossOutput, preference_loss, rl_loss, sft_loss
+from tandem.training.losses import Items, LossOutput, rl_loss, sft_loss
 from tandem.training.phases import Phases, reduce_values
+from tandem.training.preference_loss import preference_loss
 from tandem.training.schedule import advantage_divisor, row_weights
 
 MicroSteps = Sequence[tuple[int, bool]]
