@@ -1,5 +1,5 @@
-"""An agent that stays after its attempt takes the order of a next attempt, and leaves if no order
-comes."""
+"""An agent stays after its attempt has ended. It takes the next attempt's order, or leaves if no
+order comes."""
 
 import threading
 import time

@@ -348,7 +348,7 @@ def test_a_restarted_vllm_gets_all_checkpoints_again_and_no_record_names_one_bef
         assert records == [None, None]
         records.clear()
         assert stage.served() == (1, None)
-    # The next vLLM loads the step but computes without its weights.
+    # The next vLLM loads the step but computes without the step's weights.
     stage.vllm.adapters.clear()
     stage.vllm.ignores_weights = True
     publisher.once()

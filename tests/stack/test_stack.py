@@ -241,7 +241,7 @@ def test_an_engine_that_stops_is_noticed_while_the_trainers_programs_die(stack: 
 
 
 def test_vllm_dies_while_it_loads_a_checkpoint(stack: LocalStack) -> None:
-    """Sessions of the rollout door end with vLLM."""
+    """When vLLM dies, the sessions of the rollout door end too."""
     headers = {"Authorization": f"Bearer {stack.api_key}", "X-Session-ID": "before"}
     door, reward = f"{stack.inference_url}/rollout", {"reward": 1.0}
     asked = {"model": "base", "messages": [{"role": "user", "content": "Is it?"}], "max_tokens": 2}

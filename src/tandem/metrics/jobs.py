@@ -271,8 +271,8 @@ class JobsCollector(SpoolCollector):
         """Ids of running jobs, of jobs that ended since the last collection, and of jobs that the
         last collection could not read."""
         index = spool.jobs.index
-        # Running jobs are listed before ended jobs, so a job that ends in between is in at least
-        # one list.
+        # The running jobs are read first and the ended jobs second. A job that ends between the two
+        # reads is in at least one list.
         found = self._unread | {key.id for key in index.running()}
         listed = index.ended()
         for directory, ended in listed.items() if self._caught_up else ():

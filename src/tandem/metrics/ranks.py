@@ -197,7 +197,7 @@ class _AttemptSeries:
 
         Args:
             last_request: the number of the run's last request; 0 if there is none.
-            computing: whether a request waits or is computed.
+            computing: True if a request waits or is being computed.
         """
         now = time.monotonic()
         # A request may arrive and be answered between two collections.

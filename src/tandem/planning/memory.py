@@ -340,7 +340,7 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     )
 
     # Level INPUT keeps the layer's input, the attention's output with its fp32 log-sum-exp per
-    # head, and A x of o_proj and down_proj.
+    # head, and the products `A x` of LoRA in o_proj and down_proj.
     kinds = arch.kinds
     query = sum(kind.output_size for kind in kinds) // len(kinds) // sizes.tensor
     sent = sum(kind.query_size + kind.kv_size + kind.value_size for kind in kinds)
