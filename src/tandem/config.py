@@ -24,7 +24,7 @@ from tandem.system.environment import REPLICA_PATTERN
 from tandem.system.loopback import is_loopback as is_loopback
 
 Way = Literal["merge", "nccl", "volume"]
-"""How merged weights reach vLLM."""
+"""How merged weights reach vLLM. `nccl` is NCCL between GPUs, and Gloo between CPUs."""
 
 
 class Settings(BaseSettings):

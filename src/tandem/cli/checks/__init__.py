@@ -1,5 +1,5 @@
 """All checks of `tandem doctor`, `tandem preflight` and `tandem smoke reach`. Each check has a
-question, the commands that ask the question, and a remedy."""
+question, the commands that ask the question, and a remedy. A check runs only in these commands."""
 
 from collections.abc import Iterator
 

@@ -29,7 +29,8 @@ _OWN = {
     "dro": _Own("token", "token", 1.0, math.inf),  # no bounds
     "sapo": _Own("token", "trajectory", 1.0, math.inf),  # no bounds
 }
-"""The defaults of each policy of `RLLoss`. A new policy needs a line in this table, its name in
+"""The defaults of each policy of `RLLoss`. A policy without bounds has the values 1.0 and inf: all
+ratios are between 1 - 1.0 and inf. A new policy needs a line in this table, its name in
 `RLLoss.policy`, and its term in `tandem.training.losses.policy_terms`."""
 
 

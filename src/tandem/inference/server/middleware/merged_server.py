@@ -51,8 +51,8 @@ _CHECK_SECONDS = 1.0  # seconds between two checks that the engine is alive, whi
 @dataclass(frozen=True)
 class Version:
     """One version of the weights. `path`: the adapter's path, or a name for the content of whole
-    weights; `scale`: the adapter's scale; `transport`: "merge", "nccl" or "volume", the way by
-    which the weights came to vLLM; `again`: the source from which vLLM can get the same weights
+    weights; `scale`: the adapter's scale; `transport`: the `Way` of `config.py` by which the
+    weights came to vLLM; `again`: the source from which vLLM can get the same weights
     again (a source of `server/worker/landing.py`)."""
 
     name: str
@@ -240,8 +240,8 @@ class MergedServer:
         return {"stage_seconds": staged - begin, **seconds}
 
     async def _stage(self, version: Version, source: dict[str, Any] | None, deadline: float) -> str:
-        """Bring the weights to the workers. Returns the way by which the weights came to the
-        workers ("merge", "nccl" or "volume")."""
+        """Bring the weights to the workers. Returns the `Way` by which the weights came to the
+        workers."""
         await self._call("stage", deadline, version.path, version.scale, source)
         pause = _POLL_SECONDS
         while not all(
