@@ -74,15 +74,15 @@ class Recurrence:
     segments: list[Segment]
     length: int  # number of slots
     device: torch.device
-    _neighbours: dict[int, "Neighbours"] = field(default_factory=dict)
+    _neighbours: dict[int, Neighbours] = field(default_factory=dict)
 
-    def neighbours(self, tokens: int) -> "Neighbours":
+    def neighbours(self, tokens: int) -> Neighbours:
         """The `Neighbours` of a convolution over `tokens` tokens."""
         if tokens not in self._neighbours:
             self._neighbours[tokens] = self._find_neighbours(tokens)
         return self._neighbours[tokens]
 
-    def _find_neighbours(self, tokens: int) -> "Neighbours":
+    def _find_neighbours(self, tokens: int) -> Neighbours:
         before = [_ancestors(self.segments, self.length, distance) for distance in range(1, tokens)]
         own = np.arange(self.length)
         # All pairs of a slot and an earlier slot of its sequences, sorted by the earlier slot.
@@ -99,7 +99,7 @@ class Recurrence:
     @functools.cached_property
     def order(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The slots of all levels, one level after another, and each slot's place in this order:
-        int64 [length] each. None if the order is that of the slots."""
+        int64 [length] each. None if the slots are already in this order."""
         order = torch.cat([level.slots for level in self.levels])
         if torch.equal(order, torch.arange(self.length, device=self.device)):
             return None

@@ -293,7 +293,7 @@ def _delta_net(
     least = own * hidden + slots * (value + rank * ("out_proj" in targets)) + down
     attention = least + own * hidden + slots * (features + value + 2 * heads + ranks_in)
     # The terms of `graph` are: queries, keys and values; the triangular systems of chunks; the
-    # heads' outputs; fp32 numbers of heads.
+    # heads' outputs; the heads' decays, rates and norms in fp32.
     fp32 = wide * (3 * heads + 2 * gdn.key_heads // parts)
     graph = slots * (features + DELTA_CHUNK * heads + value + fp32)
     # The terms of `passes` are: the states of all chunks and the gradients of these; tensors with a

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch.nn.functional import silu
 
 from tandem.model.delta_rule import Recurrence
+from tandem.model.layer.kernels import norm_weight_gradient
 
 _BLOCK = 1024  # features that one program of the convolution computes
 
@@ -212,10 +214,8 @@ class _NormAndGate(torch.autograd.Function):
         )
         of_weight = None
         if ctx.needs_input_grad[2]:
-            value = read.float()
-            value = value * (value.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
-            value *= torch.nn.functional.silu(z.float()).view(read.shape)
-            of_weight = (value * gradient.view(read.shape)).sum((0, 1)).to(weight.dtype)
+            of_norm = (gradient.float() * silu(z.float())).view(-1, size)
+            of_weight = norm_weight_gradient(of_norm, read.view(-1, size), ctx.eps).to(weight.dtype)
         return grad_read, grad_z, of_weight, None
 
 
