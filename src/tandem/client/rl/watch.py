@@ -156,18 +156,17 @@ def run_to_the_end[T](main: Coroutine[Any, Any, T], stopped: Callable[[], object
         sys.stdout.flush()
         os._exit(130)
 
-    def interrupted(*_: object) -> None:
-        if task.cancelling():
-            end()
+    def first_interrupt() -> None:
         timer = threading.Timer(1.5 * GRACE_SECONDS, end)
         timer.daemon = True
         timer.start()
-        loop.call_soon_threadsafe(task.cancel)
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(task.cancel)
 
     before = signal.getsignal(signal.SIGINT)
     ours = before is signal.default_int_handler
     if ours:
-        signal.signal(signal.SIGINT, interrupted)
+        release = _on_interrupts(first_interrupt, end)
     try:
         return loop.run_until_complete(task)
     except asyncio.CancelledError as error:
@@ -186,4 +185,34 @@ def run_to_the_end[T](main: Coroutine[Any, Any, T], stopped: Callable[[], object
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
         if ours:
-            signal.signal(signal.SIGINT, before)
+            release()
+
+
+def _on_interrupts(first: Callable[[], object], second: Callable[[], object]) -> Callable[[], None]:
+    """Calls `first` at the first Ctrl-C and `second` at the second, each in a thread of its own.
+    The result restores the earlier handling of Ctrl-C.
+
+    Python runs a signal handler in the main thread only, between two instructions. A signal that
+    arrives immediately before a blocking system call therefore waits until the call ends. The
+    wakeup file descriptor has no such gap.
+    """
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+
+    def read() -> None:
+        calls = iter((first, second))
+        while signals := os.read(reads, 64):
+            for _ in range(signals.count(signal.SIGINT)):
+                next(calls, second)()
+        os.close(reads)
+
+    handler = signal.signal(signal.SIGINT, lambda *_: None)
+    wakeup = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    threading.Thread(target=read, daemon=True, name="ctrl-c").start()
+
+    def release() -> None:
+        signal.set_wakeup_fd(wakeup)
+        signal.signal(signal.SIGINT, handler)
+        os.close(writes)
+
+    return release
