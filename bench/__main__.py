@@ -1,5 +1,5 @@
-"""Runs the benchmarks that need no GPU. Their rows of figures are written to bench/results/, and
-the documents quote these rows."""
+"""Runs the benchmarks that need no GPU. The benchmarks write their figures to bench/results/, and
+the documents quote these figures."""
 
 from bench import claims, restart
 

@@ -1,5 +1,5 @@
-"""Measures the cost of jobs on spools with many jobs: the controller's HTTP requests and the
-runner's claims of jobs, on spools of several sizes.
+"""Measures how long the controller's HTTP requests and the runner's claims of jobs take, on spools
+with few and with many jobs.
 
     python -m bench.claims [--queued 10 1000 20000] [--ended 20000] [--runs 8] [--submissions 300]
     [--claims 100]
@@ -9,7 +9,7 @@ runner's claims of jobs, on spools of several sizes.
 Each size has its own spool with copies of one small RL job (8 trajectories of 16 tokens), and its
 own controller process. Clients and claims run in this process. Controller, clients and claims share
 the machine's cores with other programs. `load` is the machine's load average during the
-measurement. The load changes CPU times less than other times. `between two jobs` is the time in
+measurement. A high load changes CPU times less than other times. `between two jobs` is the time in
 milliseconds from the call that ends a job until the next job is claimed.
 """
 
@@ -153,8 +153,8 @@ def claims(spool: Spool, count: int) -> dict[str, float]:
 
 
 def collected(spool: Spool) -> float:
-    """Milliseconds of the second collection by the metrics collectors of jobs. The first collection
-    reads all existing jobs."""
+    """Milliseconds that the jobs' metrics collectors take for their second collection. The first
+    collection reads all existing jobs."""
     collectors = (QueueCollector(lambda: spool), JobsCollector(lambda: spool))
 
     def collect() -> None:
@@ -172,7 +172,7 @@ def measure_jobs(queued: int, options: argparse.Namespace) -> dict[str, Any]:
         _, job = spool.jobs.get(first.id)
         spool.queue.cancel(first.id)
         fill(spool, job, "succeeded", options.ended, options.runs)
-        # Each run needs a job of its base step, because the copies continue from this step.
+        # Each run needs a real job that makes step 1, because the copies continue from step 1.
         for number in range(options.runs):
             tandem.train(f"run-{number}", request(number))
         fill(spool, job, "queued", max(0, queued - options.runs), options.runs)

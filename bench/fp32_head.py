@@ -5,8 +5,8 @@ vLLM or in both.
 
 Each adapter under `ROOT` is merged into the base model, and the weights are rounded to bf16. So the
 trainer and vLLM have the same weights. The trainer and vLLM score the sums of `bench.rounding`.
-vLLM runs in its own process and gets `hf_overrides = {"head_dtype": "float32"}`. `error` is the
-difference from transformers in float32.
+vLLM runs in its own process and gets `hf_overrides = {"head_dtype": "float32"}`. An error is the
+difference from the log-probs by transformers in float32.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""Compares the GPU memory of many ranks in the exporter and in `tandem memory` with nvidia-smi.
-Also checks the memory after `kill -9` of one rank.
+"""Compares the GPU memory of many ranks that the exporter and `tandem memory` show with the memory
+that nvidia-smi shows. Also checks the memory after `kill -9` of one rank.
 
     python -m bench.many_ranks [--ranks 4] [--tensor-parallel 2] [--launch fork] [--device cuda]
     [--out DIR]
@@ -9,9 +9,9 @@ has Qwen3-0.6B's layers and a small vocabulary. The first job runs to its end. W
 trains, the program checks that each GPU has only the process of its rank. It also checks that the
 exporter shows each rank's GPU and the memory of that GPU. After the first job, the program checks
 that `tandem memory` lists every rank and that no memory is in use. The second job has one attempt.
-The program kills the second job's last rank. All GPUs must be empty within 30 s (docs/jobs.md). A
-third job must succeed. The program keeps the exporter's pages in DIR. With --device cpu, the
-program checks ranks and processes, but not memory.
+The program kills the second job's last rank. All GPUs must be empty within 30 s after the kill
+(docs/jobs.md). A third job must succeed. The program keeps the exporter's pages in DIR. With
+--device cpu, the program checks ranks and processes, but not memory.
 """
 
 import argparse
@@ -51,8 +51,8 @@ BOUND = 30.0
 SAME = 64 * 2**20
 """Bytes by which two readings of a GPU may differ."""
 ROUNDS = 12
-"""Looks at a job that trains; one of them has to agree in everything, since memory changes between
-two readings."""
+"""Comparisons while a job trains. One of them must find no difference; the others may differ,
+because memory changes between two readings."""
 
 
 def until(what: str, check: Callable[[], bool], seconds: float, poll: float = 0.05) -> None:

@@ -4,8 +4,8 @@
 
 The program starts a controller on a spool with copies of one new run. According to the spool's
 records, vLLM serves all copies. The first page is the first request after the controller's start.
-The other pages follow one after another. `load` is the machine's load average during the
-measurement. The load changes CPU times less than other times.
+The other pages are requested one after another. `load` is the machine's load average during the
+measurement. A high load changes CPU times less than other times.
 """
 
 import argparse

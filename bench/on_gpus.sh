@@ -5,7 +5,7 @@
 #   on_gpus.sh wait SECONDS     waits until the parts have ended, at most SECONDS; then packs the results as $OUT/gpu.tgz
 #   on_gpus.sh run [PART...]    runs these parts in this shell
 # If no part is named, these parts run: imports shared memory one tensor data experts.
-# These parts of merged weights run only if they are named: swap throughput swap30 faults-merged learn faults-whole publications.
+# These parts measure merged weights, and run only if they are named: swap throughput swap30 faults-merged learn faults-whole publications.
 # These parts need four GPUs and run only if they are named: starts4 swap4 learn4 ranks4 groups4 small plan4 plan4-large (the models of 60 GB).
 # SHAPE=tiny DEVICE=cpu JOBS=2 tests the script without a GPU.
 set -uo pipefail
@@ -79,8 +79,8 @@ merged() {
     if named swap; then
         into swap 500 python3 -m bench.swap --shape 8b --swaps 5 --many 0 --name swap-whole --out "$work/models" \
             --ways nccl-device merge-host &
-        # With a utilization of 0.68, the ranks of the other benchmark have room on this GPU. A
-        # second vLLM could not start on a GPU that these ranks use.
+        # This GPU also runs the trainer's ranks of the part `swap`. With a utilization of 0.68, vLLM leaves room for
+        # these ranks. A second vLLM could not start on a GPU that these ranks use.
         into swap-merge 500 python3 -m bench.swap --shape 8b --swaps 5 --gpus 1 --utilization 0.68 --many 0 \
             --name swap-merge --out "$work/models-1" --ways merge-device &
         wait
@@ -131,8 +131,8 @@ four() {
 
 run() {
     touch "$work/begun"
-    # vLLM finds Tandem's plugin by package metadata. Tandem may not be installed, so this function
-    # writes the metadata.
+    # vLLM finds Tandem's plugin by package metadata. Tandem is not always installed, so this function writes the
+    # metadata.
     local metadata=$work/site/tandem_rl-0.1.0.dist-info
     mkdir -p "$metadata"
     printf 'Metadata-Version: 2.1\nName: tandem-rl\nVersion: 0.1.0\n' >"$metadata/METADATA"
@@ -140,8 +140,7 @@ run() {
     export PYTHONPATH="$PWD/src:$PWD:$work/site${PYTHONPATH:+:$PYTHONPATH}"
     merged
     four
-    # Each import runs twice. The first import writes bytecode, so the time in a job is that of the
-    # second import.
+    # Each import runs twice. The first import writes bytecode, so only the second import takes as long as in a job.
     wants imports && into imports 120 bash -c 'for what in "import torch.distributed.run" "from tandem.trainer.rank import entry; entry.preload('cuda')"; do
         for _ in 1 2; do time python3 -c "$what"; done
     done' &

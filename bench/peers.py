@@ -7,11 +7,11 @@
 
 Each with PYTHONPATH=src:examples. The task is `examples/sums.py` with sums of numbers from 10 to
 99. A step has 32 groups of 8 answers of at most 24 tokens, and 4 optimizer steps of 8 groups each.
-The LoRA has rank 16 and is on all linear layers. With fewer than 8 `--groups` there is one
-optimizer step. Every `--every` steps 200 other sums are evaluated, with one answer each at
-temperature 1. `reward` is the share of right answers, and `alone` is the share of answers that
-consist of a number only. `--task noise` measures only the speed. Its reward is the parity of a
-checksum, its answers are as long as `--tokens` allows, and there is no evaluation.
+The LoRA has rank 16 and is on all linear layers. If `--groups` is below 8, a step has one optimizer
+step. After every `--every` steps, 200 other sums are evaluated, with one answer each at temperature
+1. `reward` is the share of right answers, and `alone` is the share of answers that consist of a
+number only. `--task noise` measures only the speed. With `--task noise` the reward is the parity of
+a checksum, the answers are as long as `--tokens` allows, and there is no evaluation.
 
 Tandem's stack must run already (TANDEM_URL, TANDEM_INFERENCE_URL). TRL's server must run too:
 `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "nccl"}'
@@ -193,9 +193,10 @@ def trl_side(options: argparse.Namespace) -> None:
             parts.clear()
 
     def rows(tasks: list[sums.Task]) -> Dataset:
-        """A data set with each task's prompt and right sum. Without a given fingerprint, datasets
-        would pickle the table to compute one. If pyarrow is neither below Python's prefix nor in
-        `site-packages`, the pickle would contain the whole module pyarrow."""
+        """A data set with each task's prompt and right sum. Without a given fingerprint, the
+        package datasets would pickle the table to compute a fingerprint. If pyarrow is neither
+        below Python's prefix nor in `site-packages`, the pickle would contain the whole module
+        pyarrow."""
         made = [{"prompt": sums.question(a, b), "wanted": a + b} for a, b in tasks]
         return Dataset(InMemoryTable.from_pylist(made), fingerprint=f"sums-{len(made)}")
 
@@ -291,7 +292,7 @@ def tandem_side(options: argparse.Namespace) -> None:
 
 
 def note(lines: Any, record: Record) -> None:
-    """Records what `tandem rl train --json` prints."""
+    """Records the lines that `tandem rl train --json` prints."""
     for printed in lines:
         line = json.loads(printed)
         if "evaluated" in line:

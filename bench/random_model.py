@@ -1,5 +1,5 @@
-"""Writes models of random bf16 weights. A model of tens of gigabytes takes seconds if the volume is
-fast enough."""
+"""Writes models of random bf16 weights. If the volume is fast enough, a model of tens of gigabytes
+is written in seconds."""
 
 import json
 import os

@@ -8,10 +8,10 @@ launcher, on GPUs.
 The base model has the architecture `--shape` and random weights, which are written once. The run
 has a LoRA of rank 16; each job is two optimizer steps of SFT. Times come from the job's own events;
 `left` is the memory that nvidia-smi shows between two jobs. After each job the program also reads
-the memory of all remaining processes, so that many jobs (`--jobs 20`) show a growth of this memory.
-The program needs as many GPUs as ranks. With --side-by-side the jobs of all launchers run at the
-same time, and each launcher needs as many GPUs as ranks. With --device cpu and the shape `tiny` or
-`tiny-moe`, a run only tests this program.
+the memory of all remaining processes, so that a measurement of many jobs (`--jobs 20`) shows a
+growth of this memory. The program needs as many GPUs as ranks. With --side-by-side the jobs of all
+launchers run at the same time, and each launcher needs as many GPUs as ranks. With --device cpu and
+the shape `tiny` or `tiny-moe`, a run only tests this program.
 """
 
 import argparse
@@ -194,7 +194,7 @@ def submit(spool: Spool, job_id: str, vocabulary: int, row: int) -> None:
 def sampled_memory(out: Path, device: str) -> Iterator[None]:
     """Within the block, writes the time and the used MiB of every GPU to `out` once per second.
     Reading more often would slow the ranks down: while the driver answers nvidia-smi, processes
-    wait that start CUDA or allocate memory."""
+    that start CUDA or allocate memory have to wait."""
     if device != "cuda":
         yield
         return
@@ -253,8 +253,8 @@ def measure(
         command = [sys.executable, "-m", "tandem.trainer.runner", entry]
         runner = subprocess.Popen(command, env=environment, stdout=errors, stderr=errors)
         try:
-            # The sleep lets the runner's child processes finish their imports; torchrun has none
-            # before a job.
+            # The sleep lets the runner's child processes finish their imports. With torchrun the
+            # runner has no child process before a job.
             time.sleep(3 if way == "torchrun" else 12)
             for number in range(options.jobs):
                 submit(
@@ -327,8 +327,8 @@ def host_memory(runner: int) -> dict[str, float]:
 
 
 def growth(stays: list[dict[str, float]]) -> dict[str, float]:
-    """The memory that is in use after the last job, and its growth since the second job. The growth
-    leaves out the first job, which may fill caches."""
+    """The memory that is in use after the last job, and the growth of this memory since the second
+    job. The growth leaves out the first job, which may fill caches."""
     first, last = stays[min(1, len(stays) - 1)], stays[-1]
     found = {"left MiB": max(each["device MiB"] for each in stays)}
     for name in ("device MiB", "host MiB", "shm MiB", "open files"):
@@ -337,7 +337,8 @@ def growth(stays: list[dict[str, float]]) -> dict[str, float]:
 
 
 def parts(events: list[Any]) -> dict[str, float]:
-    """Seconds of one job's parts. A part is NaN if the job was cancelled before it."""
+    """Seconds of one job's parts. A part's time is NaN if the job was cancelled before this
+    part."""
     at = {event.type: event.time for event in events}
     last_step = max(event.time for event in events if event.type == "step")
     loaded = next(event.data["seconds"] for event in events if event.type == "loaded")
@@ -356,8 +357,8 @@ def parts(events: list[Any]) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the same jobs with every launcher. Losses and adapters must be the same. `arguments`:
-    the command line; None stands for sys.argv."""
+    """Runs the same jobs with every launcher. All launchers must give the same losses and adapters.
+    `arguments`: the command line; None stands for sys.argv."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

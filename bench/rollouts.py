@@ -6,22 +6,22 @@ server.
     python -m bench.rollouts --client [--in-flight 256 1024]
 
 URL is the address of a vLLM server. Its API key is in TANDEM_API_KEY or TANDEM_API_KEY_FILE. The
-model is a step of a run (`my-run@1`). Without `--model`, it is the first step that vLLM lists. One
-side is `Environment.play` with the `Sampler` of `tandem rl`, without training. Each conversation is
-a session of the route `/rollout`. The other side is the function with which `vllm bench serve`
-sends chat completions. This function requests no log-probs and reads a stream. Both sides play the
-same conversations at temperature 1. Each conversation begins with a different question, and each
-later user message asks the model to go on. An answer has at most `--tokens` tokens. `--in-flight`
-conversations run at the same time, and a measurement has `--answers` times as many conversations.
-The two sides run one after the other, each in its own process. Before each measurement, a round of
-`--in-flight` conversations opens the connections. This round is not counted. `of vLLM's` is a
-client's rate of answers divided by the rate of vLLM's client. `server CPU ms` is the CPU time of
-vLLM's API process, if the process is on this machine.
+model is a step of a run (`my-run@1`). Without `--model`, the model is the first step that vLLM
+lists. The first client is `Environment.play` with the `Sampler` of `tandem rl`, without training.
+Each conversation is a session of the route `/rollout`. The second client is the function with which
+`vllm bench serve` sends chat completions. This function requests no log-probs and reads a stream.
+Both clients play the same conversations at temperature 1. Each conversation begins with a different
+question, and each later user message asks the model to go on. An answer has at most `--tokens`
+tokens. `--in-flight` conversations run at the same time. A measurement has `--answers` times
+`--in-flight` conversations. The two clients run one after the other, each in its own process.
+Before each measurement, a round of `--in-flight` conversations opens the connections. This round is
+not counted. The column `of vLLM's` is a client's rate of answers divided by the rate of vLLM's
+client. `server CPU ms` is the CPU time of vLLM's API process, if the process is on this machine.
 
-`--client` needs no vLLM: a server on the loopback interface answers after 0.2 s. The rows have the
-client's CPU time per answer. The clients are aiohttp with the settings of `tandem.client.vllm`,
-alone and in a whole rollout, httpx with one pool, and httpx with a client for each concurrent
-request.
+The option `--client` needs no vLLM: a server on the loopback interface answers after 0.2 s. The
+rows have the client's CPU time per answer. Four clients are compared: a whole rollout of `tandem
+rl`, aiohttp alone, httpx with one pool, and httpx with a client for each concurrent request. The
+rollout and aiohttp have the settings of `tandem.client.vllm`.
 """
 
 import argparse
@@ -131,8 +131,9 @@ def vllm_side(
 
 
 async def measure(play: Conversation, in_flight: int, conversations: int) -> dict[str, Any]:
-    """Plays a round that opens the connections, and then `conversations` conversations with
-    `in_flight` at the same time. Returns the figures of these `conversations` conversations."""
+    """Plays a round that opens the connections, and then `conversations` conversations, of which
+    `in_flight` run at the same time. Returns the figures of the conversations after the first
+    round."""
     numbers, total = itertools.count(), 0
 
     async def worker(end: int) -> None:
@@ -182,7 +183,7 @@ async def side(of: str, model: str, in_flight: int, tokens: int, turns: int, cou
         if of == "tandem":
             play = tandem_side(vllm, model, tokens, turns)
         else:
-            # The session has the same settings as in `vllm bench serve`.
+            # The HTTP session has the same settings as in `vllm bench serve`.
             connector = aiohttp.TCPConnector(
                 limit=in_flight, limit_per_host=in_flight, keepalive_timeout=60, ttl_dns_cache=300
             )

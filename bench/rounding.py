@@ -1,5 +1,5 @@
-"""Measures rounding errors in bfloat16: compares log-probs of the trainer and of transformers with
-PEFT with log-probs in float32.
+"""Measures rounding errors in bfloat16. Log-probs of the trainer, and log-probs of transformers
+with PEFT, are compared with log-probs in float32.
 
     python -m bench.rounding --model DIRECTORY --adapters ROOT [--train 20] [--parts]
 

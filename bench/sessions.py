@@ -163,7 +163,8 @@ def random_model(directory: Path, shape: str, device: str) -> None:
 
 
 def make_runs(spool: Spool, model: Path) -> str:
-    """Creates a run for the job and a run of a session. Returns the name of the session's run."""
+    """Creates a run for the job and a run for the session. Returns the name of the session's
+    run."""
     arch = read_arch(str(model))
     targets = tuple(t for t in LORA_TARGETS if not arch.moe or t not in EXPERT_TARGETS)
     lora = LoraShape(rank=16, alpha=32, targets=targets)

@@ -286,8 +286,8 @@ def _gib(devices: dict[str, int]) -> float:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table for docs/performance.md. It has a line for each figure, and columns for the first
-    two cycles and the last cycle."""
+    """The table for docs/performance.md. The table has a line for each figure, and columns for the
+    first two cycles and the last cycle."""
     chosen = [rows[0], *rows[1:2], *rows[-1:]] if len(rows) > 2 else rows
     lines = [
         "| | " + " | ".join(f"cycle {row['cycle']}" for row in chosen) + " |",

@@ -1,5 +1,5 @@
-"""Runs jobs under each topology. Measures tokens/s, compares the memory with `tandem plan`, and
-compares the start time with that of one GPU.
+"""Runs jobs under each topology. Measures tokens/s, compares the memory with the plan of `tandem
+plan`, and compares the start time with the start time on one GPU.
 
     python -m bench.topologies [--cases moe-1 moe-ep2 moe-tp2-sp ...] [--out DIR] [--jobs 2]
     [--device cuda]
@@ -83,7 +83,7 @@ MODELS: dict[str, dict[str, Any]] = {
         }
     ),
     "8b": QWEN3 | SHAPES["qwen3-8b"],
-    # With 6 layers, all weights can be trained on a GPU of 80 GB.
+    # The model has 6 layers, so that a GPU of 80 GB can train all its weights.
     "8b-6l": QWEN3 | SHAPES["qwen3-8b"] | {"num_hidden_layers": 6},
     "32b": (
         QWEN3

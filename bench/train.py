@@ -5,17 +5,18 @@ with PEFT, on the same rows.
     auto-fp8 peft]
                           [--trainable lora] [--limit 40] [--steps 5] [--ranks 1]
 
-Weights and tokens are random. With `--trainable lora`, LoRA of rank 16 is on all linear layers, and
-with `--targets attention` on q, k, v and o. Every token except each sequence's first is trained. A
-row is one sequence (`8192`), several sequences (`4x1024`), or `tree`. `tree` is a group of 16
-completions of 512 tokens after one prompt of 2048 tokens; Tandem computes the prompt once.
-`--limit`: the GPU memory in GiB that a way may use.
+Weights and tokens are random. With `--trainable lora` a LoRA of rank 16 is on all linear layers.
+With `--targets attention` the LoRA is only on q, k, v and o. Every token except each sequence's
+first is trained. A row is one sequence (`8192`), several sequences (`4x1024`), or `tree`. `tree` is
+a group of 16 completions of 512 tokens after one prompt of 2048 tokens; Tandem computes the prompt
+once. `--limit`: the GPU memory in GiB that each of the `--ways` may use.
 
 Model TFLOP/s count the forward pass and the gradients of activations, because the base is frozen.
-They are 4 FLOPs per weight and token, plus 3.5 times the FLOPs of causal attention's forward pass.
-With `--trainable full` model TFLOP/s count 6 FLOPs per weight and token. Recomputed activations are
-not counted. A step consists of the forward pass, the backward pass and Adam. With `--ranks 2`, two
-data-parallel ranks each compute a row in a step. Each way runs in separate processes.
+Model TFLOP/s count 4 FLOPs per weight and token, plus 3.5 times the FLOPs of causal attention's
+forward pass. With `--trainable full` model TFLOP/s count 6 FLOPs per weight and token. Recomputed
+activations are not counted. A step consists of the forward pass, the backward pass and Adam. With
+`--ranks 2`, two data-parallel ranks each compute a row in a step. Each of the `--ways` runs in its
+own processes.
 """
 
 import argparse
@@ -232,7 +233,7 @@ def peft_step(
 
 
 def one(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures one way on one row in this process."""
+    """Measures one of the `--ways` on one row in this process."""
     config, row, way = MODELS[arguments.model], arguments.rows[0], arguments.ways[0]
     if arguments.limit:
         total = torch.cuda.get_device_properties(0).total_memory

@@ -3,14 +3,15 @@ are accepted.
 
     python -m bench.verification --spool ROOT --run RUN --other OTHER --model DIRECTORY
 
-Each case's errors are appended to `--rows FILE` at once, so the same command continues after a
-kill.
+Each case's errors are appended to `--rows FILE` as soon as they are known. If the program is killed
+and started again, it continues with the missing cases.
 
 `RUN` and `OTHER` are trained runs of the same base model on the spool `ROOT`. vLLM runs in this
-process, so that this program can load another adapter into vLLM than the checkpoint's file has
-(`bench.verification_cases`). Each case goes through the publisher's two checks. One compares the
-tensors in vLLM's worker, and the other the log-probs of the checkpoint's probe. With `--mode
-merged`, the adapter is merged into vLLM's weights, and rows of the merged weights are compared.
+process, so that this program can load an adapter into vLLM that differs from the checkpoint's
+adapter (`bench.verification_cases`). Each case goes through the publisher's two checks. The first
+check compares the tensors in vLLM's worker, and the second check compares the log-probs of the
+checkpoint's probe. With `--mode merged`, the adapter is merged into vLLM's weights, and rows of the
+merged weights are compared.
 
 A wrong case counts if its float32 log-probs differ enough from the right weights' log-probs: by
 more than vLLM's error for the base model. transformers computes the float32 log-probs. The other

@@ -2,7 +2,7 @@
 adapter.
 
 In a right case the checkpoint's own adapter is loaded into vLLM. In a wrong case another adapter is
-loaded, as a fault could cause it. The seed chooses steps, layers and tensors, so that the same
+loaded, in order to imitate a fault. The seed chooses steps, layers and tensors, so that the same
 checkpoints and seed give the same cases. This file was written before the verification rule that
 `bench.verification` tests.
 """

@@ -3,8 +3,8 @@
 The calculator adds two numbers, so a sum of three takes two calls and three turns. A call is plain
 text (`calc 3+4`), which works with every chat template. With `tools = true` a call has the format
 of the chat template, which vLLM's tool parser reads. A model that has never seen the task first
-learns two kinds of answers by SFT: by the calculator and by a guess. These commands train the tiny
-model:
+learns two kinds of answers by SFT: answers with the calculator, and guesses. These commands train
+the tiny model:
 
     python examples/arithmetic_tool.py > sums.jsonl
     tandem train sft arithmetic sums.jsonl --learning-rate 5e-3 --epochs 40 --lora-rank 16

@@ -1,5 +1,5 @@
-"""ART (openpipe-art) trains on Tandem, by ART's own loop or by ART's PipelineTrainer (--pipeline).
-See docs/art.md.
+"""Trains with ART (openpipe-art) on Tandem, by ART's own loop or by ART's PipelineTrainer
+(--pipeline). See docs/art.md.
 
 The task is ART's: answer a question with yes (reward 0.5), no (0.75) or maybe (1.0).
 

@@ -78,8 +78,8 @@ def wait_ready(
     deadline = time.monotonic() + timeout
     waiting = list(urls)
     while waiting:
-        # Requests are sent only while the stack runs, because another program might answer at its
-        # address.
+        # Requests are sent only while the stack runs, because another program might answer at the
+        # stack's address.
         if process.poll() is None:
             try:
                 if httpx.get(waiting[0], timeout=5, trust_env=False).status_code == 200:
@@ -99,9 +99,9 @@ def wait_ready(
 
 
 def gpus_of_both(device: str) -> dict[str, str]:
-    """Variables that give one GPU to the trainer and one GPU to vLLM. On a machine with one GPU,
-    trainer and vLLM share the GPU. The dict is empty if the caller's environment already sets one
-    of these variables."""
+    """Environment variables that give one GPU to the trainer and one GPU to vLLM. On a machine with
+    one GPU, trainer and vLLM share the GPU. The dict is empty if the caller's environment already
+    sets one of these variables."""
     names = ("TANDEM_GPU_MODE", "TANDEM_TRAINER_DEVICES", "TANDEM_INFERENCE_DEVICES")
     if device == "cpu" or any(name in os.environ for name in names):
         return {}
@@ -111,8 +111,9 @@ def gpus_of_both(device: str) -> dict[str, str]:
 
 
 def free_port(given: int | None, usual: int, option: str) -> int:
-    """The port `given`, which the command line's option `option` sets. If `given` is None, returns
-    the port `usual`, or another port if `usual` is taken. Exits if the port `given` is taken."""
+    """Returns the port `given`, the value of the command-line option `option`. If `given` is None,
+    returns the port `usual`, or another port if `usual` is taken. Exits if the port `given` is
+    taken."""
     try:
         with reserve(given or usual) as held:
             return held.port

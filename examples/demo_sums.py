@@ -35,15 +35,16 @@ def fetch(directory: Path) -> str | None:
 
 
 def configuration(steps: int | None) -> str:
-    """The text of `sums_cpu.toml`. If `steps` is not None, the text has this number of steps."""
+    """The text of `sums_cpu.toml`. If `steps` is not None, `steps` replaces the number of steps in
+    the text."""
     text = (EXAMPLES / "sums_cpu.toml").read_text()
     return text if steps is None else re.sub(r"(?m)^steps = \d+", f"steps = {steps}", text)
 
 
 def train(out: Path, text: str, tell: Callable[[str], object]) -> dict[str, Any]:
     """Trains by `tandem rl` with the configuration `text`. Returns the lines that `tandem rl`
-    recorded, and samples of the first and the last step. `tell` is called with a readable sentence
-    for each line."""
+    recorded, and samples of the first and the last step. The function `tell` gets a readable
+    sentence for each line."""
     config = out / "sums.toml"  # `tandem rl` writes its files into this directory too
     config.write_text(text)
     settings = tomllib.loads(text)

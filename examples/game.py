@@ -1,7 +1,7 @@
-"""The game of `game.toml` is rock, paper, scissors in several turns, against an opponent who says
-the move first. In the next round the opponent plays the move that would have beaten the model's
-last move. A model that has never seen the game first learns the form of the answers by SFT. In the
-SFT data all moves are equally frequent:
+"""The game of `game.toml` is rock, paper, scissors in several turns, against an opponent who
+announces each move before the model answers. In the next round the opponent plays the move that
+would have beaten the model's last move. A model that has never seen the game first learns the form
+of the answers by SFT. In the SFT data all moves are equally frequent:
 
     python examples/game.py > games.jsonl
     tandem train sft game games.jsonl --learning-rate 5e-3 --epochs 40 --lora-rank 16

@@ -45,8 +45,8 @@ def fetch_model(directory: Path) -> Path:
         made = directory.with_name(f".{directory.name}-{uuid.uuid4().hex}")
         try:
             convert(gguf, made)
-            # Several processes may make the model at the same time. The directory gets its name
-            # when it is complete, so no process reads an incomplete model.
+            # Several processes may make the model at the same time. The directory gets its final
+            # name only when it is complete, so no process reads an incomplete model.
             made.rename(directory)
         except OSError:
             if not (directory / "config.json").is_file():

@@ -141,8 +141,8 @@ if __name__ == "__main__":
 
     target = Path(sys.argv[1])
     if not target.exists():
-        # Several processes may write the model at the same time. The directory gets its name when
-        # it is complete, so no process reads an incomplete model.
+        # Several processes may write the model at the same time. The directory gets its final name
+        # only when it is complete, so no process reads an incomplete model.
         made = write_tiny_qwen3(target.with_name(f".{target.name}-{uuid.uuid4().hex}"))
         try:
             made.rename(target)

@@ -1,7 +1,7 @@
 """`python helm/source` makes the chart's README.md and values.schema.json from values.yaml with its
 comments, and from schema.py.
 
-With `--check` nothing is written. The exit status is then 1 if a file differs from the text that
+With `--check` nothing is written, and the exit status is 1 if a file differs from the text that
 would be written.
 """
 

@@ -40,8 +40,8 @@ def closed(**properties: Schema) -> Schema:
 
 
 def removable(schema: Schema) -> Schema:
-    """`schema`, or "", which removes the value. null can't remove it, because the templates replace
-    null by the default."""
+    """`schema`, or "", which removes the value. The value null can't remove a value, because the
+    templates replace null by the default."""
     return schema | {"pattern": f"^({schema['pattern'].removeprefix('^').removesuffix('$')})?$"}
 
 
@@ -59,8 +59,8 @@ _QUANTITIES = closed(
 _ACCESS = enum("ReadWriteMany", "ReadWriteOnce")
 _POSITIVE: Schema = {"type": "number", "exclusiveMinimum": 0}
 
-# Schemas by the full name of a value, or by "*." and its last part if that part has one meaning in
-# the whole file.
+# A key is the full name of a value, or "*." and the last part of a name. Such a last part has the
+# same meaning in the whole file.
 SPECIAL: dict[str, Schema] = {
     "device": enum("cuda", "cpu"),
     "gpuMode": enum("dedicated", "shared"),
@@ -219,8 +219,8 @@ def of(text: str) -> Schema:
 
 
 def _schema(value: values.Value) -> Schema | None:
-    """The schema of one value; None for a mapping, which allows only the keys that it has in
-    values.yaml."""
+    """The schema of one value. Returns None for a mapping, because a mapping allows only its keys
+    in values.yaml."""
     special = SPECIAL.get(value.name)
     if special is None and len(value.path) > 1:
         special = SPECIAL.get(f"*.{value.path[-1]}")

@@ -1,10 +1,10 @@
-"""Serves made-up metrics, which show the dashboards without a GPU or a job.
+"""Serves made-up metrics, with which the dashboards can be shown without a GPU or a job.
 
     python -m images.grafana.demo DIRECTORY [--gpus 8]
 
-The command serves the metrics pages of a deployment until Ctrl-C, each page on a free port. It
-writes the shipped configuration of Prometheus to DIRECTORY, with these ports as targets. Start
-Prometheus by `cd DIRECTORY && prometheus`.
+The command serves the metrics pages of a deployment until Ctrl-C, each page on a free port. The
+command writes the shipped configuration of Prometheus to DIRECTORY, with these ports as targets.
+Start Prometheus by `cd DIRECTORY && prometheus`.
 """
 
 import argparse

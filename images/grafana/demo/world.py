@@ -1,9 +1,9 @@
 """A made-up deployment on H200s: half of the GPUs train, and the others serve. Every metric of
 every exporter has a series.
 
-Jobs come and go, some attempts fail, and the trainer's memory rises and falls with them. The
-deployment's state changes in real time, once per second. Its first scrape is in the middle of a
-job, after some minutes of history.
+Jobs start and end, some attempts fail, and the trainer's memory rises and falls with the jobs. The
+deployment's state changes in real time, once per second. At the first scrape, the deployment is in
+the middle of a job and has some minutes of history.
 """
 
 import math
