@@ -1,6 +1,7 @@
 """The type of a metric, and `Samples`, which stores values between their collection and a scrape.
 
-The file of each collector lists the metrics that it collects; `catalogue.py` joins these lists.
+Each collector's file lists the metrics that the collector collects; `catalogue.py` joins these
+lists.
 
 No metric has the labels for the origin of a series (job, instance, namespace, pod, role), because
 Prometheus adds these labels at the scrape. Devices are named by UUID, because indices restart at 0
