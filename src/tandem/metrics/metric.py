@@ -133,8 +133,8 @@ class Samples:
             self._series[name][key] = (*counts, total + value)
 
     def families(self, *, perishable: bool = True) -> Iterator[Family]:
-        """The metrics that have a series, for prometheus_client. `perishable=False` leaves out
-        perishable metrics."""
+        """The metrics that have at least one series, in prometheus_client's form.
+        `perishable=False` leaves out perishable metrics."""
         for metric in self._metrics.values():
             with self._lock:
                 series = dict(self._series[metric.name])
