@@ -1,5 +1,5 @@
-"""A controller on loopback, requests of its clients, and functions that play the runner on its
-spool."""
+"""A controller on loopback, requests of the controller's clients, and functions that act as the
+runner on the controller's spool."""
 
 import os
 import shutil

@@ -54,8 +54,8 @@ LEAST_COMPOSE = (2, 24)  # the compose files use `!reset` and `!override`
 
 
 def require_engine() -> None:
-    """Skip the test without a Docker engine and its Compose, or fail it if
-    TANDEM_REQUIRE_DOCKER=1."""
+    """Skip the test if there is no Docker engine or no Compose. If TANDEM_REQUIRE_DOCKER=1, fail
+    the test instead."""
     require_compose()
     if os.environ.get("TANDEM_REQUIRE_DOCKER") == "1":
         until("the Docker engine answers", lambda: _answer("info") is not None)
@@ -64,8 +64,8 @@ def require_engine() -> None:
 
 
 def require_compose() -> None:
-    """Skip the test without a Compose that reads this repository's files, or fail it if
-    TANDEM_REQUIRE_DOCKER=1. Reading the files needs no Docker engine."""
+    """Skip the test if there is no Compose that can read this repository's files. If
+    TANDEM_REQUIRE_DOCKER=1, fail the test instead. Reading the files needs no Docker engine."""
     if problem := _compose_problem():
         if os.environ.get("TANDEM_REQUIRE_DOCKER") == "1":
             pytest.fail(problem)
@@ -73,7 +73,8 @@ def require_compose() -> None:
 
 
 def _compose_problem() -> str | None:
-    """The reason why `docker compose` can't read the files; None if it can."""
+    """The reason why `docker compose` can't read the files; None if `docker compose` can read
+    them."""
     least = ".".join(map(str, LEAST_COMPOSE))
     if not shutil.which("docker"):
         return f"needs Docker Compose {least}: no program `docker` is on PATH"
@@ -101,8 +102,8 @@ def build_images() -> None:
     """Build the CPU images of this checkout.
 
     BuildKit in Docker 20.10 crashes the engine if one build moves BuildKit's metadata while another
-    build reads them. `.ci/run` starts the engine again, and the second try continues from the
-    stages that the first try built.
+    build reads the metadata. `.ci/run` starts the engine again, and the second try continues from
+    the stages that the first try built.
     """
     build = partial(Compose(MAIN, CPU, project="tandem").run, "build", timeout=3000)
     if build(check=False).returncode:
@@ -244,7 +245,7 @@ class Compose:
         return done.stdout + done.stderr
 
     def exits(self, since: float, container: str | None = None) -> dict[str, int]:
-        """Service → exit status of the service's last container that ended after `since` (Unix
+        """For each service, the exit status of the last container that ended after `since` (Unix
         seconds). If `container` is given, only this container counts."""
         words = [
             "--since",

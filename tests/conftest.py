@@ -56,8 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Excludes the objects of modules and tests, some million objects, from garbage collections.
-    These objects live until the end."""
+    """Excludes the objects of modules and tests from garbage collections. There are some million
+    such objects, and they live until the end of the process."""
     gc.collect()
     gc.freeze()
 
@@ -120,8 +120,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 def _keep_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
     """For tests with the mark `one_of(fixture)`, keep only the cases of one parameter of the
-    fixture. Keep n of the remaining cases of each test with the mark `sample(n)`. Tests with the
-    same `of` share these n cases. The seed chooses the cases.
+    fixture. Keep n of the remaining cases of each test with the mark `sample(n)`. For tests with
+    marks `sample(n, of=name)` of the same name, keep n cases in total. The seed chooses the cases.
     """
     left_out: set[pytest.Item] = set()
     parameters: dict[str, dict[int, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
@@ -150,9 +150,9 @@ def _keep_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _environment() -> Iterator[None]:
-    """Restores the environment variables after each file, so that the processes of the next file
-    start without changes. An import of TRL silences vLLM's log and sets LD_LIBRARY_PATH; an import
-    of vLLM sets more variables."""
+    """Restores the environment variables after each test file, so that the processes of the next
+    file start without the changes of this file. An import of TRL silences vLLM's log and sets
+    LD_LIBRARY_PATH; an import of vLLM sets more variables."""
     before = dict(os.environ)
     yield
     os.environ.clear()

@@ -3,8 +3,8 @@
 ORDERS is a JSON file with the object {directory: {world: {number: fields of `Sizes`}}}. `world` is
 the number of ranks, and `number` is the number of a topology. The ranks execute the orders one
 after another. For each order they compute rows of <directory>/model with <directory>/adapter, and
-write the results to <directory>/<world>.<number>.<rank>.pt. `BREAKS` are mistakes in the ranks'
-code. Each mistake must make the results wrong.
+write the results to <directory>/<world>.<number>.<rank>.pt. `BREAKS` are deliberate mistakes in the
+ranks' code. Each mistake must make the results wrong.
 """
 
 import json

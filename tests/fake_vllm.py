@@ -56,7 +56,8 @@ class FakeVllm:
         self.used: dict[str, float] = {}  # adapter -> Unix seconds of its last request
         self.merged_phase = ""  # with merged weights: the answer to GET /tandem/merged
         self.asleep = False
-        self.dead = False  # the engine has died; the server still answers
+        # Whether the engine has died. The server still answers.
+        self.dead = False
         # The fake calls `on_sleep` before the engine sleeps. If `on_sleep` raises, the answer is
         # 500.
         self.on_sleep: Callable[[], None] = lambda: None
@@ -72,7 +73,7 @@ class FakeVllm:
         return f"http://127.0.0.1:{self._port}"
 
     def start(self, port: int = 0) -> None:
-        """Start without adapters, on the port of an earlier start."""
+        """Start without adapters, on the same port as at an earlier start."""
         # A port that the kernel has chosen could go to another program after `stop`.
         self._port = port or self._port or free_ports(1)[0]
         self.adapters.clear()
@@ -227,8 +228,8 @@ class FakeVllm:
         return 200, {"choices": choices}
 
     def _sample(self, body: dict[str, Any]) -> tuple[int, Any]:
-        """`max_tokens` tokens that count up from the prompt's last token. The first stop token is
-        the last of these tokens."""
+        """`max_tokens` tokens that count up from the prompt's last token. The answer ends with the
+        first stop token."""
         prompt, most = body["prompt"], body["max_tokens"]
         if len(prompt) + most > self.max_model_len:
             return 400, {"error": {"message": "the prompt is too long"}}

@@ -13,7 +13,7 @@ POLL_SECONDS = 0.1
 
 
 def listening(pid: int) -> set[str]:
-    """Local addresses, as in /proc/net, of a process's TCP sockets that listen."""
+    """The local addresses of a process's listening TCP sockets, in the notation of /proc/net."""
     links = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):  # closed meanwhile

@@ -45,8 +45,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def counted(device: torch.device) -> Iterator[Callable[[], int]]:
-    """A function that returns the bytes of living tensors: on the GPU all tensors, on the CPU
-    tensors that were made in the block."""
+    """A function that returns the bytes of living tensors. On a GPU the function counts all
+    tensors, and on the CPU only tensors that were made in the `with` block."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         yield torch.cuda.memory_allocated

@@ -53,7 +53,7 @@ def upload(sdk: OpenAI, content: bytes, name: str = "chats.jsonl") -> FileObject
 def refused(
     status: int, param: str | None, message: str, code: str | None = None
 ) -> Iterator[pytest.ExceptionInfo[openai.APIStatusError]]:
-    """OpenAI's shape of errors, as its package reads it."""
+    """Checks that the openai package reads the refusal as an error in OpenAI's form."""
     with pytest.raises(openai.APIStatusError) as caught:
         yield caught
     error = caught.value

@@ -35,7 +35,7 @@ def load_base(policy: Policy, model: Path) -> None:
 def write_random_adapter(
     directory: Path, model: Path, lora: LoraShape = LORA, seed: int = 0
 ) -> Path:
-    """An adapter that changes the logits a lot: A and B are both random."""
+    """An adapter with random A and random B, which changes the logits a lot."""
     generator = torch.Generator().manual_seed(seed)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {
@@ -97,9 +97,10 @@ def assert_close(
     relative: float,
     rounded: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Asserts that each tensor of `actual` differs from `expected` by at most `relative` times the
-    norm of `expected`, or by at most twice the difference between `rounded` and `expected`.
-    `rounded` is an independent computation in the precision of `actual`."""
+    """Asserts that each tensor of `actual` is close to the tensor of `expected`. The norm of the
+    difference may be at most `relative` times the norm of `expected`. If `rounded` is given, the
+    norm may also be twice the norm of the difference between `rounded` and `expected`. `rounded` is
+    an independent computation in the precision of `actual`."""
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert value.norm() > 0, f"{name} is zero: the comparison says nothing"

@@ -74,7 +74,7 @@ def _run(environment: dict[str, str], log: Path, script: str, arguments: tuple[s
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.enable()
-    # Libraries read OMP_NUM_THREADS when they were loaded, in the fork server.
+    # The fork server's libraries read OMP_NUM_THREADS only once, when the fork server loaded them.
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")

@@ -1,4 +1,5 @@
-"""`make docs` builds the documentation's site, and no link, anchor or page is lost."""
+"""`make docs` builds the documentation's site without a broken link, a broken anchor or a missing
+page."""
 
 import logging
 import re

@@ -15,7 +15,7 @@ GROUND = {"errors", "config"}
 
 
 def may_import() -> dict[str, set[str]]:
-    """Package → what it may import, from the table in docs/architecture.md."""
+    """For each package, the packages that it may import, from the table in docs/architecture.md."""
     text = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
     table = text[text.index("| package | what it is | may import |") :].split("\n\n")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
@@ -36,7 +36,7 @@ def nodes(tree: ast.AST) -> list[ast.AST]:
 
 
 def imports(path: Path) -> set[str]:
-    """Every `tandem.…` module a file imports, without the leading `tandem.`."""
+    """Every `tandem.…` module that a file imports, without the leading `tandem.`."""
     found: set[str] = set()
     for node in nodes(parsed(path)):
         if (
@@ -141,8 +141,8 @@ def module_name(path: Path) -> str:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Module → the modules that it imports, wherever in the file. An imported name that is no
-    module counts as an import of the package that defines the name."""
+    """For each module, the modules that it imports anywhere in its file. An imported name that is
+    no module counts as an import of the package that defines the name."""
     paths = {module_name(path): path for path in SOURCE.rglob("*.py")}
     return {
         name: {module if module in paths else module.rpartition(".")[0] for module in imports(path)}
@@ -183,8 +183,8 @@ def test_no_modules_import_one_another():
 
 
 def test_the_directories_of_vllms_server_stay_apart():
-    """`middleware/` runs in vLLM's API server, `worker/` in vLLM's workers. The modules beside the
-    two directories, which other programs import, load no middleware."""
+    """`middleware/` runs in vLLM's API server, and `worker/` runs in vLLM's workers. Other programs
+    import the modules beside these two directories, so these modules load no middleware."""
     server = "inference.server"
     shared = {
         "middleware": {f"{server}.patches"},

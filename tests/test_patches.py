@@ -1,6 +1,6 @@
-"""Names of other packages that Tandem replaces. An upgrade may turn each replacement into a bug, so
-`PATCHES` lists all replacements. Only four files replace names. The tests find all replacements in
-the source by themselves."""
+"""Names of other packages that Tandem replaces. An upgrade of another package may turn a
+replacement into a bug, so `PATCHES` lists all replacements. Only four files replace names. The
+tests find all replacements in the source by themselves."""
 
 import ast
 import re
@@ -18,10 +18,10 @@ AGENT, CONTROLLER = "trainer/launch/torchrun_agent.py", "controller/__main__.py"
 NO_HOOK = "never: vLLM has no hook"
 
 PATCHES = [
-    # The package, the replaced name, Tandem's file, and the version of the package with which the
-    # patch can go. A name that begins with `object` belongs to a variable's object. The version may
-    # be replaced by `never` with the reason why the patch stays, or by `open` with the open problem
-    # of the package.
+    # Each entry has the package, the replaced name, Tandem's file, and the package's version from
+    # which the patch is not needed any more. A name that begins with `object` belongs to a
+    # variable's object. The version may be replaced by `never` with the reason why the patch stays,
+    # or by `open` with the open problem of the package.
     ("torch", "torch.compile", TORCH, "never: Megatron-core compiles while it is imported"),
     ("torch", "torch.cuda._cached_device_count", TORCH, "2.13"),
     ("torch", "torch.distributed.TCPStore", AGENT, "never: torchrun listens on all interfaces"),
@@ -265,7 +265,8 @@ class Finder:
 
     @staticmethod
     def _foreign(path: str) -> bool:
-        """Whether the name is of another package. `os.environ` counts as this process's own."""
+        """Whether the name belongs to another package. `os.environ` counts as this process's
+        own."""
         return not path.startswith(("tandem", "os.environ"))
 
 

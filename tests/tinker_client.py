@@ -1,4 +1,4 @@
-"""Tinker's package, unmodified, against a controller. A thread plays a session's ranks."""
+"""Tinker's package, unmodified, against a controller. A thread acts as a session's ranks."""
 
 import shutil
 import threading
@@ -56,8 +56,8 @@ def refused(status: int, words: str) -> Iterator[pytest.ExceptionInfo[tinker.API
 
 
 class PlayedRanks:
-    """Answers requests in their order. A pass has the log-probs 0, -1, -2, ... and the negative of
-    their sum as its loss."""
+    """Answers requests in their order. The log-probs of a pass are 0, -1, -2, and so on. The loss
+    is the negative sum of the log-probs."""
 
     def __init__(self, spool: Spool, *, serves: bool = True) -> None:
         self.spool, self.serves = spool, serves

@@ -166,9 +166,9 @@ def write_random_model(
     """A random fp32 model of `family` (a model_type) in `directory`: config.json and safetensors.
 
     `config` overrides `SHAPE` or adds to it (`tie_word_embeddings=True`, `num_hidden_layers=3`,
-    ...). Norm weights and biases are random too. Weights are larger than at initialisation:
-    `spread` times the size that keeps a layer's output as large as its input. So a wrong weight or
-    bias shows in the logits.
+    ...). Norm weights and biases are random too. Weights are larger than at initialisation, so that
+    a wrong weight or bias shows in the logits. The weights are `spread` times the size at which a
+    layer's output is as large as the layer's input.
     """
     import torch
     import transformers

@@ -15,8 +15,8 @@ def until[T](what: object, check: Callable[[], T], timeout: float = 120, poll: f
     after the timeout, so that the message can name what is still missing.
 
     The default timeout is long enough for a machine on which everything takes ten times as long.
-    The function returns as soon as `check` is true. Earlier, `check` may raise httpx.HTTPError,
-    because no server answers or a server answers with an error.
+    The function returns as soon as `check` is true. Until then, `check` may raise httpx.HTTPError,
+    for example because the server does not answer yet.
     """
     deadline = time.monotonic() + timeout
     error: httpx.HTTPError | None = None

@@ -1,4 +1,5 @@
-"""Lets parts of transformers that always compute in float32 compute in another dtype."""
+"""Some parts of transformers always compute in float32. This module makes these parts compute in
+another dtype."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -14,8 +14,8 @@ from tandem.trainer.agent.hosts import Meeting
 
 
 class AgentStack(Stack):
-    """`hosts`: the number of hosts. `prefixes`: host index → the words before the host's command,
-    such as `ip netns exec a`."""
+    """`hosts`: the number of hosts. `prefixes`: for each host's index, the words that precede the
+    host's command, such as `ip netns exec a`."""
 
     def __init__(
         self,

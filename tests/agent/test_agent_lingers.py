@@ -1,5 +1,5 @@
-"""An agent stays after its attempt has ended. It takes the next attempt's order, or leaves if no
-order comes."""
+"""An agent process stays after its attempt has ended. The agent then serves the next attempt, or
+exits if no order for a next attempt comes."""
 
 import threading
 import time
@@ -89,7 +89,7 @@ def test_without_linger_it_leaves_at_once(agent: Scripted) -> None:
 def test_it_leaves_in_time_whatever_the_volume_does(
     agent: Scripted, volume: str, stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent that was asked to leave ends with a status that Kueue does not count as done."""
+    """An agent that was asked to leave exits with a status that Kueue does not count as success."""
 
     def look() -> None:
         if volume == "hangs":
@@ -107,7 +107,7 @@ def test_it_leaves_in_time_whatever_the_volume_does(
 
 
 class Ranks:
-    """The handle of ended ranks, of which `left` processes survive."""
+    """The handle of ranks that have ended, except for `left` processes that survive."""
 
     def __init__(self, left: int) -> None:
         self.left = left

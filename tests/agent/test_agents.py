@@ -1,5 +1,6 @@
-"""Agents of two hosts under a real runner, with ranks that misbehave on demand. The job ends once,
-whichever process is killed or frozen. An ended attempt changes nothing of the job."""
+"""Agents of two hosts under a real runner, with ranks that misbehave on demand. The job ends
+exactly once, whichever process is killed or frozen. An attempt that has ended no longer changes the
+job."""
 
 import signal
 import time
@@ -50,8 +51,8 @@ def stack(running: AgentStack) -> Iterator[AgentStack]:
 
 
 def ranks_of(stack: AgentStack, host: int) -> list[int]:
-    """Pids of the agent's living descendants on a host. The agent's own children are left out,
-    because they stay between attempts."""
+    """Pids of the living processes below the children of a host's agent. The children themselves
+    are left out, because they stay between attempts."""
     agent = stack.agents[host].pid
     found = processes.descendants(agent)
     return [process.pid for process in found if process.parent != agent and not process.zombie]
@@ -112,8 +113,8 @@ def test_a_host_that_is_killed_is_named_and_the_next_attempt_succeeds(stack: Age
 def test_a_host_that_is_frozen_before_its_commit_changes_nothing_when_it_thaws(
     stack: AgentStack,
 ) -> None:
-    """Host 0's processes are stopped between rank 0's staging of the checkpoint and rank 0's rename
-    of the checkpoint."""
+    """Host 0's processes are stopped after rank 0 has staged the checkpoint, and before rank 0
+    renames the checkpoint."""
     job_id = stack.submit(stack.run("zombie"), do="freeze_before_commit", rank=0, until=1)
     stack.until((stack.spool.root / "frozen").exists, "rank 0 before its rename")
     stack.signal_host(0, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Agents that serve one attempt, as in pods and under Slurm, report each kind of end."""
+"""Agents that serve a single attempt, as in pods and under Slurm, report how the attempt ended."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The command line against a real controller, while the test plays the runner."""
+"""The command line against a real controller, while the test acts as the runner."""
 
 import json
 import re
@@ -57,8 +57,8 @@ def train(tandem, run: str) -> str:
 
 
 def train_while(action, tandem, server, *arguments: str) -> tuple[int, str, str]:
-    """Runs `tandem train`. When its job is queued, a thread calls `action` in place of the other
-    programs."""
+    """Runs `tandem train`. When the command's job is queued, a thread calls `action`, which does
+    the work of the other programs."""
     with ThreadPoolExecutor() as threads:
         queued = threads.submit(
             until, "it is queued", lambda: server.spool.jobs.list(states=("queued",))

@@ -320,8 +320,8 @@ def test_a_base_model_that_vllm_does_not_serve_here_is_refused(
 
 @pytest.mark.parametrize("has_spool", [True, False])
 def test_a_full_volume_that_has_a_spool_starts(preflight, command, tmp_path, has_spool):
-    """On a full volume the programs wait for space, and users free space by the controller's routes
-    that delete. On a volume without a spool the controller has nothing to delete."""
+    """On a full volume the programs wait for space, and users free space through the controller's
+    routes for deletion. On a volume without a spool the controller has nothing to delete."""
     volume = tmp_path / "volume"
     with mounted(volume, "-t", "tmpfs", "-o", "size=512k", "tmpfs"):
         if has_spool:

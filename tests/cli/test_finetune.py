@@ -1,5 +1,5 @@
-"""`tandem train sft` against a real controller; the test plays the runner. The tests check the data
-of each job, and that the same command continues a training."""
+"""`tandem train sft` against a real controller; the test acts as the runner. The tests check the
+data of each job, and that the same command continues a training."""
 
 import json
 import shutil

@@ -16,8 +16,8 @@ A, B = "GPU-aaaa", "GPU-bbbb"
 
 
 def sizes(allocated: int, pinned: int = 0) -> dict[str, int]:
-    """Kind of memory → its bytes in a phase. Every kind has a different value. `allocated` and
-    `pinned` are in MiB."""
+    """For each kind of memory, the bytes in a phase. Every kind has a different value. `allocated`
+    and `pinned` are in MiB."""
     mib = (allocated, allocated + 1, allocated + 500, pinned, allocated + 2)
     return {kind: size * MIB for kind, size in zip(KINDS, mib, strict=True)}
 

@@ -63,7 +63,7 @@ def repeated(before: str, unit: str, after: str) -> bytes:
 
 
 def attack(name: str) -> bytes:
-    """The body of an attack. The controller refuses the body at the latest after parsing. The body
+    """The body of an attack. The controller refuses the body before or after parsing. The body
     names step 9 as the base step, and no run has a step 9."""
     before, unit, after = ATTACKS[name]
     before = before.replace('{"kind', '{"base_step":9,"kind', 1)
@@ -88,8 +88,7 @@ def value(chance: random.Random, depth: int) -> object:
 
 
 def random_body(chance: random.Random) -> bytes:
-    """The body of a request in which a random value is repeated in the place of a list or an
-    object."""
+    """A request's body in which many copies of a random value replace a list or an object."""
     before, _, after = ATTACKS[chance.choice(sorted(ATTACKS))]
     unit = json.dumps(value(chance, 4), separators=(",", ":"))
     if before.rstrip('"').endswith(("{", ",")) and "}" in after[:1]:
@@ -116,8 +115,8 @@ def post(process: Process, body: bytes, path: str = "/v1/runs/a/train") -> httpx
 
 
 def taken(process: Process, body: bytes) -> tuple[int, httpx.Response]:
-    """The largest growth of the controller's resident set while the controller handled the body, in
-    bytes, and the controller's answer."""
+    """A pair: the largest growth of the controller's resident set during the request, in bytes, and
+    the controller's answer."""
     status = Path(f"/proc/{process.popen.pid}")
     (status / "clear_refs").write_text("5")  # resets the peak of the resident set
     before = psutil.Process(process.popen.pid).memory_info().rss

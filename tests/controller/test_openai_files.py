@@ -1,5 +1,5 @@
-"""Files by the openai package: uploads, lists and deletions, and files that are refused at the
-upload."""
+"""Calls of the openai package for files: uploads, lists and deletions, and uploads that the
+controller refuses."""
 
 import json
 import shutil

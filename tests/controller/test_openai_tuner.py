@@ -1,5 +1,5 @@
-"""The tuner, which advances fine-tunings, without HTTP. The tests check its death at every change
-of the volume, the meaning of "auto", and the length of rows."""
+"""The tuner, which advances fine-tunings, without HTTP. The tests kill the tuner at every change of
+the volume, and check the meaning of "auto" and the length of rows."""
 
 import shutil
 import tempfile
@@ -129,7 +129,8 @@ def memory() -> Iterator[Path]:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LOOKS)
 def test_dying_anywhere(memory: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """After a death at any change of the volume, the next controller reaches the same state."""
+    """If the controller dies at any change of the volume, the next controller reaches the same
+    state as without the death."""
     for level in ("info", "warning", "error"):  # the log's writes don't go to the volume
         monkeypatch.setattr(Log, level, lambda *_, **__: None)
     template, dead = memory / f"{name} template", memory / f"{name} dead"

@@ -1,5 +1,5 @@
-"""Fine-tuning jobs by the openai package, from a file to a model's name. The tests also check
-refusals. The test plays the runner."""
+"""Fine-tuning jobs that the openai package creates, from the uploaded file to the model's name. The
+tests also check refusals. The test acts as the runner."""
 
 import json
 import time

@@ -43,7 +43,7 @@ def test_the_document_is_complete(server):
 
 
 def unbounded(part: Any, components: dict[str, Any], where: str, seen: set[str]) -> Iterator[str]:
-    """The strings, lists and dicts without a bound that a client may send."""
+    """The strings, lists and dicts that a client may send without any limit on their size."""
     if isinstance(part, list):
         for index, inner in enumerate(part):
             yield from unbounded(inner, components, f"{where}.{index}", seen)
@@ -77,8 +77,8 @@ def test_whatever_a_client_sends_has_a_bound(server):
 
 
 def test_the_largest_record_that_a_request_makes(http, server):
-    """Each label and name has the most characters that are allowed, and the characters with the
-    longest form in JSON."""
+    """Each label and name has the maximum length, and consists of the characters that are longest
+    in JSON."""
     labels = {f"{i:02}" + "\x01" * 62: "\x01" * 256 for i in range(64)}
     name = "r" * 64
     assert http.post("/v1/runs", json={"name": name, "lora": {"rank": 2}}).status_code == 201

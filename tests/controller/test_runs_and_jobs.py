@@ -1,4 +1,4 @@
-"""Runs and jobs through the client, while the test plays the runner."""
+"""Runs and jobs through the client, while the test acts as the runner."""
 
 import base64
 import io
@@ -488,8 +488,8 @@ def test_a_mixture_of_experts_has_adapters_on_attention_by_default(deploy):
 
 
 def routed(experts: np.ndarray) -> dict[str, Any]:
-    """A request whose turns have `experts`. Each turn has 4 tokens, and the experts are for 3 of
-    them."""
+    """A request whose turns have `experts`. Each turn has 4 tokens, and `experts` covers 3 of these
+    tokens."""
     buffer = io.BytesIO()
     np.save(buffer, experts)
     made = rl_request()

@@ -1,5 +1,5 @@
-"""Tinker's API by Tinker's own package. The tests cover a program that trains and samples, retries,
-and refusals. The test plays the ranks, and a fake plays vLLM."""
+"""Tinker's API, called by Tinker's own package. The tests cover a program that trains and samples,
+retries, and refusals. The test acts as the ranks, and a fake server takes the place of vLLM."""
 
 import ast
 import asyncio
@@ -253,7 +253,7 @@ def test_a_created_custom_loss_is_computed_by_the_client(
     handle = client.create_custom_loss(mine, input_ranks=ranks).result(timeout=60)
     data = [datum([1, 2, 3, 4], advantages=[1.0, 0.5, -3.0])]
     found = model.forward_backward_custom(data, handle).result(timeout=60)
-    # The played ranks' log-probs are 0, -1, -2.
+    # The log-probs of `PlayedRanks` are 0, -1, -2.
     assert found.metrics["loss:sum"] == 0.5 - 3.0 * 4
     assert found.metrics["custom/mine:sum"] == 2 * (0.5 - 3.0 * 4)
     sent = spool.requests.get(run_of(model), 2)

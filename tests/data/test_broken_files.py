@@ -20,8 +20,8 @@ def call(**function: Any) -> dict[str, Any]:
     return {"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": function}]}]}
 
 
-# Name of the file, its content (bytes, a text, or records that become lines), a part of the place
-# that the error names, and a pattern of the error's text.
+# Each case has the file's name, the file's content (bytes, a text, or records that become lines), a
+# part of the place that the error names, and a pattern of the error's text.
 CASES: list[tuple[str, Any, str, str]] = [
     ("empty.jsonl", "", "FILE", "no record"),
     ("blank.jsonl", "\n \n", "FILE", "no record"),

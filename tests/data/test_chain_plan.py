@@ -1,4 +1,5 @@
-"""The records of a training's two files."""
+"""The template variables of a training apply to the records of both files, the data and the
+held-out data."""
 
 import json
 from pathlib import Path

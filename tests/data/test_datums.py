@@ -1,5 +1,5 @@
-"""The data of a session's passes. The tests check the losses that have Tinker's names, and the
-packed rows."""
+"""The data of a session's forward and backward passes. The tests check the losses that have
+Tinker's names, and the packed rows."""
 
 import hashlib
 from dataclasses import replace

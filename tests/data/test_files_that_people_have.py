@@ -72,7 +72,8 @@ TWO_CALLS = {
 }
 THINKING = CHAT | {"chat_template_kwargs": {"enable_thinking": False}}
 
-# The program that writes the record, the record, and a record of Tandem with the same meaning.
+# Each case has the program that writes the record, the record, and a record of Tandem with the same
+# meaning.
 READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("OpenAI's SDK: nulls", {"messages": [ASK | SDK, ANSWER | SDK]}, CHAT),
     ("OpenAI's SDK: empty texts", {"messages": [ASK, ANSWER | {"refusal": "", "name": ""}]}, CHAT),
@@ -383,8 +384,8 @@ def test_read(writer: str, record: Any, expected: dict[str, Any], tmp_path: Path
 
 
 HALF = '{"messages": [{"role": "user", "content": "a \\ud83d"}, {"role": "assistant"}]}'
-# The program that writes the record, the record, a part of the place that the error names, and a
-# pattern of the error's text.
+# Each case has the program that writes the record, the record, a part of the place that the error
+# names, and a pattern of the error's text.
 REFUSED: list[tuple[str, Any, str, str]] = [
     ("half a letter", HALF, "line 1: messages.0.content", "half of a pair.*correct it or leave it"),
     ("half a letter in a column's name", '{"\\ud83d": 1, "text": "a"}', "line 1", "half of a pair"),

@@ -22,7 +22,7 @@ CALL = {"name": "f", "arguments": {"x": 1}}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 PAIR = {"prompt": [ASK], "chosen": [ANSWER], "rejected": [WORSE]}
 
-# The format's name, a record, and the example or pair that the record becomes.
+# Each case has the format's name, a record, and the example or pair that the record becomes.
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("messages", {"messages": [ASK, ANSWER], "id": 7}, {"messages": [ASK, ANSWER]}),
     (

@@ -88,8 +88,8 @@ def turns_of(sequences: list[LinearSequence]) -> list[tuple[list[int], list[int]
 def expected_turns(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Any
 ) -> list[tuple[list[int], list[int]]]:
-    """The expected runs of trained tokens, in the form that `turns_of` returns. transformers
-    renders and tokenises each answer after the answer's own prompt."""
+    """The expected runs of trained tokens, in the form that `turns_of` returns. The library
+    transformers renders and tokenises each answer after the answer's own prompt."""
     found = []
     special = set(tokenizer.all_special_ids) | {
         n for n, t in tokenizer.added_tokens_decoder.items() if t.special
@@ -135,8 +135,8 @@ def test_tokens_and_masks_are_transformers(path: Path) -> None:
             ):
                 render(tokenizer, [example], ["x"])
             continue
-        # Some templates leave out calls or system messages. The text up to the question "weather?"
-        # does not count, because the description of the tool there contains the tool's name.
+        # Some templates leave out calls or system messages. The search begins after the question
+        # "weather?", because the earlier text describes the tool and contains the tool's name.
         shown = tokenizer.decode(theirs["input_ids"]).rpartition("weather?")[2]
         wanted = {"tool_calls": "get_weather", "system": "be brief"}
         missing = [
@@ -158,11 +158,11 @@ def test_tokens_and_masks_are_transformers(path: Path) -> None:
 
 
 # Templates that can't render the conversations of these tests. DeepSeek's prompt ends with <think>,
-# and DeepSeek's rendering of an answer leaves <think> out. For LLaVA content must be a list,
-# because of images.
+# and DeepSeek's rendering of an answer leaves <think> out. LLaVA's templates require lists as
+# content, because content may have images.
 REFUSED = {"deepseek_r1_distill", "deepseekv3", "llava_next", "llava_next_training"}
-# For these templates too content must be a list. These templates drop content that is a plain text,
-# without an error.
+# The following templates also require lists as content, and silently drop content that is a plain
+# text.
 WITHOUT_TEXTS = {"idefics3", "idefics3_training", "smolvlm", "smolvlm_training"}
 
 
@@ -199,8 +199,8 @@ def test_any_text_is_tokenised_as_message_by_message(name: str, greedy: bool) ->
         assert turns_of(sequences) == expected
         compared += 1
     assert compared > 75
-    # With `greedy`, some conversations are refused: a special token includes white space that the
-    # answer's tokens lack if the answer is tokenised alone.
+    # With `greedy`, some conversations are refused, because a special token includes white space
+    # beside it. The answer lacks this white space if the answer is tokenised alone.
     assert all("a token spans the border" in message for message in refused)
     assert greedy or not refused
 
@@ -277,7 +277,7 @@ def test_a_tools_text_is_that_of_vllm(function: dict[str, Any]) -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 
     sent = {"function": function, "type": "function", "of_the_client": 1}
-    # The rollout door leaves `strict` out.
+    # Tandem's rollout routes leave `strict` out.
     left = {key: one for key, one in function.items() if key != "strict"}
     theirs = ChatCompletionToolsParam.model_validate({**sent, "function": left}).model_dump()
     ours = SFTExample.model_validate(CONVERSATIONS["tools"] | {"tools": [sent]}).tools

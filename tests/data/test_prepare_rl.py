@@ -66,8 +66,8 @@ def lineages(row: PackedRow) -> list[list[int]]:
     return [path := [*path[: row.positions[slot]], slot] for slot in range(row.num_tokens)]
 
 
-# The vocabulary is tiny and the sequences are short. So shared prefixes and duplicates are likely,
-# and so are sequences that are prefixes of other sequences.
+# The vocabulary is tiny and the sequences are short. Shared prefixes, duplicates, and sequences
+# that are prefixes of other sequences are therefore likely.
 steps = st.none() | st.integers(0, 2)
 ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
 
@@ -236,8 +236,8 @@ def test_nothing_is_lost(groups: list[Group], length: int, too_long: str) -> Non
 SYSTEM = list(range(30))
 LAYOUTS = {
     "split groups fill each other's rows": (
-        # 5 completions of 10 tokens after a prompt of 20 fill 60 slots of one row and 30 of the
-        # next. The second group starts in the 30 slots that are left.
+        # 5 completions of 10 tokens after a prompt of 20 tokens fill 60 slots of one row and 30
+        # slots of the next row. The second group starts in the 30 slots that are left.
         [group([one([g] * 20, [10 * g + i] * 10, i) for i in range(5)]) for g in (1, 2)],
         60,
         (3, 60 + 60 + 60),

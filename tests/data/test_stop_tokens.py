@@ -26,11 +26,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "call": {"messages": [ASK, CALLING], "tools": [TOOL]},
     "thought": {"messages": [ASK, turn("assistant", "yo", reasoning_content="Hm")]},
 }
-# A family has the names of its templates and its stop tokens. The stop tokens are eos_token_id of
-# the checkpoints' generation_config.json, with the tokenizer's EOS first. The other four tokens of
-# a family are the ends of an answer, an earlier answer of a conversation, a call, and an answer
-# with a thought. REFUSED in place of a token means that Tandem refuses the example, because the
-# template refuses or leaves out the message.
+# Each family lists the names of its templates, and its stop tokens. The stop tokens are
+# eos_token_id of the checkpoints' generation_config.json, with the tokenizer's EOS first. Each
+# family also lists four tokens. The four tokens end an answer, an earlier answer of a conversation,
+# a tool call, and an answer with a thought. REFUSED in place of a token means that Tandem refuses
+# the example, because the template refuses or leaves out the message.
 REFUSED = None
 FAMILIES: dict[str, tuple[str, list[str], list[str | None]]] = {}
 
@@ -164,7 +164,7 @@ family(
 )
 
 
-# (Template, kind of turn) whose `{% generation %}` block does not end with a stop token.
+# The pairs (template, kind of turn) whose `{% generation %}` block does not end with a stop token.
 ENDLESS = {("diffusion_gemma_training", "call"), ("gptoss_training", "earlier")}
 
 

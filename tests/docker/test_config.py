@@ -1,5 +1,5 @@
-"""`docker compose config` of the files: GPUs per role, published ports, hardening, secrets and
-variables.
+"""The output of `docker compose config` for this repository's compose files. The tests check GPUs
+per role, published ports, hardening, secrets and variables.
 
 `tests/helm/test_drift.py` compares each role's variables with the chart.
 """
@@ -145,7 +145,7 @@ def preflight(*options: str, config: dict, **variables: str):
     [
         (f"{A},{B}", B, {"TANDEM_TRAINER_RANKS": "2"}, f"both name {B}"),
         ("0", B, {}, "some are named by index, some by UUID"),
-        # A value of TANDEM_GPU_MODE disables the guard in the compose file.
+        # If TANDEM_GPU_MODE has a value, the compose file's own guard is disabled.
         ("0", "0", {"TANDEM_GPU_MODE": "dedicated"}, "both name 0"),
     ],
 )
@@ -478,8 +478,8 @@ def test_settings_reach_the_containers_that_have_their_variables(files):
 
 
 def variables_of(path: str) -> dict[str, set[str | None]]:
-    """Each variable that a compose file reads → its defaults; None for a variable that the file
-    passes on."""
+    """For each variable that a compose file reads, the variable's defaults; None for a variable
+    that the file only passes on."""
     text = re.sub(r"(?m)^\s*#.*$", "", Path(path).read_text())
     defaults: dict[str, set[str | None]] = defaultdict(set)
     for name, default in re.findall(r"\$\{(\w+)(?::-([^}]*))?[^}]*\}", text):
@@ -490,7 +490,8 @@ def variables_of(path: str) -> dict[str, set[str | None]]:
 
 
 def example() -> dict[str, tuple[str, bool]]:
-    """.env.example: variable → (value, whether it is commented out)."""
+    """For each variable in .env.example, the value, and whether the variable's line is commented
+    out."""
     lines = re.findall(r"(?m)^(#?)([A-Z][A-Z0-9_]+)=(.*)$", (ROOT / ".env.example").read_text())
     return {name: (value, bool(comment)) for comment, name, value in lines}
 

@@ -56,7 +56,7 @@ def entries(image: str) -> list[Entry]:
     removes."""
     graph = about(image)["GraphDriver"]
     data = graph["Data"]
-    # LowerDir lists the top layer first and is absent if there is one layer.
+    # LowerDir lists the top layer first. LowerDir is absent if there is only one layer.
     directories = [data["UpperDir"], *filter(None, (data.get("LowerDir") or "").split(":"))][::-1]
     if graph["Name"] != "overlay2" or not os.access(directories[0], os.R_OK):
         pytest.skip(

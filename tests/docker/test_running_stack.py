@@ -1,5 +1,5 @@
-"""A running stack learns through its published ports, refuses other access, and survives `down` and
-`up`.
+"""A running stack trains a model through its published ports, refuses other access, and survives
+`down` and `up`.
 
 Each test continues from the state that the test before it left.
 """

@@ -161,8 +161,8 @@ sys.exit("no checkpoint was begun")
 
 @pytest.mark.sample(2, of="ends of the trainer's container")
 def test_sigterm_during_a_checkpoint(stack):
-    """The container's exit status is 0. The checkpoint is complete or does not exist. The job
-    succeeded, or goes on without a counted attempt."""
+    """The container's exit status is 0. The checkpoint is complete or does not exist. The job has
+    succeeded, or continues without a counted attempt."""
     begin = time.time()
     job = submit(stack, epochs=100)
     done = docker(
@@ -175,7 +175,8 @@ def test_sigterm_during_a_checkpoint(stack):
 
 
 def test_docker_kill_of_the_controller(stack):
-    """A job runs on without the controller, and a client that asks again finds the job done."""
+    """A job continues without the controller. A client that repeats its request finds that the job
+    has succeeded."""
     job = submit_running(stack)
     stack.kill_container("controller")
     stack.run("up", "-d", "controller")
@@ -245,8 +246,8 @@ def test_a_program_that_cannot_be_started(stack):
     """The container ends and starts again and again. `up --wait` ends after a bounded time. The log
     says why the program can't be started."""
     begin = time.time()
-    # `up --wait`'s exit status is not checked: Compose up to 5.5 may report success at the
-    # deadline.
+    # The exit status of `up --wait` is not checked, because Compose up to 5.5 may report success at
+    # the deadline.
     stack.run(
         "up",
         "--wait",

@@ -3,9 +3,9 @@ this directory into PYTHONPATH.
 
 By default Python's garbage collector looks for cycles at every 700 new objects. During the imports
 of torch and vLLM there is no garbage, but the search takes an eighth of a start's CPU time. In all
-tests together the search took a tenth of the CPU time. The start of vLLM contains six more
-searches, which find no garbage either. These six searches take 2.4 s of the 13 s of CPU time of
-vLLM's start.
+tests together the search took a tenth of the CPU time. vLLM's own code starts six more searches
+during its start, which find no garbage either. These six searches take 2.4 s of the 13 s of CPU
+time of vLLM's start.
 
 At each start vLLM imports gRPC to send traces, which takes 1 s of CPU time. The library
 transformers looks for the files of all packages, which takes 0.8 s. No test sends traces, and the

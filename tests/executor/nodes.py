@@ -107,11 +107,11 @@ class Nodes:
             process.kill()
 
     def admit(self, job: str) -> None:
-        """Kueue has quota for the Job."""
+        """Admits the Job, as Kueue does when there is quota for the Job."""
         self.api.change("Job", job, lambda obj: obj["spec"].update(suspend=False))
 
     def preempt(self, job: str, message: str = "Preempted to accommodate a workload") -> None:
-        """Kueue takes the Job's quota away."""
+        """Takes the Job's quota away, as Kueue does when it preempts a Job."""
         self._say_workload(job, {"type": "Evicted", "status": "True", "message": message})
         self.api.change("Job", job, lambda obj: obj["spec"].update(suspend=True))
 

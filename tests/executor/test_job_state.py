@@ -150,7 +150,8 @@ def test_a_complete_job_has_ended_well():
             Waiting("pod j-0-abcde waits: ContainerCreating"),
         ),
         (Seen(job(), [RUNS]), Running()),
-        # Some pods run, so the time in which the other pods have to start counts.
+        # Some pods run, so the attempt counts as running, and the time limit for the other pods'
+        # start applies.
         (Seen(job(), [RUNS, pod(phase="Pending", conditions=[FULL])]), Running()),
         (
             Seen(job(suspend=True), workload=workload("QuotaReserved", "False", "no flavor fits")),

@@ -1,9 +1,9 @@
 """The executor's requests to the tests' API server, and the answers that the executor survives.
 Pods are processes that only wait; test_kubernetes_stack.py has real agents.
 
-TANDEM_TEST_KUBECONFIG names a kubeconfig file. With this variable, the tests that use the fixture
-`plane` run on the file's control plane, in the namespace of the file's context. All other tests are
-skipped.
+TANDEM_TEST_KUBECONFIG names a kubeconfig file. If TANDEM_TEST_KUBECONFIG is set, the tests that use
+the fixture `plane` run on the kubeconfig's control plane, in the namespace of the kubeconfig's
+context. All other tests are skipped.
 """
 
 import json
@@ -278,8 +278,8 @@ def test_hours_in_kueues_queue_do_not_count_as_the_hosts_time_to_arrive(cluster,
 @scripted
 @pytest.mark.parametrize("began", [True, False])
 def test_a_new_runner_finds_a_job_that_is_suspended(cluster, began):
-    """Kueue may have preempted the Job while no runner ran. If the Job's hosts had begun, their
-    tickets for the attempt are taken, so the attempt can't go on."""
+    """Kueue may have preempted the Job while no runner ran. A host that has begun the attempt has
+    already taken the host's only ticket for the attempt, so the attempt can't go on."""
     cluster.nodes.kueue = True
     execution = cluster.runner.begin()
     until(execution, Waiting, "Kueue has not said why")

@@ -81,7 +81,8 @@ def test_an_evicted_pod_is_another_attempt_that_does_not_count(stack, reason):
     state, job = stack.wait(job_id)
     assert (state, job.attempt) == ("succeeded", 2), job.result
     assert stack.counted(job_id) == [("preempted", False)]
-    # The pods may be gone before the runner sees them. The Job reports the reason, too.
+    # The runner reads the reason from the pods, or from the Job if the pods have already been
+    # deleted.
     why = rf"{reason}: node-1 is drained|has condition DisruptionTarget"
     assert re.search(why, stack.job_log(job_id))
     stack.until_empty()
@@ -215,8 +216,8 @@ def test_kueue_admits_preempts_and_admits_the_next_job(stack):
 
 @of_pods
 def test_a_job_that_kueue_admits_again_without_a_runner_trains_nothing(stack):
-    """The hosts' tickets of the attempt are taken, so the Job ends, and the next runner makes
-    another Job."""
+    """Each host has already taken its only ticket for the attempt, so the Job ends, and the next
+    runner makes another Job."""
     stack.nodes.kueue = True
     job_id = stack.submit(stack.run("admitted"), attempts=1, do="wait", until=1)
     (first,) = stack.until(stack.names, "the Job")

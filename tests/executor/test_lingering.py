@@ -32,7 +32,7 @@ def stack(running):
 
 
 def trained(stack: KubernetesStack, run: str, **order: object) -> str:
-    """Trains a job of a new run to its end. The Kubernetes Job stays; returns its name."""
+    """Trains a job of a new run to its end. Returns the name of the Kubernetes Job, which stays."""
     job_id, state, job = stack.ended(run, **order)
     assert (state, job.attempt) == ("succeeded", 1), (job.result, stack.job_log(job_id))
     assert "released" in stack.kinds(job_id)

@@ -25,8 +25,8 @@ OF_RUNNER = (
 
 @contextmanager
 def two_ranks(executor: str, root: Path) -> Iterator[dict[str, str]]:
-    """The variables of a runner on this spool whose jobs have two ranks, on two hosts unless
-    `executor` is local."""
+    """The variables of a runner on this spool. Each job of the runner has two ranks, on one host if
+    `executor` is local, and otherwise on two hosts."""
     variables = {
         "TANDEM_TRAINER_RANKS": "2",
         # the agents have the same number of threads, because this number decides the order of sums

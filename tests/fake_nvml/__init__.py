@@ -1,5 +1,5 @@
-"""A fake NVIDIA driver for this process and its children. The fake driver sets the answers of
-`pynvml.py` in this directory."""
+"""A fake NVIDIA driver for this process and its children. The fake driver sets the answers that
+this directory's `pynvml.py` gives."""
 
 import json
 import os
@@ -37,7 +37,7 @@ class FakeNvml:
         self.set(*gpus)
 
     def set(self, *gpus: dict, **raises: int) -> None:
-        """Sets the GPUs from now on, and the functions that fail."""
+        """Sets which GPUs exist from now on, and which NVML functions fail."""
         staged = self.path.with_suffix(".new")
         staged.write_text(json.dumps({"gpus": gpus, "raises": raises}))
         staged.replace(self.path)

@@ -68,8 +68,8 @@ def _only(matches: list[dict]) -> dict:
 
 
 def _memory_of(directory: Path) -> SimpleNamespace:
-    """The memory of a GPU that is a directory, to which each living process has written the MiB
-    that it uses."""
+    """The memory of a GPU that `directory` stands for. Each process that uses the GPU has a file in
+    `directory` with the MiB of memory that the process uses."""
     from runner import fake_gpu
 
     used = (3 + sum(fake_gpu.living(directory).values())) * 2**20

@@ -4,7 +4,7 @@
     python -m tests.fuzz.files [--minutes 30] [--seed N]    damaged files against every program
 
 Each fuzzer prints the seed that repeats its run. `stage` makes a spool with every kind of file,
-`damage` damages one file, and `readers` are the programs that read it.
+`damage` damages one file, and `readers` lets the programs read the spool.
 """
 
 import sys

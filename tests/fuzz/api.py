@@ -4,8 +4,9 @@ documented, and a refusal leaves no trace.
     python -m tests.fuzz.api [--minutes 30] [--seed S]
 
 A controller process with an API key serves a spool with runs, queued jobs that nobody runs, an
-ended job and two checkpoints. Schemathesis reads the OpenAPI document and sends requests that it
-allows and requests that it forbids. Each round has a new spool and controller, and the next seed.
+ended job and two checkpoints. Schemathesis reads the OpenAPI document and sends requests that the
+document allows and requests that the document forbids. Each round has a new spool and controller,
+and the next seed.
 """
 
 import argparse
@@ -52,8 +53,8 @@ def controller(directory: Path) -> Iterator[tuple[str, Path]]:
 
 
 def fuzz(directory: Path, seed: int, seconds: float, arguments: tuple[str, ...] = ()) -> str:
-    """Runs Schemathesis for `seconds`. Returns its report of problems, or an empty string. Raises
-    AssertionError if the controller died."""
+    """Runs Schemathesis for `seconds`. Returns Schemathesis' report of problems, or an empty
+    string. Raises AssertionError if the controller died."""
     with controller(directory) as (url, root):
         command = [
             str(Path(sys.executable).with_name("schemathesis")),

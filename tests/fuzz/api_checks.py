@@ -16,7 +16,8 @@ _before: set[str] = set()
 
 
 def names() -> Iterator[str]:
-    """Every file of the spool, without the locks, which the controller writes by itself."""
+    """The path and the size of every file of the spool. Locks are left out, because the controller
+    writes locks by itself."""
     for path in ROOT.rglob("*"):
         name = path.relative_to(ROOT).as_posix()
         if name.startswith("jobs/locks") or name.endswith("/lock"):
@@ -28,7 +29,7 @@ def names() -> Iterator[str]:
 
 @schemathesis.hook
 def map_path_parameters(_: Any, path_parameters: dict[str, Any]) -> dict[str, Any]:
-    """Half of the paths name something that exists."""
+    """Half of the path parameters name a run, job or step that exists."""
     known = {
         "run": [path.name for path in ROOT.glob("runs/[!.]*")],
         "job": [path.name.split(",")[3] for path in ROOT.rglob("jobs/*/*/*,*,*,*")],
@@ -43,7 +44,8 @@ def map_path_parameters(_: Any, path_parameters: dict[str, Any]) -> dict[str, An
 
 @schemathesis.check
 def refusal_leaves_no_trace(_: Any, response: Any, case: Any) -> None:
-    """After an answer of 4xx or 5xx the spool has the same files with the same sizes."""
+    """After an answer of 4xx or 5xx the spool has the same files with the same sizes as before the
+    request."""
     global _before
     now = set(names())
     # A directory that an earlier request set aside may be removed now.

@@ -6,8 +6,8 @@ A spool with every kind of file is made by real jobs. Each round copies the spoo
 file of the copy. Collectors, controller, `tandem doctor`, publisher, sweeper and a runner with real
 ranks read the damaged copy. No program may raise, hang or answer 500. No job may succeed with
 weights that the undamaged spool does not give. A run that was not damaged must be served and
-trained. `--seed` and `--round` repeat one round. Root can read files without permission. The
-following command runs the fuzzer without this privilege of root:
+trained. `--seed` and `--round` repeat one round. Root can read every file, whatever the file's
+permissions are. The following command runs the fuzzer without this privilege of root:
 
     setpriv --bounding-set=-dac_override,-dac_read_search python -m tests.fuzz.files
 """
@@ -60,7 +60,7 @@ class Fuzzer:
         assert not problems, f"an undamaged spool has problems: {problems}"
 
     def round(self, number: int) -> tuple[str, list[str]]:
-        """Runs one round. Returns (the damaged file and the damage, the problems)."""
+        """Runs one round. Returns a pair: the damaged file with its damage, and the problems."""
         chosen = random.Random(f"{self.seed} {number}")
         kind = chosen.choice(sorted(self.kinds))
         name = chosen.choice(self.kinds[kind])

@@ -1,5 +1,5 @@
-"""A spool with every kind of file that programs read from it, made by real jobs; for
-`fuzz.files`."""
+"""Real jobs make a spool for `fuzz.files`, with every kind of file that programs read from a
+spool."""
 
 import os
 import shutil

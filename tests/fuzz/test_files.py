@@ -9,7 +9,8 @@ import pytest
 
 @pytest.mark.slow
 def test_no_damaged_file_stops_a_program_or_trains_other_weights() -> None:
-    """The fuzzer runs in a process of its own, because it ends without waiting for its threads."""
+    """The fuzzer runs in a process of its own, because the fuzzer ends without waiting for its
+    threads."""
     command = [sys.executable, "-m", "tests.fuzz.files", "--seed=1", "--rounds=12"]
     done = subprocess.run(
         command,

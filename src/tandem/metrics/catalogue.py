@@ -12,8 +12,8 @@ from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
 from tandem.metrics.publish import MergedCollector, PublishCollector, ReplicasCollector
 from tandem.metrics.ranks import RanksCollector
 
-# prometheus_client's types of metrics -> Tandem's kinds, for the metrics about the exporter's or
-# controller's own process.
+# Maps prometheus_client's metric types to Tandem's kinds. The exporter and the controller need the
+# kinds for the metrics of their own processes.
 _KINDS: dict[str, Kind] = {"gauge": "gauge", "counter": "counter"}
 PROCESS_METRICS = tuple(
     Metric(

@@ -1,4 +1,4 @@
-"""Collectors run in one thread each and keep their last results. A scrape only reads the
+"""Each collector runs in its own thread and keeps its last results. A scrape only reads the
 collectors' last results.
 
 `tandem_collector_success` shows whether a collector fails or hangs (on a network volume or in a
@@ -81,7 +81,7 @@ class Collector(abc.ABC):
 
     @abc.abstractmethod
     def collect(self, gauges: Samples) -> None:
-        """Sets `gauges`, which are empty at first, and adds to `self.counts`.
+        """Sets `gauges`, which has no values yet, and adds to `self.counts`.
 
         A collection has failed if this method raises an exception or adds entries to `self.errors`.
         After an exception, the gauges of the previous collection are kept; perishable gauges are
@@ -89,8 +89,8 @@ class Collector(abc.ABC):
         """
 
     def try_each[T](self, items: Iterable[T], action: Callable[[T], None]) -> None:
-        """Calls `action` for every item and records its errors, so that one bad file does not hide
-        the others."""
+        """Calls `action` for every item. Records exceptions of `action`, so that a bad file does
+        not prevent the collection of other files."""
         for item in items:
             with self.part(item):
                 action(item)

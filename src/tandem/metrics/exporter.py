@@ -2,7 +2,7 @@
 tandem.metrics.exporter`). The exporter also lists the address of each vLLM of the container.
 
 The exporter does not depend on the programs that it watches: it imports no torch, creates no CUDA
-context, and writes only a file that probes the shared volume. TANDEM_ROLE (`trainer` or
+context, and writes nothing but a probe file on the shared volume. TANDEM_ROLE (`trainer` or
 `inference`) selects the metrics that the exporter collects; without TANDEM_ROLE the exporter
 collects the metrics of both roles. The exporter can start before the spool and the programs exist;
 `tandem_collector_success` is 0 until they exist. The exporter exits with 0 on SIGTERM, with 2 if
@@ -49,7 +49,8 @@ log = Log("exporter")
 
 
 def exported_sides() -> tuple[Exporter, ...]:
-    """The sides (trainer, inference) whose metrics this process exports, by TANDEM_ROLE."""
+    """The sides (trainer, inference) whose metrics this process exports. TANDEM_ROLE selects the
+    sides."""
     role = current_role()
     return BOTH if role == "all" else (role,)
 
@@ -95,12 +96,12 @@ class MetricsServer(ThreadingTCPServer):
     Args:
         host: the IPv4 or IPv6 address to listen on.
         port: the port to listen on; 0: any free port, which is then in `server_port`.
-        targets: vLLM's name -> its port; if there is only one vLLM, its name is empty.
+        targets: each vLLM's name and port, as in `inference_ports`.
     """
 
     daemon_threads = True
-    # `tandem up` reserves the port for this process, and the port may have a connection in
-    # TIME_WAIT.
+    # Without address reuse the bind could fail, because `tandem up` holds the port for this
+    # process, and an old connection of the port may be in TIME_WAIT.
     allow_reuse_address = True
 
     def __init__(

@@ -79,8 +79,7 @@ METRICS = (
 
 
 class NvmlCollector(Collector):
-    """`selected`: indices or UUIDs (or their beginnings) of the GPUs to measure; empty: all
-    GPUs."""
+    """`selected`: indices, UUIDs or beginnings of UUIDs of the GPUs to measure; empty: all GPUs."""
 
     name = "nvml"
     metrics = METRICS
@@ -91,8 +90,8 @@ class NvmlCollector(Collector):
         super().__init__()
         self._device = device
         self._selected = tuple(selected)
-        # The driver stays open after a successful collection, because without persistence mode a
-        # GPU that no process has open loses its state.
+        # NVML stays open after a successful collection. Without persistence mode, the driver drops
+        # a GPU's state when no process has the GPU open.
         self._driver: Driver | None = None
         self._seen = False  # whether a GPU has ever been found
 
@@ -116,8 +115,8 @@ class NvmlCollector(Collector):
             self._seen = self._seen or measured > 0
         finally:
             if self.errors or not measured:
-                # The next collection opens the driver again, because after a reload the driver
-                # answers only new clients.
+                # The next collection opens NVML again, because a driver that was reloaded answers
+                # only new clients.
                 self._driver.close()
                 self._driver = None
 

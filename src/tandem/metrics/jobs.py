@@ -1,9 +1,10 @@
-"""Collects metrics of jobs from the jobs' events. Each event is counted once. Counters begin when
-the exporter starts.
+"""Collects metrics of jobs from the jobs' events. Each event is counted once. Counters count only
+events that are written after the exporter's start.
 
 The cost of a collection does not grow with the number of queued or finished jobs. The collector
-reads only jobs that have begun. Jobs that ended before the exporter started are not read, except
-the newest. A directory of finished jobs is listed again only after a change.
+reads only jobs that have begun. Of the jobs that ended before the exporter's start, the collector
+reads only the last one. A directory of finished jobs is listed again only after the directory has
+changed.
 """
 
 from contextlib import suppress
@@ -53,13 +54,12 @@ ERRORS = (
 """Reasons why an attempt failed (docs/jobs.md); an error that is not listed counts as "other"."""
 
 _STEP_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
-# The number of jobs of each terminal state that a new exporter reads to find the job that ended
-# last.
+# The number of jobs per terminal state that a new exporter reads to find the last ended job.
 _MOST_ENDED = 20
 _JOB_BUCKETS = (1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600)
 
-# Key in the event `step` -> `name` of the gauge tandem_train_<name> for the last optimizer step,
-# and the gauge's meaning.
+# For each key in the event `step`, the `name` and the meaning of the gauge tandem_train_<name>,
+# which has the value of the last optimizer step.
 _LAST_STEP = {
     "loss": ("loss", "The loss"),
     "grad_norm": ("grad_norm", "Norm of the gradient before clipping"),
@@ -90,7 +90,7 @@ _LAST_STEP = {
 }
 _HELD_OUT = "tandem_train_held_out_loss"
 _LAST_STEP_AT = "tandem_train_last_step_timestamp_seconds"
-# Key in the event `step` -> the counter to which its value is added, and the counter's meaning.
+# For each key in the event `step`, the name and the meaning of the counter that sums the values.
 _TOTALS = {
     "tokens": (
         "tandem_train_tokens_total",
@@ -220,8 +220,9 @@ class JobsCollector(SpoolCollector):
     def __init__(self, open_spool: OpenSpool) -> None:
         super().__init__(open_spool)
         self._followed: dict[str, _Followed] = {}
-        self._unread: set[str] = set()  # ids of jobs that could not be read yet
-        # Directory of ended jobs -> its last listing.
+        # Ids of jobs that could not be read yet.
+        self._unread: set[str] = set()
+        # The last listing of each directory of ended jobs.
         self._listed: dict[Path, tuple[JobDir, ...]] = {}
         self._caught_up = False
         # Receives the counts of events that were written before this process started. Events from
@@ -271,8 +272,8 @@ class JobsCollector(SpoolCollector):
         """Ids of running jobs, of jobs that ended since the last collection, and of jobs that the
         last collection could not read."""
         index = spool.jobs.index
-        # The running jobs are read first and the ended jobs second. A job that ends between the two
-        # reads is in at least one list.
+        # The list of running jobs is read before the list of ended jobs, so a job that ends between
+        # the two reads is in at least one of the lists.
         found = self._unread | {key.id for key in index.running()}
         listed = index.ended()
         for directory, ended in listed.items() if self._caught_up else ():
@@ -348,9 +349,9 @@ class JobsCollector(SpoolCollector):
 
 
 def _last_ended(spool: Spool) -> list[str]:
-    """A list with the id of the job that ended last, among the newest ended jobs. The list is empty
-    if the current or last runner has ended no job. Jobs of earlier runners have left no memory on
-    the devices, because resident ranks end with their runner.
+    """A list with one element, the id of the job that ended last. The list is empty if the current
+    or last runner has ended no job. Jobs of earlier runners have left no memory on the devices,
+    because resident ranks end with their runner.
     """
     ended = list[tuple[float, str]]()
     runner = spool.runner()
@@ -377,14 +378,14 @@ def _count_phases(counts: Samples, values: object, prefix: str = "") -> None:
 
 
 def _device_memory(released: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Gauge -> UUID -> bytes, from the data of an event `released`. None in the event stands for a
-    size that could not be measured."""
+    """The bytes for each gauge and each GPU's UUID, computed from the data of an event `released`.
+    None in the event stands for a size that could not be measured."""
     before, left, floor, kept = (
         released.get(key) or {} for key in ("before", "devices", "floor", "resident")
     )
     resident = {uuid: size for uuid, size in kept.items() if size is not None}
-    # Memory below the floor (a sleeping vLLM's) and the memory of resident ranks do not count as
-    # left by the job.
+    # Memory below the floor, which a sleeping vLLM keeps, does not count as left by the job. Memory
+    # that resident ranks keep does not count either.
     before, left = beyond(before, floor), beyond(beyond(left, floor), resident)
     measured = {uuid: size for uuid, size in left.items() if size is not None}
     given_back = {

@@ -1,6 +1,7 @@
 """The type of a metric, and `Samples`, which stores values between their collection and a scrape.
 
-The file of each collector lists the metrics that it collects; `catalogue.py` joins these lists.
+Each collector's file lists the metrics that the collector collects; `catalogue.py` joins these
+lists.
 
 No metric has the labels for the origin of a series (job, instance, namespace, pod, role), because
 Prometheus adds these labels at the scrape. Devices are named by UUID, because indices restart at 0
@@ -132,8 +133,8 @@ class Samples:
             self._series[name][key] = (*counts, total + value)
 
     def families(self, *, perishable: bool = True) -> Iterator[Family]:
-        """The metrics that have a series, for prometheus_client. `perishable=False` leaves out
-        perishable metrics."""
+        """The metrics that have at least one series, in prometheus_client's form.
+        `perishable=False` leaves out perishable metrics."""
         for metric in self._metrics.values():
             with self._lock:
                 series = dict(self._series[metric.name])

@@ -103,7 +103,8 @@ class CheckpointsCollector(SpoolCollector):
 
     def __init__(self, open_spool: OpenSpool) -> None:
         super().__init__(open_spool)
-        self._newest_step: dict[str, int] = {}  # run -> its newest step
+        # Each run's newest step.
+        self._newest_step: dict[str, int] = {}
         # Time (Unix seconds) and size (bytes) of the newest checkpoint of all runs.
         self._newest: tuple[float, int] | None = None
 

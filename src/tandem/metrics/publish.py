@@ -157,8 +157,8 @@ class MergedCollector(SpoolCollector):
         for replica, settings in self._servers.items():
             if replica not in self._clients:
                 self._clients[replica] = VllmClient(settings, timeout=5.0)
-            # If vLLM is starting or gone, `tandem_merged_phase` is absent, and Prometheus' metric
-            # `up` shows that vLLM does not answer.
+            # While vLLM starts or does not run, `tandem_merged_phase` is absent, and Prometheus'
+            # metric `up` shows that vLLM does not answer.
             with suppress(InferenceUnavailable):
                 current = self._clients[replica].merged()["phase"]
                 for phase in PHASES:

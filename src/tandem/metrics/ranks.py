@@ -16,9 +16,9 @@ _RUN = {"run": OPEN}  # a run has at most one running job
 _RANK = _RUN | {"rank": OPEN}
 _RANK_AND_GPU = {"uuid": OPEN, "rank": OPEN}
 
-# The keys of each dictionary are keys of a heartbeat's `memory` or `phases`. `tandem memory` shows
-# the other values of a heartbeat. A heartbeat's other values are not exported, because no alert
-# needs them, and each would add a series per rank.
+# The keys of the following three dictionaries are keys of a heartbeat's `memory` or `phases`.
+# `tandem memory` shows the other values of a heartbeat. A heartbeat's other values are not
+# exported, because no alert needs them, and each would add a series per rank.
 _ALLOCATOR_BYTES = {
     "allocated": (
         f"Bytes of torch's allocator in tensors{_CPU}.",
@@ -176,11 +176,12 @@ class _AttemptSeries:
     waited: float | None  # seconds that the attempt has waited; None if its ranks run
     seen_since: float = field(default_factory=time.time)
     seen_since_monotonic: float = field(default_factory=time.monotonic)
-    # Rank -> its last heartbeat, and the monotonic time at which this process first saw it. The
-    # rank's clock may be wrong.
+    # For each rank, the last heartbeat, and the monotonic time at which this process first saw this
+    # heartbeat. A rank's silence is measured by the monotonic time, because the rank's clock may be
+    # wrong.
     ranks: dict[int, tuple[Beat, float]] = field(default_factory=dict)
-    # Number of a session's last request, and the monotonic time at which this process last saw a
-    # request that is new, waits or is computed. Other jobs have no requests.
+    # The number of a session's last request, and the monotonic time at which this process last saw
+    # a new, waiting or running request. Other jobs have no requests.
     last_request: int = 0
     requested_at: float = field(default_factory=time.monotonic)
 
@@ -197,7 +198,7 @@ class _AttemptSeries:
 
         Args:
             last_request: the number of the run's last request; 0 if there is none.
-            computing: True if a request waits or is being computed.
+            computing: whether a request waits or is being computed.
         """
         now = time.monotonic()
         # A request may arrive and be answered between two collections.

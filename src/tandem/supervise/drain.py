@@ -2,10 +2,10 @@
 tandem.supervise.drain SECONDS`). The program waits up to SECONDS until the server's requests have
 ended.
 
-The drain program writes a file with the order to leave the proxy. The server's publisher reads the
-file, and withdraws vLLM's permission to answer. The proxy then sends no more requests to this
-server, and running requests continue. The drain program never fails, because the server is stopped
-in any case.
+The drain program writes a file that orders the server to leave the proxy. The server's publisher
+reads the file, and withdraws vLLM's permission to answer. The proxy then sends no more requests to
+this server, and running requests continue. The drain program never fails, because the server is
+stopped in any case.
 """
 
 import sys

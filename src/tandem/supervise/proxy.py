@@ -1,12 +1,12 @@
-"""Replaces its process by HAProxy, which gives several inference servers one address (`python -m
+"""Replaces this process by HAProxy, which gives several inference servers one address (`python -m
 tandem.supervise.proxy [HOST:PORT ... | --resolve NAME:PORT]`).
 
-The routing rule was measured (docs/performance.md). A rollout stays on the server that has the
-rollout's prefix in its cache and the rollout's turns in the rollout door's memory. The samples of a
-group share their prompt. So a group's samples start on the same server, unless this server has much
-more work than the others. Without arguments, the servers are the inference servers that `tandem up`
-starts beside the proxy. With `--resolve`, the servers are all addresses of a host name, for example
-of a headless Service. The name is resolved again every second.
+All turns of a rollout go to the same server, whose cache has the rollout's prefix, and whose memory
+has the rollout's earlier turns. The samples of a group share their prompt. So a group's samples
+start on the same server, unless this server has much more work than the others. Without arguments,
+the servers are the inference servers that `tandem up` starts beside the proxy. With `--resolve`,
+the servers are all addresses of a host name, for example of a headless Service. The name is
+resolved again every second. docs/performance.md has measurements of the routing rule.
 """
 
 import argparse
@@ -58,8 +58,9 @@ def haproxy_config(settings: Settings, servers: Sequence[str] = (), resolve: str
     """HAProxy's configuration.
 
     Args:
-        servers: `<host>:<port>` of each inference server.
-        resolve: `<name>:<port>`, where all servers are addresses of the host name.
+        servers: the address of each inference server, as `<host>:<port>`.
+        resolve: a host name and a port, as `<name>:<port>`; each address of the host name is a
+            server.
     """
     host = settings.inference_host
     address = f"[{host}]" if ":" in host else host

@@ -44,7 +44,8 @@ class Program:
     essential: bool = True
     # whether a restart is costly, because the program's state takes minutes to build
     costly: bool = False
-    # The program listens on the port settings.<port>_port, or on the port `number`.
+    # The program listens on the port `number`; if `number` is None, on the port
+    # settings.<port>_port.
     port: Literal["controller", "inference", "metrics"] | None = None
     number: int | None = None
     environment: tuple[tuple[str, str], ...] = ()  # variables in addition to supervisord's own
@@ -57,7 +58,7 @@ class Program:
 _EXPORTER = Program("exporter", "tandem.metrics.exporter", 5, essential=False, port="metrics")
 _CONTROLLER = Program("controller", "tandem.controller", 8, port="controller")
 _VLLM = Program("vllm", "tandem.inference.server.serve", 20, costly=True, port="inference")
-# The proxy has the common address of several inference servers.
+# The proxy listens on the common address of several inference servers.
 _PROXY = Program("proxy", "tandem.supervise.proxy", 5, port="inference")
 _PUBLISHER = Program("publisher", "tandem.inference.publisher", 8)
 # After SIGTERM, the runner stops its ranks, puts the job back into the queue, and gives shared GPUs
@@ -82,9 +83,10 @@ _LEFTOVER_SECONDS = 13
 
 
 def programs_of(settings: Settings, role: str) -> tuple[Program, ...]:
-    """The programs of a role. Several inference servers are pairs of a vLLM and a publisher, behind
-    a proxy. With TANDEM_REPLICA, this machine runs only one pair of a vLLM and a publisher. Raises
-    InvalidInput if there are not enough GPUs for the servers."""
+    """The programs of a role. Each of several inference servers is a pair of a vLLM and a
+    publisher, and a proxy is in front of all pairs. With TANDEM_REPLICA, this machine runs only one
+    pair of a vLLM and a publisher. Raises InvalidInput if there are not enough GPUs for the
+    servers."""
     programs = PROGRAMS.get(role, PROGRAMS["all"])
     if settings.local_replicas == 1 or _VLLM not in programs:
         return programs
@@ -102,7 +104,7 @@ def programs_of(settings: Settings, role: str) -> tuple[Program, ...]:
 
 def inference_ports(settings: Settings) -> dict[str, int]:
     """The port of each inference server of this machine, by the server's name. A single server has
-    an empty name."""
+    the name in TANDEM_REPLICA, or an empty name if TANDEM_REPLICA is not set."""
     first = settings.inference_port
     if settings.local_replicas == 1:
         return {settings.replica or "": first}
@@ -138,14 +140,14 @@ def replica_variables(settings: Settings) -> list[dict[str, str]]:
 
 
 def supervisord_seconds(programs: Sequence[Program]) -> int:
-    """The most seconds that supervisord takes to stop its programs. The kinds of programs stop one
-    after another, and all programs of a kind stop at the same time."""
+    """The longest time, in seconds, that supervisord takes to stop its programs. The kinds of
+    programs stop one after another, and all programs of a kind stop at the same time."""
     return sum(max(p.stop_seconds for p in of) for of in _by_kind(programs).values()) + 8
 
 
 def stop_seconds(programs: Sequence[Program]) -> int:
-    """The most seconds between SIGTERM and the end of `tandem up`, including the time to end
-    processes that supervisord left."""
+    """The longest time, in seconds, between SIGTERM and the end of `tandem up`, including the time
+    to end processes that supervisord left running."""
     return supervisord_seconds(programs) + _LEFTOVER_SECONDS
 
 
@@ -226,7 +228,7 @@ priority = {programs.index(of[0])}
 
 
 class Console:
-    """Prints programs' logs. The logs are followed from their current ends.
+    """Prints programs' logs. Lines that the logs already contain are not printed.
 
     Args:
         logs: the directory of the logs.

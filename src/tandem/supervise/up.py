@@ -12,14 +12,14 @@ supervisord, and the exit status of `tandem up` shows how the programs ended:
 - 72: supervisord itself ended.
 
 Once all programs have been ready, `tandem up` ends with 70 or 71 only if no other running program
-is costly to restart. vLLM and a runner with its job are costly to restart, and must not lose their
-state because another program fails. While vLLM or the runner stays up, another failing program is
-restarted for ever.
+is costly to restart. The programs that are costly to restart are vLLM and a runner with its job. A
+failure of another program must not destroy the state of vLLM or the runner. While vLLM or the
+runner stays up, another failing program is restarted for ever.
 
 All processes that `tandem up` started end within `supervisord.stop_seconds()`, in whatever way
-`tandem up` ends. (If supervisord is killed together with `tandem up`, the next `tandem up` of this
-role ends the processes that are left.) `tandem up` may be the first process of a container, or have
-an init process as its parent. `tandem up` adopts and reaps processes that lose their parent.
+`tandem up` ends. If supervisord is killed together with `tandem up`, the next `tandem up` of this
+role ends the remaining processes. In a container, `tandem up` may be the first process or the child
+of an init process. `tandem up` adopts and reaps processes that lose their parent.
 """
 
 import os
@@ -71,8 +71,9 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
     """Run the programs of `role` until Ctrl-C, SIGTERM or a crash loop; returns the exit status.
 
     Call this function in a separate process, because it changes the process's environment and
-    umask, and ends all descendants of the process. Raises InvalidInput, Conflict (a port is taken,
-    or this role runs on this spool already) or SpoolUnusable before it starts anything.
+    umask, and ends all descendants of the process. Before any program is started, the function may
+    raise InvalidInput, SpoolUnusable, or Conflict if a port is taken or this role already runs on
+    this spool.
 
     Args:
         programs: the programs to run; None: the programs of `role` under these settings.
@@ -132,9 +133,9 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
 
 
 def _end_remains(directory: Path, seconds: float, console: Console) -> None:
-    """End the processes that a killed `tandem up` left, because they would keep ports and the
-    runner's lock. supervisord stops its programs within `seconds`, but supervisord may have been
-    killed too."""
+    """End the processes that a killed `tandem up` left, because these processes would keep ports
+    and the runner's lock. A supervisord that still runs stops its programs within `seconds`.
+    Processes that are left after `seconds` are killed."""
     find = partial(processes.marked, liveness.VARIABLE, str(directory))
     if not (left := find()):
         return
@@ -186,7 +187,8 @@ class Stack:
         self._lives = {program.name: _Life() for program in programs}
         self._directory = runtime_dir(settings.root, role)
         self._signals = 0
-        self._ready = False  # whether the stack has been ready at least once
+        # Whether the stack has been ready at least once.
+        self._ready = False
         # vLLM's admin routes always need a token. If no token is configured, a random token is
         # generated, which users don't need to know.
         self._token = settings.secret("admin_token") or secrets.token_urlsafe(32)

@@ -39,7 +39,7 @@ class Sample:
 
 
 def parse(text: str) -> Sample:
-    """Reads Prometheus' text format. A vLLM without series that count tokens has had no requests
+    """Reads Prometheus' text format. A vLLM whose metrics have no token counts has had no requests
     yet."""
     requests, tokens, counts_tokens, asleep = 0.0, 0.0, False, False
     for name, labels, value in _SERIES.findall(text):
@@ -56,8 +56,8 @@ def parse(text: str) -> Sample:
 
 
 class Progress:
-    """Decides from samples, taken every `poll_seconds`, when vLLM has stalled for
-    `stall_seconds`."""
+    """Decides whether vLLM has stalled for `stall_seconds`. The decision uses samples that are
+    taken every `poll_seconds`."""
 
     def __init__(self, stall_seconds: float, poll_seconds: float) -> None:
         self._stall = stall_seconds
@@ -120,7 +120,7 @@ class Watchdog(threading.Thread):
     Args:
         say: a function that prints a line.
         program: the name of vLLM's program in supervisord.
-        port: the port at which this vLLM listens; None: TANDEM_INFERENCE_PORT.
+        port: the port at which this vLLM listens, by default the port in TANDEM_INFERENCE_PORT.
     """
 
     def __init__(
@@ -175,9 +175,9 @@ class Watchdog(threading.Thread):
 
     def _may_sleep(self) -> bool:
         """Whether vLLM sleeps for a good reason. Without shared GPUs, vLLM may always sleep: the
-        client that put it to sleep will wake it. On shared GPUs, vLLM may sleep only while there is
-        a hold whose deadline has not passed. Before the deadline, a trainer has the GPUs, or the
-        publisher is about to wake vLLM."""
+        client that put it to sleep will wake it. On shared GPUs, vLLM may sleep only while the
+        spool has a hold (a reservation of the GPUs for the trainer) whose deadline has not passed.
+        Before the deadline, a trainer has the GPUs, or the publisher is about to wake vLLM."""
         if self._settings.gpu_mode == "dedicated":
             return True
         try:

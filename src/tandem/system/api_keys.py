@@ -1,5 +1,6 @@
-"""API keys and their names: finds the name of a request's key, and adds it to the line of the
-access log. Controller and vLLM's server both use this module, so it imports no server framework."""
+"""API keys and their names: finds the name of a request's key, and adds the name to the request's
+line in the access log. Controller and vLLM's server both use this module, so it imports no server
+framework."""
 
 import hmac
 import logging
@@ -22,7 +23,7 @@ def split_name(entry: str) -> tuple[str, str]:
 
 
 def digests(keys: Mapping[str, str]) -> dict[str, str]:
-    """SHA-256 of a key -> the key's name, for `name_of`."""
+    """Maps the SHA-256 of each key to the key's name, for `name_of`."""
     return {sha256(key.encode()).hexdigest(): name for key, name in keys.items()}
 
 

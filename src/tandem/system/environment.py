@@ -1,5 +1,5 @@
 """A program's environment: its role, its directories, package versions, caches of compiled code,
-and the waiting of OpenMP's threads."""
+and how OpenMP's threads wait."""
 
 import hashlib
 import os
@@ -23,8 +23,8 @@ REPLICA_PATTERN = r"^[a-z0-9](?:[a-z0-9.-]{0,61}[a-z0-9])?$"
 INDUCTOR_VARIABLE, TRITON_VARIABLE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 _VLLM_VARIABLE = "VLLM_CACHE_ROOT"
 # The path of a Unix socket has at most 107 bytes. Up to 57 bytes of the path are the private
-# directory's name, the socket's name and a pid. The program supervisord appends its pid until it
-# listens on the socket.
+# directory's name, the socket's name and a pid. The program supervisord appends its pid to the
+# socket's name until it listens on the socket.
 _LONGEST_PARENT = 50
 
 
@@ -36,9 +36,10 @@ def current_role() -> Role:
 
 
 def runtime_dir(root: Path, role: Role) -> Path:
-    """This user's directory for the sockets, locks and configuration of `role` on the spool `root`,
-    with mode 0700. The directory is on this machine's disk, because a socket can't be on a network
-    volume. Raises SpoolUnusable if another user owns the directory.
+    """This user's directory for sockets, locks and configuration, with mode 0700. Each combination
+    of a `role` and a spool `root` has its own directory. The directory is on this machine's disk,
+    because a socket can't be on a network volume. Raises SpoolUnusable if another user owns the
+    directory.
     """
     key = hashlib.sha256(f"{root.absolute()} {role}".encode()).hexdigest()[:12]
     return _own_directory(key, os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir())
@@ -147,10 +148,10 @@ def installed_version(package: str) -> str:
 
 
 def omp_waiting(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that makes OpenMP's threads (libgomp's, in torch and vLLM) spin briefly and then
-    sleep; empty if `environ` already sets the variable. By default, OpenMP's threads spin 300,000
-    times before they sleep. With 300,000 spins, the threads were 40 times slower when another
-    process used one of two cores."""
+    """The environment variable that makes waiting OpenMP threads (of libgomp, in torch and vLLM)
+    spin briefly and then sleep; empty if `environ` already sets such a variable. By default,
+    OpenMP's threads spin 300,000 times before they sleep. With 300,000 spins, the threads were 40
+    times slower while another process used one of two cores."""
     return (
         {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys() else {"GOMP_SPINCOUNT": "1000"}
     )

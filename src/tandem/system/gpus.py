@@ -58,15 +58,16 @@ class Devices:
             )
 
     def smallest(self) -> int:
-        """The memory in bytes of the device with the least memory; 0 if there is no device, or if
-        the driver does not report the memory."""
+        """The smallest device's memory in bytes; 0 if there is no device, or if the driver does not
+        report the memory."""
         with suppress(TandemError), closing(Driver()) as driver:
             memory = [driver.memory(driver.handle(uuid)) for uuid in self.uuids]
             return min((sizes["total"] for sizes in memory if sizes), default=0)
         return 0
 
     def used(self) -> dict[str, int | None]:
-        """UUID -> bytes in use, by any process; None for a device that does not answer."""
+        """For each device's UUID, the bytes that any processes use; None for a device that does not
+        answer."""
         if not self.uuids:
             return {}
         used: dict[str, int | None] = dict.fromkeys(self.uuids)
@@ -87,8 +88,8 @@ class Devices:
         return used
 
     def busy(self, floor: Mapping[str, int]) -> dict[str, int | None]:
-        """The devices that are not free or do not answer, each with its bytes in use. `floor`: UUID
-        -> bytes that may stay in use."""
+        """The devices that are not free or do not answer, each with its bytes in use. `floor`: for
+        each UUID, the bytes that may stay in use."""
         return self.over(self.used(), floor)
 
     def wait_free(self, timeout: float, floor: Mapping[str, int]) -> dict[str, int | None]:
@@ -103,8 +104,8 @@ class Devices:
     def over(
         self, used: Mapping[str, int | None], floor: Mapping[str, int]
     ) -> dict[str, int | None]:
-        """The devices of `used` that are not free (`free_bytes` or more are in use above the floor)
-        or do not answer."""
+        """The devices of `used` that are not free or do not answer. A device is not free if at
+        least `free_bytes` are in use above the device's floor."""
         left = beyond(used, floor)
         return {
             uuid: used[uuid]
@@ -132,7 +133,8 @@ def check_apart(settings: Settings) -> None:
 
 
 def beyond(used: Mapping[str, int | None], floor: Mapping[str, int]) -> dict[str, int | None]:
-    """UUID -> bytes in use above the device's floor; None for a device that does not answer."""
+    """For each device's UUID, the bytes in use above the device's `floor`; None for a device that
+    does not answer."""
     return {
         uuid: None if size is None else max(size - floor.get(uuid, 0), 0)
         for uuid, size in used.items()

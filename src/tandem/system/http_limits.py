@@ -71,7 +71,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self._owed and self._raw > HEAD_BYTES:
             self._refuse(*_TOO_LARGE)
         elif self._owed is None and not self._answering:
-            # Blank lines between requests end uvicorn's own timeout for the next request.
+            # Blank lines between two requests cancel uvicorn's own timeout for the second request.
             self._expect("request")
 
     @override
@@ -147,8 +147,8 @@ class BoundedHttp(HttpToolsProtocol):
         if self._owed is None or self.transport.is_closing():
             return
         if self.flow.read_paused or (self._answering and self._owed != "body"):
-            # The peer waits for the server, either for the application to take the input or for an
-            # answer.
+            # The peer waits for the server: the application has not yet read the input, or has not
+            # yet answered.
             self._since = self.loop.time()
         left = self._since + WAIT_SECONDS - self.loop.time()
         if left > 0:

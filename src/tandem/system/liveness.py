@@ -17,8 +17,10 @@ NAME_VARIABLE = "TANDEM_ALIVE_NAME"
 """The name of the variable that has the name of this instance of a program, such as `publisher-1`,
 if the program runs several times."""
 LONGEST_SECONDS = {
-    "up": 60.0,  # the loop of `tandem up` never waits for other programs
-    # Ending ranks takes half a minute; removing a job's data from a slow volume takes longer.
+    # The loop of `tandem up` never waits for other programs.
+    "up": 60.0,
+    # The runner's loop may wait half a minute for the end of ranks, and longer for the removal of a
+    # job's data from a slow volume.
     "runner": 600.0,
     # One iteration of the publisher's loop hashes and copies one adapter, makes vLLM load the
     # adapter, and makes vLLM score the probe. During a swap of merged weights, and while it hashes
@@ -29,7 +31,7 @@ LONGEST_SECONDS = {
 
 
 def program_kind(program: str) -> str:
-    """The name of a program without the number of its instance: `vllm` for `vllm-1`."""
+    """The name of a program without the number of its instance, such as `vllm` for `vllm-1`."""
     return program.partition("-")[0]
 
 
@@ -38,7 +40,8 @@ _turns: dict[threading.Thread, float] = {}  # thread -> the time of its loop's l
 
 def beat(program: str) -> None:
     """Records an iteration of this thread's loop in TANDEM_ALIVE_DIR; does nothing if the variable
-    is not set. If a program has several loops, the oldest of their last iterations is recorded."""
+    is not set. If a program has several loops, the recorded time is that of the loop whose last
+    iteration is oldest."""
     if directory := os.environ.get(VARIABLE):
         now = time.time()
         _turns[threading.current_thread()] = now
@@ -99,7 +102,7 @@ def in_thread[T](action: Callable[[], T], beat: Callable[[], object], seconds: f
 
 
 def settle[T](future: Future[T], action: Callable[[], T]) -> None:
-    """Gives `future` the result of `action`, or the exception that it raises."""
+    """Gives `future` the result of `action`, or the exception that `action` raises."""
     try:
         future.set_result(action())
     except BaseException as error:

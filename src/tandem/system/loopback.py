@@ -1,6 +1,5 @@
-"""Checks for a server without an API key, which may answer only requests of programs on this
-machine. The server may not answer requests that a web page of another site sends from a browser on
-this machine."""
+"""Checks requests to a server without an API key. Such a server may answer only programs on this
+machine. The server must not answer a web page of another site in a browser on this machine."""
 
 import ipaddress
 import re

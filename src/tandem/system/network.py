@@ -1,5 +1,5 @@
-"""Finds this machine's addresses, whether two processes can reach one another over loopback, and
-connections to other machines that lose data."""
+"""Finds this machine's addresses, and TCP connections to other machines on which data is lost.
+Checks whether two processes can reach one another over loopback."""
 
 import array
 import fcntl
@@ -131,8 +131,8 @@ about 1.5 s."""
 
 
 def lost_data(addresses: Collection[str]) -> dict[str, str]:
-    """Address -> a description of the problem, for each of `addresses` that does not acknowledge
-    TCP data from this network namespace. Connections of processes that have exited also count."""
+    """A description of the problem for each of `addresses` that does not acknowledge TCP data from
+    this network namespace, by address. Connections of processes that have exited also count."""
     known = {ipaddress.ip_address(address): address for address in addresses}
     tries = defaultdict[str, list[int]](list)
     for table in ("tcp", "tcp6"):

@@ -1,5 +1,5 @@
-"""The only module that asks the NVIDIA driver about GPUs: NVML, through nvidia-ml-py. NVML creates
-no CUDA context.
+"""The only module that asks the NVIDIA driver about GPUs. The module uses NVML through the package
+nvidia-ml-py. NVML creates no CUDA context.
 
 A machine without nvidia-ml-py, the driver's library or the driver counts as a machine without GPUs.
 Every other failure raises DriverFailed, so that a failing driver never looks like a machine without
@@ -52,8 +52,8 @@ class Gpu:
         return self.uuid != self.whole_uuid
 
     def has_name(self, name: str) -> bool:
-        """Whether `name` is the whole GPU's index, or the beginning of a UUID. CUDA also accepts
-        the beginning of a UUID."""
+        """Whether `name` is the whole GPU's index, or the beginning of the device's or the whole
+        GPU's UUID. CUDA also accepts the beginning of a UUID."""
         return name == self.index.partition(":")[0] or any(
             u.startswith(name) for u in (self.uuid, self.whole_uuid)
         )
@@ -145,10 +145,10 @@ class Driver:
         return bool(status == self.nvml.NVML_P2P_STATUS_OK)
 
     def memory(self, handle: Any) -> dict[str, int] | None:
-        """Memory in bytes: `total` = `free` + `reserved` + `used`; None if the GPU does not report
-        it. Raises DriverFailed. The value of `used` is the memory in use that nvidia-smi shows,
-        without the driver's own reservation (600 MiB on an H200). Version 1 of NVML's call counts
-        the reservation as used, so this method uses only version 2."""
+        """The GPU's memory in bytes, with `total` = `free` + `reserved` + `used`; None if the GPU
+        does not report its memory. Raises DriverFailed. The value of `used` is the memory in use
+        that nvidia-smi shows, without the driver's own reservation (600 MiB on an H200). Version 1
+        of NVML's call counts the reservation as used, so this method uses only version 2."""
         if handle is None:
             return None
         memory = self.ask("nvmlDeviceGetMemoryInfo", handle, version=self.nvml.nvmlMemory_v2)

@@ -11,7 +11,7 @@ _MOST = 10240 if sys.platform == "darwin" else 2**20
 
 def allow_many_open_files() -> None:
     """Raises the limit on open files as far as the system allows. Many shells and services allow
-    1024."""
+    only 1024 open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -31,11 +31,11 @@ class NotPlainError(OSError):
 
 
 def open_plain(path: Path, *, most: int | None = None, links: Links = "none") -> BufferedReader:
-    """Opens a regular file for reading. Raises NotPlainError if the path is anything else, if the
-    file is too large, or if the path has a link that is not allowed.
+    """Opens a regular file for reading. Raises NotPlainError if the path is not a regular file, if
+    the file is too large, or if the path has a link that is not allowed.
 
     Args:
-        path: must be absolute with links="none".
+        path: the path, which must be absolute with links="none".
         most: the maximum size in bytes; None: any size.
         links: the links that the path may contain.
     """
@@ -66,7 +66,7 @@ def descriptor(path: Path, flags: int, *, links: Links = "none") -> int:
     Raises NotPlainError if the path is not a regular file.
 
     Args:
-        path: must be absolute with links="none".
+        path: the path, which must be absolute with links="none".
         flags: the flags of `os.open`. A file that O_CREAT makes has the mode 0o666 without the
             umask's bits.
         links: the links that the path may contain.

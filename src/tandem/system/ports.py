@@ -6,10 +6,10 @@ therefore stays bound to the port, without listening, until the holder closes th
 - if a process asks for "any port", the kernel does not give it a bound port;
 - a process that binds this port number without SO_REUSEADDR gets EADDRINUSE. With SO_REUSEADDR,
   Linux allows the bind while no socket *listens* on the port. Servers (asyncio, uvicorn, vLLM,
-  torch's TCPStore) set SO_REUSEADDR. So the program that gets the number can listen on the port.
-  Once the program listens, no other process can listen on the port;
-- an abstract Unix socket in the network namespace, whose name contains the number, prevents two
-  Tandem processes from holding the same port."""
+  torch's TCPStore) set SO_REUSEADDR. So the program for which the port is held can listen on the
+  port. Once the program listens, no other process can listen on the port;
+- an abstract Unix socket, whose name contains the port's number, prevents two Tandem processes in
+  the same network namespace from holding the same port."""
 
 import socket
 from contextlib import ExitStack
@@ -31,7 +31,7 @@ def reserve(preferred: int = 0, *, host: str = "127.0.0.1", name: str = "port") 
     Args:
         preferred: the port; 0: a free port.
         host: the address to bind.
-        name: the `field` of the Conflict.
+        name: the `field` of the error Conflict.
     """
     while True:
         held = HeldPort()

@@ -152,7 +152,8 @@ def kill_all(
 
 
 def alive(process: Process) -> bool:
-    """Whether `process` has not ended. False if its pid now belongs to another process."""
+    """Whether `process` has not ended. The result is False if the pid of `process` now belongs to
+    another process."""
     now = read_process(process.pid)
     return now is not None and now.started == process.started and not now.zombie
 
@@ -165,7 +166,7 @@ def send(process: Process, sig: signal.Signals) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """Words for an exit status of `subprocess`, where -N stands for signal N."""
+    """A description of a return code of `subprocess`, where -N stands for signal N."""
     if code >= 0:
         return f"exit code {code}"
     with suppress(ValueError):

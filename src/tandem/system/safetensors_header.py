@@ -86,7 +86,8 @@ def lay_out(
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + math.prod(shape) * DTYPES[dtype][1]
         listed[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-    # PEFT's own files have this metadata, and some readers refuse a file without it.
+    # PEFT's own files have the metadata `format`, and some readers refuse a file without this
+    # metadata.
     text = json.dumps({_METADATA: {"format": "pt"}} | listed, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text

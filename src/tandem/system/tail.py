@@ -27,9 +27,9 @@ class Tail:
             file.seek(0, os.SEEK_END)
 
     def lines(self, *, final: bool = False) -> list[str]:
-        """The new complete lines, at most about 16 MiB. Their newline characters are left out. The
-        next call returns further lines. `final`: whether the last line is returned even if it is
-        not complete."""
+        """The complete lines that were appended since the last call, without newline characters. A
+        call returns at most about 16 MiB, and the next call returns the remaining lines. `final`:
+        whether the last line is returned even if it is not complete."""
         lines, read = list[str](), 0
         while file := self._open():
             if os.fstat(file.fileno()).st_size < file.tell():

@@ -45,7 +45,7 @@ class InferenceRefused(TandemError, code="inference_refused", http_status=502):
 
 
 class InferenceConflict(InferenceRefused):
-    """vLLM answered 409: its process or its state is not the one that the caller expects."""
+    """vLLM answered 409, because its process or its state differs from what the caller expects."""
 
 
 class InferenceFailed(InferenceRefused):
@@ -90,15 +90,15 @@ class VllmClient:
             return False
 
     def prefix_cache_keyed_by_path(self) -> bool:
-        """Whether vLLM keys an adapter's cached blocks by the adapter's path, too (from vLLM 0.32
-        on). Then a new adapter under a known name can't hit the old adapter's blocks. Older
-        versions, and versions without a number, key cached blocks by the name alone.
+        """Whether the keys of an adapter's cached blocks contain the adapter's path (from vLLM 0.32
+        on). With the path in the key, a new adapter under a known name can't hit the old adapter's
+        blocks. Older versions, and versions without a number, use only the adapter's name.
         """
         version = re.match(r"(\d+)\.(\d+)", str(self._ask("GET", "/version")["version"]))
         return version is not None and (int(version[1]), int(version[2])) >= (0, 32)
 
     def models(self) -> dict[str, str]:
-        """Maps each served model's name (also the base model's) to its files' path."""
+        """For each served model's name (also the base model's), the path of the model's files."""
         return {
             str(card["id"]): str(card.get("root") or "")
             for card in self._ask("GET", "/v1/models")["data"]
@@ -138,8 +138,8 @@ class VllmClient:
         vLLM computes the values anew in every call, without its prefix cache. vLLM's option
         `logprobs_mode` does not affect the values.
         """
-        # One request has all prompts, because separate requests would each wait for a place in the
-        # batch. The request's priority puts it before all waiting requests.
+        # One request contains all prompts, because each separate request would wait for a place in
+        # the batch. The request's priority puts it before all waiting requests.
         body = {
             "model": model,
             "prompt": list(map(list, prompts)),
@@ -184,7 +184,7 @@ class VllmClient:
         return not self.has_requests()
 
     def merged(self) -> dict[str, Any]:
-        """The state of vLLM's merged weights: `phase`, `name` and `path` (see
+        """The `phase`, `name` and `path` of vLLM's merged weights (see
         `inference.server.middleware.merged_server`)."""
         return dict(self._ask("GET", MERGED_ROUTE))
 
@@ -207,11 +207,11 @@ class VllmClient:
 
         Args:
             name: the model's new name, `<run>@<step>`.
-            path: the adapter's directory; if there is a `source`, only a name of the weights.
+            path: the adapter's directory; with a `source`, only a name for the weights.
             scale: the adapter's alpha / rank.
             seconds: time limit of the whole swap, including the wait for running requests.
-            source: the source from which the workers get whole weights (`worker/landing.py`). None:
-                the workers merge the adapter into the base model's weights.
+            source: the source from which the workers get whole weights (`worker/landing.py`). If it
+                is None, the workers merge the adapter into the base model's weights.
             again: the source to use for a later return to these weights.
         """
         order = {
@@ -385,7 +385,7 @@ def _error_message(response: httpx.Response) -> str:
 
 
 def _adapter_samples(metrics: str) -> list[tuple[float, set[str]]]:
-    """Each set of adapters that requests used at the same time, with its last Unix time of use."""
+    """Pairs of a Unix time, and a set of adapters that requests last used together at this time."""
     samples = []
     for match in _LORA_INFO.finditer(metrics):
         groups = _ADAPTERS.findall(match["labels"])
