@@ -16,7 +16,7 @@ END = "\n<!-- made from the catalogue: end -->\n"
 
 
 def with_new_tables(text: str) -> str:
-    """The text of docs/metrics.md, with new tables between BEGIN and END in place of the old."""
+    """The text of docs/metrics.md, with new tables between BEGIN and END."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     vllm = (

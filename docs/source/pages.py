@@ -1,7 +1,7 @@
-"""A hook of mkdocs that adds pages from outside docs/ to the site, and changes links to suit it.
+"""A hook of mkdocs that adds pages from outside docs/ to the site, and adapts the pages' links.
 
-In the repository a Markdown link is relative to its file, as GitHub follows it. On the site all
-pages are in one directory.
+In the repository, a Markdown link is relative to the file that contains the link, as on GitHub. On
+the site all pages are in one directory.
 """
 
 import logging

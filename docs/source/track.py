@@ -1,10 +1,11 @@
-"""Makes docs/track.png, which shows one run in TensorBoard, W&B (offline) and MLflow. The run has a
-kill and a rollback.
+"""Makes docs/track.png, which shows one run in TensorBoard, W&B (offline) and MLflow. During the
+run, programs are killed, and later the run is rolled back.
 
     PYTHONPATH=tests:examples python -m docs.source.track DIRECTORY
 
-The program starts a controller and a runner on the CPU. It kills `tandem track` and the runner
-(SIGKILL) in the middle of the second job. The third job starts after a rollback to step 1.
+The program starts a controller and a runner on the CPU. In the middle of the second job, the
+program kills `tandem track` and the runner (SIGKILL). The third job starts after a rollback to
+step 1.
 """
 
 import os
