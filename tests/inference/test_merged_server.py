@@ -445,9 +445,9 @@ async def test_an_answer_that_saw_no_swap_is_vllms_own(world: World) -> None:
     assert "x-tandem-weights" not in answer.headers
 
 
-# Id that vLLM 0.26 and 0.32 give to a sequence of the request "{id}" -> the numbers of the prompt
-# and of the sample. vLLM makes the ids in v1/engine/parallel_sampling.py, input_processor.py and
-# entrypoints/openai/*/serving.py.
+# Maps ids of sequences to the numbers of the prompt and of the sample. vLLM 0.26 and 0.32 give
+# these ids to the sequences of the request "{id}". vLLM makes the ids in
+# v1/engine/parallel_sampling.py, input_processor.py and entrypoints/openai/*/serving.py.
 SEQUENCES = {
     COMPLETIONS: {
         "cmpl-{id}-0-{r}": (0, 0),

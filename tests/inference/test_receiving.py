@@ -86,7 +86,8 @@ def test_twenty_publications_leave_no_trace(senders: Senders, tmp_path: Path, co
 
 
 def failed(workers: Workers, version: Path) -> float:
-    """Wait until a worker reports that no weights will come. Returns the seconds that this took."""
+    """Wait until a worker reports that no weights will come. Returns the seconds until the
+    report."""
     begin = time.monotonic()
     while time.monotonic() < begin + 60:
         try:
@@ -289,7 +290,7 @@ def test_two_servers_get_the_weights_at_once(
 def test_ranks_go_on_without_a_server_that_does_not_come(
     ranks: Senders, dense: Model, adapters: list[Path]
 ) -> None:
-    """The ranks fix the list of servers after a time. A server that joins later gets an error at
+    """The ranks wait for servers for a limited time. A server that joins later gets an error at
     once, and must take the weights in another way."""
     there, late = Workers(dense, whole=True), Workers(dense, 2, whole=True)
     source = offered(ranks, adapters[0], "0")

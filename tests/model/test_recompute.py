@@ -129,7 +129,7 @@ def test_the_levels_that_a_budget_allows():
 
 def test_a_rank_that_has_no_room_for_one_whole_layer_chooses_too(alone, tmp_path, monkeypatch):
     """A rank without room for one whole layer must choose levels too, because the other ranks wait
-    for its choice."""
+    for this rank's choice."""
 
     def no_room(*_):
         raise torch.OutOfMemoryError
