@@ -30,7 +30,8 @@ KINDS = pytest.mark.parametrize("whole", [False, True], ids=["merged", "whole"])
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_workers_blocks_are_the_whole_model(model: Model, tp: int) -> None:
-    """The model has 2 heads of keys and values. With 4 workers, two workers have the same head."""
+    """The model has 2 heads of keys and values. If there are 4 workers, each head is on two
+    workers."""
     times = {name: np.zeros(value.shape, int) for name, value in model.tensors.items()}
     for rank in range(tp):
         worker = model.worker(tp, rank)

@@ -147,7 +147,8 @@ def test_the_loop_ends_where_everything_fails(tmp_path: Path) -> None:
 
 
 class Outage(Environment):
-    """After the first step, a service that the rollouts need is away for `failures` rollouts."""
+    """After the first step, a service that the rollouts need is unavailable for `failures`
+    rollouts."""
 
     failures = 40
 

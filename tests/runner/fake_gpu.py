@@ -19,8 +19,8 @@ UUID = "GPU-aaaa1111"
 
 
 def install(directory: Path) -> tuple[Path, FakeNvml]:
-    """Creates a fake GPU. Returns its directory, and a fake driver that reports the sum of the
-    memory that processes use."""
+    """Creates a fake GPU. Returns the GPU's directory, and a fake driver. The fake driver reports
+    the sum of the memory that processes use."""
     gpu = directory / "gpu"
     gpu.mkdir()
     return gpu, FakeNvml(directory, fake_nvml.gpu(UUID, memory_of=str(gpu)))

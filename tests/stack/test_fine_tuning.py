@@ -1,5 +1,5 @@
-"""`tandem train sft` and `dpo` as a user runs them, on a whole stack: the learned answers, and
-kills of the command."""
+"""The tests run `tandem train sft` and `tandem train dpo` on a whole stack, as a user runs them.
+The tests check the learned answers, and kill the commands."""
 
 import json
 import os

@@ -39,7 +39,7 @@ needs_haproxy = pytest.mark.skipif(
 
 class Server:
     """A server that answers with its name and the request, or with 503 while it is not ready. A
-    replica's vLLM does the same."""
+    replica's vLLM also answers with 503 while it is not ready."""
 
     def __init__(self, name: str, port: int) -> None:
         self.name, self.port = name, port
@@ -76,8 +76,9 @@ class Server:
         writer.close()
 
     def become(self, *, ready: bool) -> None:
-        """Changes `ready`, and waits until HAProxy knows. HAProxy marks a server after two health
-        checks, and makes the third check when it has read the second answer."""
+        """Changes `ready`, and waits until HAProxy knows. HAProxy marks a server as ready or not
+        ready after two health checks. HAProxy makes the third check only after it has read the
+        second answer."""
         self.ready, before = ready, self.checks
         until("HAProxy has checked", lambda: self.checks >= before + 3)
 
