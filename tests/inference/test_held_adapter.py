@@ -1,4 +1,4 @@
-"""The worker compares the tensors of an adapter in its memory with the tensors in the adapter's
+"""A worker compares an adapter's tensors in the worker's memory with the tensors in the adapter's
 file."""
 
 import json

@@ -140,8 +140,8 @@ class World:
         await answer(scope, receive, send)
 
     async def _events(self, request_id: str, text: str) -> AsyncIterator[str]:
-        """The events of a streamed answer. vLLM gives a streamed request to the engine only when
-        the stream's first event is asked for, after the answer's headers."""
+        """The events of a streamed answer. vLLM gives a streamed request to the engine only after
+        the answer's headers, when the reader requests the first event."""
         await self.streamed.wait()
         await self.engine.add_request(request_id)
         event = f"data: {json.dumps({'choices': [{'text': text}]})}\n\n"

@@ -200,7 +200,7 @@ def test_a_worker_whose_connection_is_cut(
 
 def test_one_worker_does_not_get_all(ranks: Senders, dense: Model, adapters: list[Path]) -> None:
     """One of two workers gets the order to take the weights from the ranks. While this worker waits
-    for the other one, both workers get the order to merge the adapter instead."""
+    for the other worker, both workers get the order to merge the adapter instead."""
     workers = Workers(dense, 2, whole=True)
     workers.weights[0].stage(str(adapters[0]), SCALE, offered(ranks, adapters[0]))
     workers.serve(adapters[0])
@@ -368,7 +368,7 @@ def test_ranks_do_not_wait_where_no_server_is_ready(
 
 
 def until_failed(servers: list[Workers], version: Path) -> None:
-    """Polls the workers until one raises its error about weights that did not arrive."""
+    """Polls the workers until a worker raises the error about weights that did not arrive."""
     end = time.monotonic() + BOUND
     while time.monotonic() < end:
         for weights in [weights for workers in servers for weights in workers.weights]:

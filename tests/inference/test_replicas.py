@@ -95,7 +95,8 @@ def several(
     tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Several]]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    # A replica's thread calls `beat` only every hour, so it does not disturb the tests' own calls.
+    # A replica's thread calls `beat` only every hour, so the thread does not disturb the tests' own
+    # calls.
     monkeypatch.setattr(replica_module, "BEAT_SECONDS", 3600.0)
     monkeypatch.setattr(replica_module, "DRAIN_SECONDS", 0.0)
     made: list[Several] = []

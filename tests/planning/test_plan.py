@@ -377,8 +377,8 @@ def test_what_activations_in_fp32_need_is_what_the_formula_says():
 
 def test_ranks_that_cut_experts_have_the_rows_of_all_of_them():
     """Ranks that share experts keep as many bytes for the experts as a single rank. In a
-    measurement on two ranks, each rank's layers kept as many bytes of gate and up as those of a
-    single rank."""
+    measurement on two ranks, each rank's layers kept as many bytes of gate and up as a single
+    rank's layers."""
     workload = Workload(ARCHS["qwen3-30b-a3b"], None, 8192)
     for sizes in (
         Sizes(expert_tensor=2, data=2),

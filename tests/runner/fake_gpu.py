@@ -1,6 +1,6 @@
-"""A fake GPU that is a directory. Each file `<who>.<pid>` contains the MiB that a process uses as
-long as it lives. The file also contains the start time of the process, because a busy machine soon
-gives the same pid to another process.
+"""A fake GPU that is a directory. Each file `<who>.<pid>` contains the MiB that a process uses, as
+long as this process lives. The file also contains the start time of the process, because a busy
+machine soon gives the same pid to another process.
 
 A process that asks for more memory than is free gets an out-of-memory error.
 """

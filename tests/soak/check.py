@@ -1,5 +1,4 @@
-"""Checks a spool on which all jobs have ended, from its files alone. This module shares no code
-with Tandem.
+"""Checks the files of a spool on which all jobs have ended. This module shares no code with Tandem.
 
     python -m tests.soak.check ROOT LEDGER
 

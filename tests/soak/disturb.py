@@ -214,8 +214,8 @@ class Conditions:
 
 
 class Damage:
-    """Damages files whose damage the spool tolerates, and records it in the ledger if a job suffers
-    from it."""
+    """Damages files whose damage the spool tolerates. Records a damage in the ledger if a job
+    suffers from the damage."""
 
     def __init__(self, root: Path, rng: random.Random, ledger: Ledger) -> None:
         self._root, self._rng, self._ledger = root, rng, ledger

@@ -58,7 +58,7 @@ def command(stack: LocalStack, *arguments: str) -> subprocess.Popen[str]:
 
 
 def lines(stack: LocalStack, *arguments: str) -> list[dict[str, Any]]:
-    """Runs a command to its end. Returns the steps that it prints."""
+    """Runs a command to its end. Returns the steps that the command prints."""
     out, err = command(stack, *arguments).communicate(timeout=300)
     assert out, err
     return [json.loads(line) for line in out.splitlines()]

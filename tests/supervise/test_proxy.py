@@ -208,8 +208,8 @@ def test_requests_of_a_server_that_dies_or_is_not_ready_are_answered_by_the_othe
 
 @needs_haproxy
 def test_a_request_that_a_server_takes_to_its_grave_is_sent_to_another(tmp_path: Path) -> None:
-    """All 20 requests are answered, although one of two servers dies by SIGKILL while it answers
-    them."""
+    """All 20 requests are answered, although SIGKILL ends one of two servers while this server
+    answers requests."""
     port, dying, living = free_ports(3)
     code = (
         "import socket, sys, time\n"

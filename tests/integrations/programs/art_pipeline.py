@@ -1,4 +1,5 @@
-"""ART's PipelineTrainer with its retention of checkpoints, and options that the backend refuses."""
+"""The program runs ART's PipelineTrainer with the trainer's retention of checkpoints. The program
+also passes options that the backend refuses."""
 
 import asyncio
 import sys
