@@ -1,9 +1,10 @@
 """Functions that render, install and upgrade the chart with the Helm library.
 
-The Helm library has no `template`. A render is an installation into an API server in memory
-(`helm.kubernetes_api`). The installation ends when Helm records the release. The record contains
-the rendered objects. A failed render raises the Helm library's error with Helm's own message. Helm
-accepts duplicate keys and two objects with the same name, but this module raises an error for them.
+The Helm library has no counterpart of `helm template`. So a render is an installation into an API
+server in memory (`helm.kubernetes_api`). The installation ends when Helm records the release. The
+record contains the rendered objects. A failed render raises the Helm library's error with Helm's
+own message. Helm accepts duplicate keys and two objects with the same name, but this module raises
+an error for them.
 """
 
 import asyncio
@@ -59,7 +60,7 @@ class Rendered:
         return [o for o in of_kind if o["metadata"]["name"].endswith(suffix)]
 
     def pods(self) -> list[Object]:
-        """The pods, and the pod templates of workloads and of the Jobs that the runner makes."""
+        """The pods, the pod templates of workloads, and the pod templates of the runner's Jobs."""
         jobs = [json.loads(o["data"]["job.json"]) for o in self.all("ConfigMap", "-job")]
         return [made for obj in self.objects + jobs if (made := pod_template(obj)) is not None]
 
@@ -81,7 +82,8 @@ DEFAULTS = load(CHART / "values.yaml")
 
 
 def leaves(node: Any, path: str = "") -> dict[str, Any]:
-    """Dotted path → value, for every value in mappings. An empty mapping is a value."""
+    """Maps the dotted path of each value in nested mappings to the value. An empty mapping counts
+    as a value."""
     if not isinstance(node, dict) or not node:
         return {path: node}
     parts = [leaves(value, f"{path}.{key}".lstrip(".")) for key, value in node.items()]
@@ -89,7 +91,7 @@ def leaves(node: Any, path: str = "") -> dict[str, Any]:
 
 
 def at(path: str, value: Any) -> dict[str, Any]:
-    """The mapping with `value` at a dotted path: `a.b` and 1 give {"a": {"b": 1}}."""
+    """A nested mapping that has `value` at the dotted path: `a.b` and 1 give {"a": {"b": 1}}."""
     for part in reversed(path.split(".")):
         value = {part: value}
     return value

@@ -1,10 +1,10 @@
 """The chart's output for named values, as files that a reviewer reads.
 
-A golden has a name. Its values are in `golden/NAME.values.yaml`, or in the chart's own file of that
-name. `golden/NAME.yaml` is everything that the chart renders with these values. After a change of
-the chart, `PYTHONPATH=tests python -m helm.goldens` writes the files `golden/NAME.yaml` anew. These
-files leave out the chart's version, digests of templates, and content that is equal to a file in
-images/.
+A golden has a name NAME and values. The values are in `golden/NAME.values.yaml`, or in a file of
+the chart itself. `golden/NAME.yaml` has everything that the chart renders with the golden's values.
+After a change of the chart, `PYTHONPATH=tests python -m helm.goldens` writes the files
+`golden/NAME.yaml` anew. The files `golden/NAME.yaml` leave out the chart's version, digests of
+templates, and content that is equal to a file in images/.
 """
 
 import base64
@@ -77,9 +77,9 @@ def rendered(name: str, release: str = "a", version: str = NEWEST) -> Rendered:
 
 @cache
 def rules() -> dict[str, Object]:
-    """Name → rule, for the rules in images/ in the form that the release `a` has: each metric is
-    selected by the release's namespace, and metrics of kube-state-metrics also by the names of the
-    release's pods."""
+    """Maps the name of each rule in images/ to the rule as the release `a` renders it. The rendered
+    rule selects each metric by the release's namespace. The rendered rule also selects metrics of
+    kube-state-metrics by the names of the release's pods."""
     own = f'namespace="{NAMESPACE}"'
     tandem, kubernetes = (
         (IMAGES / f"prometheus/rules/{name}.yml").read_text() for name in ("tandem", "kubernetes")
@@ -100,7 +100,7 @@ def _named(groups: list[Object]) -> dict[str, Object]:
 
 
 def _differences(groups: list[Object]) -> Object:
-    """Dotted path → value, for the values that differ from those of the rules in images/."""
+    """Maps the dotted path of each value that differs from the rules in images/ to the value."""
     made, known = leaves(_named(groups)), leaves(rules())
     different = sorted({path for path, _ in made.items() ^ known.items()})
     return {path: made.get(path, "left out") for path in different}

@@ -1,12 +1,12 @@
 """A Kubernetes API server in memory. The Helm library renders and stores releases in this server.
 The runner's executor creates Jobs in this server.
 
-The server stores objects as a real API server does. The server refuses a new object with a known
-name, and compares resource versions. A deleted object stays until its finalizers are gone. The
-server checks Jobs against Kubernetes' own schemas and against a quota. The function `admission` of
-a test accepts or refuses each new Job. The server checks requests against the rules of a Role. The
-method `fail` makes requests fail. The server runs no pods: a Job controller and a kubelet are in
-`executor.nodes`.
+The server stores objects as a real API server does. The server refuses a new object whose name
+exists already. The server refuses a change that names an old resource version of the object. A
+deleted object stays until its finalizers are gone. The server checks Jobs against Kubernetes' own
+schemas and against a quota. The function `admission` of a test accepts or refuses each new Job. The
+server checks requests against the rules of a Role. The method `fail` makes requests fail. The
+server runs no pods: a Job controller and a kubelet are in `executor.nodes`.
 """
 
 import base64
@@ -329,8 +329,8 @@ class ApiServer:
         return answer
 
     def _inject(self, method: str, plural: str) -> bool:
-        """Applies a fault to the request if there is one. Returns whether the answer must get lost
-        after the request was carried out."""
+        """Applies a fault to the request if there is one. Returns whether the server must carry out
+        the request and then lose the answer."""
         for fault in self.faults:
             if fault.method in ("*", method) and fault.plural in ("*", plural) and fault.times:
                 fault.times -= 1
@@ -486,8 +486,8 @@ class ApiServer:
         return self._store(obj)
 
     def _delete(self, obj: Object, *, foreground: bool) -> None:
-        """Removes an object. An object with finalizers is only marked as deleted. A Pod is only
-        marked too, because its containers must stop first."""
+        """Removes an object. An object with finalizers is only marked as deleted. A Pod is also
+        only marked as deleted, because its containers must stop first."""
 
         def mark(obj: Object) -> None:
             finalizers = obj["metadata"].setdefault("finalizers", [])

@@ -11,7 +11,8 @@ ROLES = ("controller", "trainer", "inference")
 
 
 def pod_template(obj: Object) -> Object | None:
-    """The `metadata` and `spec` of the pod that an object is or makes, None without a pod."""
+    """The pod (`metadata` and `spec`) that an object is or makes. None if the object makes no
+    pod."""
     return obj if obj["kind"] == "Pod" else obj.get("spec", {}).get("template")
 
 
@@ -38,7 +39,8 @@ def container_of(pods: list[Object], role: str) -> Object:
 
 
 def environment(container: Object) -> dict[str, str]:
-    """Name → value of a container's variables. A pod's name is the value `metadata.name`."""
+    """Maps the names of a container's environment variables to their values. A variable that gets
+    the pod's name has the value `metadata.name` here."""
     return {v["name"]: v.get("value", "metadata.name") for v in container.get("env", [])}
 
 
@@ -49,7 +51,7 @@ def mounted(pod: Object, container: Object) -> dict[str, Object]:
 
 
 def ports(pod: Object) -> dict[str, int]:
-    """Name → number of the ports of a pod's containers."""
+    """Maps the names of the ports of a pod's containers to the ports' numbers."""
     declared = [port for container in containers(pod) for port in container.get("ports", [])]
     return {port["name"]: port["containerPort"] for port in declared}
 

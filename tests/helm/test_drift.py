@@ -29,17 +29,17 @@ OF_A_POD = {
     "TANDEM_REPLICA",
     # Under Compose, docker-compose.hosts.yml sets these four variables.
     *("TANDEM_EXECUTOR", "TANDEM_TRAINER_HOSTS", "TANDEM_START_SECONDS", "TANDEM_ORPHAN_SECONDS"),
-    # This setting is about pods of jobs, which Compose does not have.
+    # This setting is about pods of jobs. Compose has no pods of jobs.
     "TANDEM_LINGER_SECONDS",
     # The chart sets these four variables for the pod of a runner without ranks. Under Compose the
     # runner is in the trainer's image. The trainer's image sets TANDEM_ROLE. A program in this
     # image has one thread per core of the container.
     *("TANDEM_JOB_TEMPLATE", "TANDEM_PARALLEL_JOBS", "TANDEM_ROLE", "OMP_NUM_THREADS"),
 }
-# The images set the directories and the hosts. Services and NetworkPolicies name the ports. Secrets
-# are files. The images have none of Slurm's programs. TANDEM_DOCKER is ART's setting for
-# TANDEM_LAUNCH=torchrun. TANDEM_HOST_INDEX and TANDEM_HOST_ADDRESS are settings of hosts without
-# Kubernetes.
+# The images set the directories and the hosts. The chart's Services and NetworkPolicies fix the
+# ports. Secrets are files. The images have none of Slurm's programs. TANDEM_DOCKER is ART's setting
+# for TANDEM_LAUNCH=torchrun. TANDEM_HOST_INDEX and TANDEM_HOST_ADDRESS are settings of hosts
+# without Kubernetes.
 WITHOUT_VALUE = OF_COMPOSE | {
     f"TANDEM_{name}"
     for name in (
@@ -57,7 +57,7 @@ def compose() -> None:
 
 
 def services(*files: str) -> dict[str, Any]:
-    """The services in these Compose files, with the variables' defaults."""
+    """The services in these Compose files, if each variable has its default."""
     mode = {"TANDEM_GPU_MODE": "shared"} if SHARED in files else {}
     return everything(*files, TANDEM_TAG="", **mode)["services"]
 
@@ -87,7 +87,8 @@ def test_compose_and_chart_set_the_same_variables():
 
 
 def comparable(environment: dict[str, str]) -> dict[str, str]:
-    """The variables that have a value, without directories and the hosts of other containers."""
+    """The variables that have a value. The directories of files and the hosts of other containers
+    are removed from the values."""
     given = {variable: text for variable, text in environment.items() if text}
     for variable, text in given.items():
         if variable.endswith(("_FILE", "_PATH")):

@@ -1,6 +1,6 @@
-"""The chart renders the content of its goldens. Kubernetes accepts all rendered objects. Every
-value of the chart is changed in a golden. The chart refuses the values in `refusals.yaml` with a
-message that names them."""
+"""The chart renders the content of its goldens. Kubernetes accepts all rendered objects. Each value
+of the chart differs from its default in at least one golden. The chart refuses the values in
+`refusals.yaml` with a message that names the refused value."""
 
 from pathlib import Path
 
@@ -59,8 +59,9 @@ def test_a_value_changes_what_is_rendered(path):
 
 @pytest.mark.parametrize("name", ["", "everything", "jobs", "replicas"])
 def test_lint_finds_nothing(name):
-    """Lint reads only a chart's own values. Templates that are off by default are in copies of the
-    chart with the values of goldens."""
+    """Lint reads only a chart's own values. With its own values the chart leaves out some
+    templates. So the test also lints copies of the chart that have a golden's values as the chart's
+    own values."""
     chart = charts.other_chart(merged(DEFAULTS, goldens.values(name))) if name else charts.CHART
     messages = charts.helm(charts.shared_server(), "Lint", str(chart))["Messages"] or []
     assert [message for message in messages if message["Severity"] > 1] == []

@@ -1,4 +1,5 @@
-"""The rendered pods start and work on a real Docker engine, as a user that no image knows.
+"""The rendered pods start and work on a real Docker engine. The pods run as a user id that no image
+defines.
 
 Docker Compose starts the pods' containers with the user, rights, limits, variables, volumes,
 Secrets, order and probes of the pods' specs. The tests have no Kubernetes controllers, no
@@ -71,7 +72,7 @@ def service_of(pod: Object, container: Object, directory: Path) -> Object:
         "image": container["image"],
         "command": container.get("args"),
         "environment": pods.environment(container),
-        # `test_policies` compares the container's other rights.
+        # `test_policies` checks the container's other rights.
         "user": f"{user['runAsUser']}:{user['runAsGroup']}",
         "group_add": [str(user["fsGroup"])],
         "read_only": True,

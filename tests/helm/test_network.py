@@ -22,7 +22,8 @@ NAMESPACES = {NAMESPACE: {}, "elsewhere": {"team": "research"}, "kube-system": {
 
 @dataclass(frozen=True)
 class Peer:
-    """A pod, or an address outside the cluster. An address outside has an empty `namespace`."""
+    """A pod, or an address outside the cluster. An address outside the cluster has an empty
+    `namespace`."""
 
     namespace: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -63,8 +64,8 @@ SCRAPERS = {"every-value": {"numbered prometheus"}}
 
 
 class World:
-    """The pods and policies of two releases: `release`, and the release `b` with the values of the
-    golden `defaults`. `STRANGERS` are pods of neither release.
+    """The pods and policies of two releases: the release `release`, and a release `b` with the
+    values of the golden `defaults`. `STRANGERS` are pods of neither release.
 
     Policies add up. A pod that no policy selects for a direction is open in that direction. Both
     ends must allow a connection. Network plugins differ on whether an address block contains pods.

@@ -1,5 +1,5 @@
-"""Rules that hold for every golden, whatever the chart's output looks like. The rules are about
-rights of pods, secrets, GPUs, selectors, routes, and monitors."""
+"""Rules that the chart's output follows in every golden. The rules are about rights of pods,
+secrets, GPUs, selectors, routes, and monitors."""
 
 import json
 
@@ -91,8 +91,8 @@ def test_secrets_are_files_and_only_inference_gets_the_admin_token(name):
 
 @GOLDENS
 def test_a_selector_selects_the_pods_of_one_component_of_its_release(name):
-    """A selector selects the right pods, whatever labels users give. In the golden `everything`,
-    users give the labels of other pods."""
+    """A selector selects the right pods, even if users add labels to pods. In the golden
+    `everything`, users add the labels of other pods."""
     releases = [rendered(name), rendered(name, "b")]
     labels = [pod["metadata"]["labels"] for one in releases for pod in one.pods()]
     assert len({(one[INSTANCE], one[COMPONENT]) for one in labels}) == len(labels)

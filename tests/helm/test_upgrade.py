@@ -70,8 +70,8 @@ def test_a_role_that_is_scaled_to_0_stays_at_0(role):
         assert replicas(**{role: {"replicas": 0}}) == replicas() == 0
 
 
-# A pattern for the names in the chart's message → a change of values. Kueue 0.19's webhook for
-# StatefulSets refuses these changes.
+# Maps a pattern of the chart's message to the change of values that causes the message. The chart
+# refuses these changes, because Kueue 0.19's webhook for StatefulSets does not allow such changes.
 KUEUE_REFUSES = {
     "requests, .*trainer": at("trainer.gpus", 2),
     "requests, .*inference": at("inference.resources.requests.cpu", "5"),

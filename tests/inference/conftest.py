@@ -16,7 +16,7 @@ def write_model(family: str, factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=list(MERGED_SIZES))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of each family in `MERGED_SIZES`."""
+    """The directory of a model, for each family in `MERGED_SIZES`."""
     return write_model(request.param, tmp_path_factory)
 
 

@@ -11,8 +11,8 @@ from tandem.config import load_settings
 from tandem.inference.publisher.publisher import Publisher
 from tandem.vllm_client.client import VllmClient
 
-# For each phase, the call of the publisher's client at which the signal comes, and whether the
-# signal comes before, during or after this call.
+# Maps each phase to a call of the publisher's client, and to the time of the signal: before, during
+# or after this call.
 PHASES = {
     "ordered": ("swap_merged", "during"),
     "swapped": ("swap_merged", "after"),

@@ -98,7 +98,7 @@ class Stage:
 
     def step(self, effect: float, *, weights: float | None = None, job: str | None = None) -> None:
         """Commit a checkpoint whose probe has `effect`. The checkpoint's weights have the effect
-        `weights` if it is given, and the probe's effect if it is not."""
+        `weights`, or by default the probe's effect."""
         adapter = partial(self.write_adapter, effect if weights is None else weights)
         if job is not None:
             submit(self.spool, job, "run")

@@ -1,4 +1,4 @@
-"""The worker compares the tensors of an adapter in its memory with the tensors in the adapter's
+"""A worker compares an adapter's tensors in the worker's memory with the tensors in the adapter's
 file."""
 
 import json
@@ -62,7 +62,7 @@ def test_a_worker_refuses_every_adapter_but_the_one_in_the_file(tmp_path: Path) 
 
 
 EVERYWHERE = LoraShape(rank=4, alpha=10.0)
-MOST = 8  # vLLM's largest rank
+MOST = 8  # vLLM's largest rank.
 # Sizes of the tiny mixture of experts. The intermediate size of each expert is 24.
 INPUTS, OUTPUTS, EXPERTS = 32, 48, 8
 
@@ -70,8 +70,8 @@ INPUTS, OUTPUTS, EXPERTS = 32, 48, 8
 def layer(kind: str, rank: int, sizes: list[int], inputs: int, **values: Any) -> Any:
     """A layer as vLLM builds it on one of two workers. vLLM's own functions cut the adapters.
 
-    An import of vLLM takes 5 s. The import is inside of functions, so a worker of pytest that only
-    collects this file does not wait for it.
+    An import of vLLM takes 5 s. The functions import vLLM themselves. So a worker of pytest that
+    only collects this file does not wait for the import.
     """
     from vllm.lora import layers
 

@@ -55,8 +55,8 @@ def vllms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VllmSe
 
 
 class Asker(threading.Thread):
-    """Asks both servers without a break, and records answers of steps that are older than the
-    announced step."""
+    """Sends requests to both servers without a break. Records each answer by weights of a step that
+    is older than the announced step."""
 
     def __init__(self, trainer: MergedTrainer, vllms: dict[str, VllmServer]) -> None:
         super().__init__(daemon=True)
@@ -102,7 +102,7 @@ class ReplicaB:
 
 @contextmanager
 def publishing(trainer: MergedTrainer) -> Iterator[None]:
-    """The trainer's publisher does one turn after the other in a thread."""
+    """A thread calls the trainer's publisher again and again until the `with` block ends."""
     ended = threading.Event()
 
     def publish() -> None:

@@ -140,8 +140,8 @@ class World:
         await answer(scope, receive, send)
 
     async def _events(self, request_id: str, text: str) -> AsyncIterator[str]:
-        """The events of a streamed answer. vLLM gives a streamed request to the engine only when
-        the stream's first event is asked for, after the answer's headers."""
+        """The events of a streamed answer. vLLM gives a streamed request to the engine only after
+        the answer's headers, when the reader requests the first event."""
         await self.streamed.wait()
         await self.engine.add_request(request_id)
         event = f"data: {json.dumps({'choices': [{'text': text}]})}\n\n"
@@ -445,9 +445,9 @@ async def test_an_answer_that_saw_no_swap_is_vllms_own(world: World) -> None:
     assert "x-tandem-weights" not in answer.headers
 
 
-# Id that vLLM 0.26 and 0.32 give to a sequence of the request "{id}" -> the numbers of the prompt
-# and of the sample. vLLM makes the ids in v1/engine/parallel_sampling.py, input_processor.py and
-# entrypoints/openai/*/serving.py.
+# Maps ids of sequences to the numbers of the prompt and of the sample. vLLM 0.26 and 0.32 give
+# these ids to the sequences of the request "{id}". vLLM makes the ids in
+# v1/engine/parallel_sampling.py, input_processor.py and entrypoints/openai/*/serving.py.
 SEQUENCES = {
     COMPLETIONS: {
         "cmpl-{id}-0-{r}": (0, 0),

@@ -1,5 +1,5 @@
-"""The place of each weight in vLLM's workers, each weight's value after a swap, and the result of
-the publisher's check of a swap."""
+"""The tests check the place of each weight in vLLM's workers, and each weight's value after a swap.
+The tests also check how the publisher checks a swap."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -30,8 +30,8 @@ KINDS = pytest.mark.parametrize("whole", [False, True], ids=["merged", "whole"])
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_workers_blocks_are_the_whole_model(model: Model, tp: int) -> None:
-    """The model has 2 heads of keys and values. Among 4 workers, two workers have a copy of each
-    head of keys and values."""
+    """The model has 2 heads of keys and values. If there are 4 workers, each head is on two
+    workers."""
     times = {name: np.zeros(value.shape, int) for name, value in model.tensors.items()}
     for rank in range(tp):
         worker = model.worker(tp, rank)
@@ -272,8 +272,8 @@ def test_versions_that_were_not_in_use_last_are_forgotten(dense: Model, tmp_path
 
 @pytest.fixture
 def breakable(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The list of the merges or exchanges that fail, by number. The count begins at 1 with the
-    first merge or exchange after a test has added a number."""
+    """The numbers of the merges and exchanges that fail. When a test has added a number to the
+    list, the next merge or exchange gets the number 1."""
     fail, merge, exchange, count = list[int](), model_weights.merge, LandingWeights._exchange, 0
 
     def fails() -> bool:

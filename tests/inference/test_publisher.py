@@ -1,5 +1,5 @@
-"""The steps that the publisher loads into vLLM, refuses, keeps in vLLM and unloads. A kill of the
-publisher at any point does no harm."""
+"""The tests check which steps the publisher loads into vLLM, refuses, keeps in vLLM and unloads. A
+kill of the publisher at any point does no harm."""
 
 import os
 import shutil
@@ -69,7 +69,8 @@ def no_adapter(directory: Path) -> None:
 def then(
     change: Callable[[Path], object], file: str = "adapter_model.safetensors"
 ) -> Callable[[Stage], object]:
-    """A function that commits a good step 2 and then changes the file `file` of its checkpoint."""
+    """A function that commits a good step 2 and then changes the file `file` of step 2's
+    checkpoint."""
 
     def commit_and_change(stage: Stage) -> None:
         stage.step(0.5)
@@ -572,8 +573,8 @@ def test_a_copy_that_was_damaged_under_this_publisher_is_made_again(
 
 
 def test_the_files_of_listed_copies_look_used(stage: Stage, tmp_path: Path) -> None:
-    """The publisher renews the times of each file of a copy: systemd-tmpfiles removes old files one
-    by one."""
+    """The publisher renews the times of each file of a copy, because systemd-tmpfiles removes each
+    old file by itself."""
     publisher = stage.publisher()
     publisher.once()
     [copy] = tmp_path.rglob("run@0-*")
@@ -726,8 +727,8 @@ def raise_timeout(_: httpx.Request) -> httpx.Response:
 
 
 class Killed(BaseException):
-    """An exception that stands for kill -9. After kill -9 no handler of exceptions runs, so this is
-    a BaseException, which no handler catches."""
+    """An exception that stands for kill -9. After kill -9 no handler of exceptions runs. No handler
+    catches this exception, because it is a BaseException."""
 
 
 class DyingClient(VllmClient):

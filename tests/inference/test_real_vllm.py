@@ -244,8 +244,8 @@ def test_an_adapter_in_use_is_not_unloaded(
         assert (
             retention.expired({name: str(identity)}, runs={run}, wanted=(), existing={name}) == []
         )
-        # A step that a rollback discarded is unloaded at once. A running request on this step goes
-        # on to its end.
+        # A step that a rollback discarded is unloaded at once. A request that runs on the discarded
+        # step still runs to its end.
         assert retention.expired({name: str(identity)}, runs={run}, wanted=(), existing=()) == [
             name
         ]

@@ -86,7 +86,8 @@ def test_twenty_publications_leave_no_trace(senders: Senders, tmp_path: Path, co
 
 
 def failed(workers: Workers, version: Path) -> float:
-    """Wait until a worker reports that no weights will come. Returns the seconds that this took."""
+    """Wait until a worker reports that no weights will come. Returns the seconds until the
+    report."""
     begin = time.monotonic()
     while time.monotonic() < begin + 60:
         try:
@@ -199,7 +200,7 @@ def test_a_worker_whose_connection_is_cut(
 
 def test_one_worker_does_not_get_all(ranks: Senders, dense: Model, adapters: list[Path]) -> None:
     """One of two workers gets the order to take the weights from the ranks. While this worker waits
-    for the other one, both workers get the order to merge the adapter instead."""
+    for the other worker, both workers get the order to merge the adapter instead."""
     workers = Workers(dense, 2, whole=True)
     workers.weights[0].stage(str(adapters[0]), SCALE, offered(ranks, adapters[0]))
     workers.serve(adapters[0])
@@ -289,7 +290,7 @@ def test_two_servers_get_the_weights_at_once(
 def test_ranks_go_on_without_a_server_that_does_not_come(
     ranks: Senders, dense: Model, adapters: list[Path]
 ) -> None:
-    """The ranks fix the list of servers after a time. A server that joins later gets an error at
+    """The ranks wait for servers for a limited time. A server that joins later gets an error at
     once, and must take the weights in another way."""
     there, late = Workers(dense, whole=True), Workers(dense, 2, whole=True)
     source = offered(ranks, adapters[0], "0")
@@ -367,7 +368,7 @@ def test_ranks_do_not_wait_where_no_server_is_ready(
 
 
 def until_failed(servers: list[Workers], version: Path) -> None:
-    """Polls the workers until one raises its error about weights that did not arrive."""
+    """Polls the workers until a worker raises the error about weights that did not arrive."""
     end = time.monotonic() + BOUND
     while time.monotonic() < end:
         for weights in [weights for workers in servers for weights in workers.weights]:

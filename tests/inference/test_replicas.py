@@ -33,8 +33,8 @@ from waiting import until
 
 
 class Several:
-    """A stage with several fake vLLMs. Each fake vLLM has a publisher, which does something only
-    when the test calls it."""
+    """A stage with several fake vLLMs. Each fake vLLM has a publisher. A publisher acts only when
+    the test calls the publisher."""
 
     def __init__(self, stage: Stage, names: str, **settings: object) -> None:
         self.stage = stage
@@ -95,7 +95,8 @@ def several(
     tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Several]]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    # A replica's thread calls `beat` only every hour, so it does not disturb the tests' own calls.
+    # A replica's thread calls `beat` only every hour, so the thread does not disturb the tests' own
+    # calls.
     monkeypatch.setattr(replica_module, "BEAT_SECONDS", 3600.0)
     monkeypatch.setattr(replica_module, "DRAIN_SECONDS", 0.0)
     made: list[Several] = []
@@ -171,7 +172,7 @@ def test_a_laggard_takes_itself_out_and_comes_back(
 def test_a_laggard_is_asked_nothing_before_the_others_go_on(
     several: Callable[..., Several], stage: Stage
 ) -> None:
-    """The slow replica's vLLM does not confirm that it answers no requests any more. The other
+    """The slow replica's vLLM does not confirm that it has stopped answering requests. The other
     replicas wait until this vLLM's permission to answer ends."""
     two = several(publish_seconds=0.01)
     two.once("a", "b", "a")
@@ -296,7 +297,7 @@ def test_one_that_is_about_to_be_stopped_leaves(
     assert two.member("b")._record.why == "it is about to be stopped"
     two.once("b")
     assert not two.vllms["b"].ready
-    # After a restart of the container, the time in the file `leaving` is over.
+    # After a restart of the container, the time in the file `leaving` is in the past.
     leaving.write_text(str(time.time() - 1))
     two.once("b", "a")
     assert two.ready() == "ab"
@@ -522,7 +523,7 @@ def test_vllm_answers_requests_while_it_has_permission() -> None:
     assert asked(app, chat) == 503
     assert asked(app, ready, "POST", True, soon) == 200
     assert [asked(app, path) for path in (chat, ready)] == [200, 200]
-    app.until -= 1  # This line has the effect of one second that passes.
+    app.until -= 1  # One second passes.
     assert [asked(app, path) for path in (chat, ready)] == [200, 503], "the proxy knows it first"
     app.until -= READY_MARGIN_SECONDS
     assert [asked(app, path) for path in (chat, ready)] == [503, 503]

@@ -66,8 +66,8 @@ def breaks(vllm: Scripted) -> dict[str, float]:
 
 
 def call(family: str, **arguments: Any) -> str:
-    """The text of a call of the tool as a model of `family` writes it, with the white space and the
-    booleans of this family."""
+    """The text by which a model of `family` calls the tool. Each family has its own white space and
+    its own form of booleans."""
     if family == "qwen3":
         body = json.dumps({"name": "look", "arguments": arguments}, separators=(",", ":"))
         return f"<tool_call>{body}</tool_call>"

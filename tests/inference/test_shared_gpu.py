@@ -112,7 +112,7 @@ def test_under_a_live_hold_the_publisher_neither_loads_nor_wakes(shared):
         (True, 30_000, 600, False),
         (True, 900 + 200, 600, True),  # The used memory is near the hold's floor of 900 MiB.
         (True, 30_000, -1, True),  # The hold's deadline is over.
-        (False, 70_000, 600, True),  # vLLM is awake, so the used memory is its own.
+        (False, 70_000, 600, True),  # vLLM is awake and uses the memory itself.
     ],
 )
 def test_the_publisher_waits_for_the_memory_of_a_lost_trainer(

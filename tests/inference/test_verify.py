@@ -63,7 +63,7 @@ def probe(new: np.ndarray, previous: np.ndarray = PREVIOUS, base: np.ndarray = B
 
 
 def within(limit: float) -> Tolerance:
-    """A tolerance with the bound `limit`, which is the same for every measured rounding."""
+    """A tolerance whose bound is `limit` for every measured rounding."""
     return Tolerance(math.inf, limit)
 
 
@@ -101,8 +101,8 @@ def test_right_weights_pass_where_trainer_and_vllm_differ_by_more_than_the_step(
 ) -> None:
     """The trainer's kernels and vLLM's kernels round differently. The trainer and vLLM each round
     about equally with and without the adapter. So after a small step, vLLM's log-probs of the
-    checkpoint differ less from vLLM's log-probs of the base model than from the trainer's
-    log-probs.
+    checkpoint are nearer to vLLM's log-probs of the base model than to the trainer's log-probs of
+    the checkpoint.
     """
     size = 2e-2
     for _ in range(300):
@@ -140,10 +140,11 @@ def test_the_previous_weights_fail_where_noise_lets_them_be_told_apart(
 def test_right_weights_pass_where_rounding_moves_all_copies_of_a_prompt_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The sequences of a task such as "What is 47 + 38?" share most words, so rounding moves their
-    tokens together. The log-probs of right weights should lie near those of the checkpoint. On an
-    H100, the log-probs of right merged weights lay at only 0.19 of the way from the previous step
-    to the checkpoint. The standard error of the value 0.19 is 0.06 if each token counts separately.
+    """The sequences of a task such as "What is 47 + 38?" share most words, so rounding moves the
+    log-probs of these sequences in the same direction. The log-probs of right weights should lie
+    near those of the checkpoint. On an H100, the log-probs of right merged weights lay at only 0.19
+    of the way from the previous step to the checkpoint. The standard error of the value 0.19 is
+    0.06 if each token counts separately.
     """
     monkeypatch.setitem(globals(), "TOKENS", [[200 + i, *TOKENS[0][1:]] for i in range(4)])
 
@@ -179,9 +180,9 @@ def test_a_few_tokens_may_be_off_by_any_amount(share: float, passes: bool) -> No
 def test_a_mixtures_tokens_that_go_to_other_experts_decide_nothing(
     step: float, refused: int
 ) -> None:
-    """In a mixture of experts, each computation sends a few of 100 tokens to other experts, and
-    each time other tokens. `refused`: the minimum number of refusals of the old weights in 50
-    tries."""
+    """Each computation of a mixture of experts sends a few of 100 tokens to other experts. These
+    tokens differ between computations. `refused`: the minimum number of refusals of the old weights
+    in 50 tries."""
 
     def computed(values: np.ndarray) -> np.ndarray:
         return values + noise(0.03) + noise(1.0) * (RNG.random(values.shape) < 0.04)

@@ -30,8 +30,7 @@ def vllms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VllmSe
 def trainer(
     vllms: dict[str, VllmServer], alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[WholeTrainer]:
-    """A trainer and the publisher of replica a. The publisher does one turn after the other in a
-    thread."""
+    """A trainer and the publisher of replica a. A thread calls the publisher again and again."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for vllm in vllms.values():
         if not answers(f"{vllm.url}/health"):

@@ -227,7 +227,7 @@ def test_ranks_that_die_or_stop_before_they_send(
 
 @pytest.mark.sample(1, of="a vLLM that starts again")
 def test_a_server_that_dies_while_it_receives(vllm: VllmServer, make: Make) -> None:
-    """The ranks report an error, and the next server merges the step from its checkpoint."""
+    """The ranks report an error, and the next server merges the step from the step's checkpoint."""
     trainer = make("nccl", tp=2)
     trainer.serve(1)
     step = trainer.offer(2)

@@ -1,5 +1,5 @@
 """A model as one tensor-parallel worker of vLLM holds it: modules with the names and attributes of
-vLLM 0.26 and 0.32. This module cuts heads, halves and experts for the worker without Tandem's own
+vLLM 0.26 and 0.32. This module itself cuts the weights for the worker, and does not use Tandem's
 layout of weights. So tests can check Tandem's layout against this module."""
 
 import json
@@ -215,7 +215,7 @@ class Workers:
 
     def stage(self, version: str | Path, source: Source | None = None, scale: float = SCALE) -> str:
         """Orders the workers to get the weights of `version`, and waits until all workers have
-        them. Returns the way by which the weights came."""
+        them. Returns the transport by which the weights came, such as `nccl`."""
         self.order(version, source, scale)
         ways: set[str] = set()
         for weights in self.weights:

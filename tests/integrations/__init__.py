@@ -1,2 +1,2 @@
-"""Tests of other projects' clients. These tests are a package, so that the stack ends with the
-package's last test in a worker."""
+"""Tests of other projects' clients. The tests are a package, so that the package's stack ends after
+the package's last test in a pytest worker."""

@@ -1,5 +1,5 @@
-"""Clients that people already use, unmodified, in the versions of `requirements/`, against one
-whole stack."""
+"""Clients that people already use run unmodified against one whole stack. `requirements/` has the
+clients' versions."""
 
 import json
 import sys
@@ -16,7 +16,8 @@ PROGRAMS, EXAMPLES = HERE / "programs", ROOT / "examples"
 
 @pytest.fixture(scope="module")
 def taught(stack: LocalStack) -> str:
-    """A run that ART's example taught to answer and then improved by one step of ART's own loop."""
+    """A run that ART's example trains. First the run learns to answer. Then ART's own loop makes
+    one step."""
     arguments = ("taught", "models/tiny", "--epochs", "20", "--steps", "1", "--group-size", "8")
     printed = run(stack, python_of("art"), EXAMPLES / "art_yes_no_maybe.py", *arguments)
     assert printed.splitlines()[-1] == "taught@3 is served"

@@ -1,4 +1,4 @@
-"""Programs of Tinker's cookbook, unmodified, on a whole stack with local data."""
+"""Unmodified programs of Tinker's cookbook run on a whole stack with local data."""
 
 import asyncio
 import json

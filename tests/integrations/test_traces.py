@@ -1,5 +1,5 @@
-"""Rollouts of verifiers as trajectories, and the options of ART's backend. The tests need neither
-verifiers nor ART."""
+"""The tests check how rollouts of verifiers become trajectories, and how ART's backend uses its
+options. The tests need neither verifiers nor ART."""
 
 import asyncio
 import sys

@@ -1,5 +1,5 @@
-"""The tests of a collector's thread and its page cover failures, hangs, old measurements, and the
-counts of histograms."""
+"""The tests check a collector's thread and the exported page after failures, hangs and old
+measurements. The tests also check the counts of histograms."""
 
 import threading
 

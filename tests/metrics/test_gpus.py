@@ -109,8 +109,8 @@ def test_a_lost_device_is_a_failure_and_the_others_are_measured(nvml):
         seen = exported.collect()
         assert seen.get("tandem_collector_success", collector="nvml") == 1
         assert len(seen.all("tandem_gpu_memory_used_bytes")) == 2
-    # NVML is initialised again after the failure, because a reloaded driver needs it. NVML stays
-    # open after it has worked again.
+    # NVML is initialised again after the failure, because a reloaded driver needs a new
+    # initialisation. After the second initialisation NVML stays open.
     assert pynvml.inits - before == 2
 
 

@@ -393,7 +393,7 @@ def test_while_an_attempt_waits_no_rank_is_silent(volume: Spool, monkeypatch) ->
 
 
 def session_job(spool: Spool) -> Job:
-    """A running job of a session's run, whose first request waits."""
+    """A running job of a session's run. The run's first request has no result yet."""
     session = spool.sessions.create()
     run = spool.sessions.run_name(session.id, 0)
     add_run(spool, run, session=session.id)

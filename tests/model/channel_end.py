@@ -1,5 +1,5 @@
-"""One end of a channel. Arguments: DIRECTORY, the rank, the number of ranks, and cpu or cuda. Rank
-0 sends. Each end stays until all ends have received the values."""
+"""One end of a channel. The arguments are DIRECTORY, the rank, the number of ranks, and the device
+(cpu or cuda). Rank 0 sends. Each end stays until all ends have received the values."""
 
 import sys
 import time

@@ -52,8 +52,8 @@ def both(*shapes):
 
 
 def convolution(number, row_of=lambda row: row):
-    """The difference of the convolution's kernels for random trees, in the interpreter for
-    SMALL."""
+    """The result of `compare` for the convolution's kernels. The trees are random on a GPU, and
+    SMALL in the interpreter."""
     from tandem.model.layer import triton_delta_net
 
     choose = random.Random(f"{SEED} delta net kernels {number}")
@@ -100,7 +100,8 @@ def test_the_norm_and_the_gate(heads, size):
 
 @kernel_test
 def test_a_missing_reader_is_seen():
-    """The comparison finds a backward pass that leaves out one later slot of one slot."""
+    """Later slots read a slot in the convolution. The comparison finds a backward pass that leaves
+    out one of these later slots."""
 
     def broken(row):
         near = row.neighbours(4)

@@ -207,8 +207,9 @@ def segment_by_segment(
 
 @pytest.mark.parametrize("number", range(8))
 def test_level_by_level_is_chunk_by_chunk(number):
-    """The computation for a GPU, level by level, calls its kernel with whole segments. Each segment
-    starts from its parent's state. The results equal those of the computation in chunks."""
+    """The computation for a GPU goes level by level, and calls the GPU's kernel with whole
+    segments. Each segment starts from its parent's state. The results equal those of the
+    computation in chunks."""
     (ends, _), args, weights = case(number)
     row = recurrence(ends, len(ends), torch.device("cpu"))
     args = [x.detach().float().requires_grad_() for x in args]

@@ -120,7 +120,7 @@ OF_SOME = {  # Keys that only models with windows or mixtures have.
     "routed_scaling_factor",
     "use_qk_norm",
     "full_attention_interval",
-    "per_layer_config",  # transformers writes `global_head_dim` in this key
+    "per_layer_config",  # transformers writes `global_head_dim` in this key.
     "attn_output_gate",  # transformers and vLLM do not read this key.
     "output_gate_type",
     # vLLM reads the next four keys. transformers does not implement the variants that these keys
@@ -133,8 +133,8 @@ OF_SOME = {  # Keys that only models with windows or mixtures have.
 
 
 def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
-    """For every key that Tandem reads and that is not in `REQUIRED` or `OF_SOME`: the value in the
-    architecture, and the value in transformers' config `hf`."""
+    """Maps each key that Tandem reads to two values: the value in the architecture, and the value
+    in transformers' config `hf`. The keys in `REQUIRED` and `OF_SOME` are left out."""
     ours = vars(arch.rope_scaling) if arch.rope_scaling else {}
     scaled = {key: value for key, value in ours.items() if key != "attention_factor"}
     growth, mscale = arch.query_growth, ("mscale", "mscale_all_dim", "type")
@@ -195,7 +195,7 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
         "decoder_sparse_step": (1, getattr(hf, "decoder_sparse_step", 1)),
         **{key: (False, bool(getattr(hf, key, None))) for key in NOT_BUILT},
     }
-    # In families other than Seed-OSS, `attention_bias` is about the bias of the output too.
+    # In families other than Seed-OSS, `attention_bias` also means a bias of the output projection.
     if arch.model_type == "seed_oss":
         found["attention_bias"] = (arch.qkv_bias, hf.attention_bias)
     if gdn := arch.gdn:

@@ -179,8 +179,8 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("levels", [[2, 2, 2], [0, 1, 2]])
 @pytest.mark.parametrize("case", DENSE)
 def test_graphs_have_the_same_bits(on_gpu, tmp_path, case, levels):
-    """Captured graphs run with other trees than those of the capture. They also run after a change
-    of the adapter, and after a second capture."""
+    """Captured graphs run with other trees than those of the capture. Captured graphs also run
+    after a change of the adapter, and after a second capture."""
     trained = Trained(tmp_path, case)
     for layer, level in zip(trained.policy.gpt.decoder.layers, levels, strict=True):
         layer.save_level = SaveLevel(level)

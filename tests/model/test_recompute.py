@@ -74,7 +74,7 @@ def test_levels_keep_less_and_nothing_stays(alone, tmp_path, family):
     held = []
     for level in SaveLevel:
         keep(policy, *[level] * 3)
-        backward(policy)  # The first pass makes tensors that are made once, such as buffers.
+        backward(policy)  # Only the first pass makes some tensors, such as buffers.
         gc.collect()
         gc.disable()
         try:
@@ -129,7 +129,7 @@ def test_the_levels_that_a_budget_allows():
 
 def test_a_rank_that_has_no_room_for_one_whole_layer_chooses_too(alone, tmp_path, monkeypatch):
     """A rank without room for one whole layer must choose levels too, because the other ranks wait
-    for its choice."""
+    for this rank's choice."""
 
     def no_room(*_):
         raise torch.OutOfMemoryError

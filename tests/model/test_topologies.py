@@ -160,7 +160,8 @@ def difference(got: dict[str, Any], wanted: dict[str, Any]) -> float:
 def test_a_topology_computes_what_one_rank_computes(results, family, world, number):
     (alone,) = results[family, 1][0]
     for rank in results[family, world][number]:
-        # Another order of sums moves these two families' gradients by up to 1.5e-5 of their norm.
+        # A different order of sums changes the gradients of these two families by up to 1.5e-5 of
+        # the norm.
         assert difference(rank, alone) <= (3e-5 if family in ("gpt_oss", "smollm3") else 1e-5)
         for name, value in alone["adapter"].items():
             assert (rank["adapter"][name] - value).norm() <= 1e-4 * value.norm(), name

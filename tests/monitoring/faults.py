@@ -56,8 +56,8 @@ def fault(
 
 
 def _as_change(function: Callable[..., None]) -> Callable[..., Change]:
-    """A function that makes changes by `function`, whose first argument is the stack. The returned
-    function takes the other arguments of `function`. A change takes the stack."""
+    """Turns `function`, whose first argument is the stack, into a function that returns a change.
+    The returned function takes the other arguments of `function`. The change takes the stack."""
     return lambda *arguments, **named: lambda stack: function(stack, *arguments, **named)
 
 

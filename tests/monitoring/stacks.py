@@ -203,8 +203,8 @@ def _run_long_job(stack: Stack, kind: str) -> None:
 
 
 def waiting() -> Stack:
-    """The stack `idle` with an attempt that waits for the start of its ranks. The exporter exports
-    the same metrics for a waiting attempt."""
+    """The stack `idle` with an attempt that waits for the start of its ranks. The stack has the
+    metrics that the exporter exports for a waiting attempt."""
     stack = idle()
     put(stack, "controller", "tandem_jobs", 1, state="running")
     put(stack, "trainer", "tandem_train_active", 1)
@@ -386,8 +386,8 @@ def phase_of_merged(stack: Stack, phase: Callable[[int], str], replica: str = ""
 
 
 def merged_and_sharing() -> Stack:
-    """The stack `sharing` with merged weights. The restart of vLLM falls into a job of the trainer,
-    so vLLM serves its first step after the job."""
+    """The stack `sharing` with merged weights. vLLM restarts during a job of the trainer, so vLLM
+    serves its first step only after the job."""
     stack = sharing()
     put(stack, "inference", "tandem_merged_runs", 1)
     phase_of_merged(stack, lambda minute: "served" if minute < 40 or minute >= 102 else "empty")

@@ -142,8 +142,8 @@ def _run(directory: Path, cases: list[Case]) -> str:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Iterator[list[Future[str]]]:
-    """promtool on the healthy stacks and on two halves of the faults, at the same time: each
-    process uses one core."""
+    """The outputs of three promtool processes: one for the healthy stacks, and one for each half of
+    the faults. The processes run at the same time, because each process uses only one core."""
     with ThreadPoolExecutor() as pool:
         yield [
             pool.submit(_run, tmp_path_factory.mktemp("cases"), cases)

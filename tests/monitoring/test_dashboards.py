@@ -1,5 +1,5 @@
-"""Conventions that keep the dashboards readable, and working unchanged under compose and in
-Kubernetes."""
+"""Conventions for the dashboards. With these conventions the dashboards are readable, and work
+unchanged under compose and in Kubernetes."""
 
 import json
 import re

@@ -21,7 +21,7 @@ from waiting import until
 
 pytestmark = pytest.mark.slow
 
-GPUS = 8  # 8 GPUs train, and 8 others serve
+GPUS = 8  # 8 GPUs train, and 8 others serve.
 # Queries whose result may be empty on a healthy stack that has run for seconds.
 EMPTY = {
     "overview: Firing alerts A",

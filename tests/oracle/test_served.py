@@ -57,8 +57,8 @@ def trained(case: Case, directory: Path, made: dict[str, Any]) -> serve.Order:
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, tuple[Oracle, list[torch.Tensor]]]:
-    """Seed -> the oracle that has trained the seed's case, and vLLM's log-probs of the case's
-    `sequences`."""
+    """Maps the seed of each case to the oracle that has trained the case, and to vLLM's log-probs
+    of the case's `sequences`."""
     items = [
         item
         for item in request.session.items

@@ -167,7 +167,8 @@ def test_speed_is_what_was_measured_for_rows_of_one_sequence():
 
 
 def test_gated_delta_nets_are_what_was_measured_on_one_gpu():
-    """The row of the tree is slower in the estimate, which counts it as one sequence."""
+    """The estimated speed of the row with the tree is too low, because the estimate treats the tree
+    as one sequence."""
     rows = {row["row"]: row for row in FAMILIES if row.get("way") == "auto"}
     for name, slower in (("8192", 1.0), ("tree", 0.92)):
         lora = LoraShape(rank=16, targets=LORA_TARGETS + DELTA_NET_TARGETS)
@@ -333,8 +334,8 @@ def test_what_latent_attention_keeps_is_what_the_formula_says(alone, tmp_path):
     held = bytes_held(make_policy(model, lora=lora))
     workload = Workload(read_arch(str(model)), lora, 50)
     saved = rank_memory(workload, Sizes()).saved
-    # In this test elements have four bytes instead of two. The attention's kernel keeps copies of
-    # the heads, of two times 16 and 14 features, at each level.
+    # In this test elements have four bytes instead of two. At each level the attention kernel keeps
+    # copies of the heads, with 2 * 16 + 14 features per head.
     kept = held[SaveLevel.ATTENTION] - held[SaveLevel.INPUT]
     heads = 4 * (2 * 16 + 14)
     assert kept == 3 * (2 * (saved.attention - saved.input) - 50 * 4 * heads)
@@ -370,14 +371,14 @@ def test_what_activations_in_fp32_need_is_what_the_formula_says():
     ):
         with LiveStorages() as live:
             backward()
-        # `needed` excludes the activated features, which every activation makes.
+        # `needed` excludes the memory of the activation's output, which every activation needs.
         assert live.peak / (2 * rows * features) - 1 == pytest.approx(needed, abs=0.2)
 
 
 def test_ranks_that_cut_experts_have_the_rows_of_all_of_them():
     """Ranks that share experts keep as many bytes for the experts as a single rank. In a
-    measurement on two ranks, each rank's layers kept as many bytes of gate and up as those of a
-    single rank."""
+    measurement on two ranks, each rank's layers kept as many bytes of gate and up as a single
+    rank's layers."""
     workload = Workload(ARCHS["qwen3-30b-a3b"], None, 8192)
     for sizes in (
         Sizes(expert_tensor=2, data=2),

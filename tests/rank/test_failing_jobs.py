@@ -25,8 +25,8 @@ from tandem.training.steps import Training
 
 
 def refused(spool: Spool, job_id: str, kind: str, *says: str) -> None:
-    """Checks that the job fails for good with an error of the type `kind` whose message contains
-    `says`, and that it makes no checkpoint."""
+    """Checks that the job makes no checkpoint and fails for good. The error must have the type
+    `kind`, and its message must contain `says`."""
     before = spool.checkpoints.steps("r")
     error = jobs.fail_here(spool, job_id)
     assert (error.type, error.retriable) == (kind, False)
@@ -164,7 +164,7 @@ def test_values_that_are_not_finite_are_named_and_no_checkpoint_is_made(spool: S
 
 
 def test_a_last_step_that_makes_log_probs_nan_ends_the_job_once(spool: Spool) -> None:
-    """The last step's loss is computed before its weights change. The probe is the first
+    """The last step's loss is computed before this step changes the weights. The probe is the first
     computation with the last step's new weights."""
     job = jobs.submit_sft(spool, learning_rate=1e30, grad_accumulation_sequences=64)
     refused(spool, job, "non_finite", "log-probs are not finite", "lower the learning rate")

@@ -117,7 +117,7 @@ def test_a_fork_of_a_forks_first_step_goes_on_from_its_files(spool: Spool) -> No
 @pytest.mark.parametrize("reference", ["base", 1])
 def test_a_reference_is_another_models_weights(spool: Spool, reference: str | int) -> None:
     """A job that measures the divergence from the base model or from step 1 makes the same step as
-    a job that measures none."""
+    a job that measures no divergence."""
     jobs.run_here(spool, jobs.submit_sft(spool, job_id="first", epochs=3))
     jobs.run_here(spool, jobs.submit_sft(spool, job_id="second", epochs=3))
     loss = RLLoss(kl_metric=True, kl_reference=reference)  # type: ignore[arg-type]

@@ -30,8 +30,9 @@ def test_a_beat_has_step_device_and_memory(spool: Spool, monkeypatch) -> None:
     jobs.run_here(spool, jobs.submit_rl(spool, loss=loss, epochs=2))
     last, total = beats[-1], len(jobs.steps_of(spool, "rl"))
     assert (last.step, last.steps, last.phase, last.uuid) == (total, total, "leave", "cpu")
-    # The rank has gone through every phase of `PHASES`, and reports a memory peak for each phase.
-    # The exceptions are phases that only GPUs, resident ranks or SFT jobs have.
+    # The rank has gone through every phase of `PHASES`, except phases that only GPUs, resident
+    # ranks or SFT jobs have. The rank reports a memory peak for each phase that it has gone
+    # through.
     happened = set(PHASES) - {"offload", "rehearsal", "evaluate"}
     assert {beat.phase for beat in beats} - {"leave"} == happened == set(last.phases)
     assert last.memory.keys() == {"allocated", "reserved", "allocated_peak", "reserved_peak"}

@@ -188,7 +188,7 @@ def test_a_network_that_fails_is_noticed_and_the_next_attempt_makes_the_same_byt
         assert name == "cable" or stack.net.counted()
     assert error.type in ("rank_hung", "rank_error"), error.message
     # If the fault begins before the first step, the ranks have not sent a message yet. So the test
-    # does not limit the time until the error of such a fault.
+    # does not limit the time until the error if a fault begins before the first step.
     assert fault.before or time.monotonic() - begin < STALL_SECONDS + 20
     stack.until_same(job_id, 2, alone["long"])
     log = stack.job_log(job_id)

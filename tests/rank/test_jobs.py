@@ -54,8 +54,8 @@ def test_sft_reduces_the_loss_and_makes_a_whole_checkpoint(spool: Spool) -> None
 
 
 def test_a_lone_rank_makes_no_communicator(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL makes a communicator for a group's first collective operation. The communicator takes
-    part of a second, and device memory until the end of the process."""
+    """NCCL makes a communicator for a group's first collective operation. Making the communicator
+    takes less than a second. The communicator keeps device memory until the process ends."""
     collectives = {}
     destroy = dist.destroy_process_group
 

@@ -42,8 +42,8 @@ def results(
     ]
     cases = [(item.callspec.params["kind"], item.callspec.params["topology"]) for item in items]
     script = Path(__file__).with_name("kill_ranks.py")
-    # The test takes a minute on two cores, and several minutes if thirty other processes use them
-    # too.
+    # The test takes a minute on two cores, and several minutes if thirty other processes use the
+    # cores too.
     printed = run_program(str(script), str(directory), json.dumps(cases), seconds=500)
     found = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     return dict(zip(cases, found, strict=True))

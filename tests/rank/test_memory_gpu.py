@@ -180,7 +180,7 @@ def test_a_checkpoint_leaves_nothing(measured: Measured, job: str) -> None:
     if measured.device == "cuda":
         assert before["stats"]["requested"] == after["stats"]["requested"]
         assert before["stats"]["allocated"] == after["stats"]["allocated"]
-    else:  # On the CPU the copies that the checkpoint writes are on the same device.
+    else:  # On the CPU the measured memory contains the copies that are written to the checkpoint.
         assert 0 <= after["visible"] - before["visible"] <= 3 * measured.lora + SCALARS
     assert after["reported"]["host_pinned"] <= SCALARS
     assert before["stats"].get("host_pinned", 0) == after["stats"].get("host_pinned", 0)
@@ -228,7 +228,7 @@ def test_when_the_ranks_are_gone_the_device_is_empty(launch: str, tmp_path: Path
             assert rank.phases["state"]["allocated"] > 50 * 2**20
             assert next(iter(rank.phases)) == "build"  # Earlier phases do not use the device.
             assert rank.phases["state"]["host_pinned"] == 0
-            # The driver frees memory for a moment after the last process is gone.
+            # After the end of the last process, the driver needs a moment to free the memory.
             until("the device is empty", lambda: gpu.used() == idle, 20)
         assert stack.stop() == 0
     finally:

@@ -50,8 +50,8 @@ Results = dict[tuple[str, str], tuple[list[dict[str, float]], Path, dict[int, Be
 
 def submit(spool: Spool, run: str, kind: str, model: Path, **optimizer: int) -> str:
     jobs.make_run(spool, model, run, seed=3)
-    # An epoch has an odd number of rows, and a step has two rows, so the last step of each of the
-    # two epochs has one row for two ranks.
+    # An epoch has an odd number of rows, and a step has two rows. So the last step of each epoch
+    # has one row for two ranks.
     loss = LOSSES.get(kind, SFTLoss(normalisation="trajectory"))
     if isinstance(loss, SFTLoss):
         examples = jobs.random_examples(5, 20)

@@ -83,7 +83,7 @@ def test_the_state_in_memory_is_used_and_its_checkpoint_is_verified(
     tmp_path: Path, model: Path, full: bool
 ) -> None:
     """If all weights are trained, ranks exchange weights only for the first job. After the first
-    job the other ranks have closed the memory through which ranks share weights."""
+    job, ranks have closed the memory through which they share weights."""
     spool, state = Spool.create(tmp_path / "spool"), RankState()
     jobs.make_run(spool, model, full=full)
     main, kept = partial(entry.main, state=state), []
@@ -109,9 +109,9 @@ def test_the_state_in_memory_is_used_and_its_checkpoint_is_verified(
 
 
 def test_another_base_model_under_the_same_name_is_built(tmp_path: Path) -> None:
-    """The second model has the same weights as the first one and another configuration. A rank that
-    stays reads the weights for every job, but a model's configuration only once, when it builds the
-    model."""
+    """The second model has the first model's name and weights, and another configuration. A
+    resident rank reads the weights for every job. A resident rank reads a model's configuration
+    only when the rank builds the model."""
     model = jobs.make_model(tmp_path / "model")
     losses = []
     main = entry.resident()

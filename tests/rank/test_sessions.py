@@ -114,8 +114,8 @@ def test_a_step_of_an_rl_loss_equals_a_job(spool: Spool, client: Client, name, c
 def test_gradients_add_up_over_passes_and_logprobs_are_those_of_a_forward_pass(
     spool: Spool, client: Client
 ):
-    """Two passes and a step give the same weights as one pass with the data of both passes and a
-    step, except for the order of sums."""
+    """The session makes a step after two passes, or after one pass with the data of both passes.
+    Both ways give the same weights, except for the order of sums."""
     one, two = random_data(2), random_data(3)
     first, second, together = client.compute(one), client.compute(two), None
     forward = client.compute([*one, *two], backward=False)

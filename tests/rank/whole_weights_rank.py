@@ -1,6 +1,6 @@
 """`python whole_weights_rank.py DIRECTORY TP`: a rank that merges DIRECTORY/adapter into
-DIRECTORY/model. The rank writes the whole weights to DIRECTORY/merged. The rank writes the tensors
-that it would send to vLLM to DIRECTORY/sent<rank>.pt."""
+DIRECTORY/model. The rank writes the whole weights to DIRECTORY/merged. DIRECTORY/sent<rank>.pt gets
+the tensors that a rank sends to vLLM."""
 
 import sys
 from pathlib import Path

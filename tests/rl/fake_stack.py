@@ -222,8 +222,8 @@ class FakeStack:
 
 class Environment(environment.Environment):
     """Rollouts of two turns, with a reward for each answer "a". The first `errors` rollouts of
-    tasks in `broken` raise; by default all of them. All trajectories of tasks in `equal` have the
-    same reward."""
+    tasks in `broken` raise. By default all rollouts of these tasks raise. All trajectories of tasks
+    in `equal` have the same reward."""
 
     def __init__(
         self,

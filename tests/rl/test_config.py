@@ -1,5 +1,5 @@
-"""The config of `tandem rl` and its environments: mistakes are refused with the line, the field and
-the remedy."""
+"""Mistakes in the config of `tandem rl` and in its environments are refused. The message names the
+line, the field and the remedy."""
 
 import asyncio
 import itertools

@@ -73,7 +73,7 @@ def test_no_group_is_older_than_the_bound(tmp_path: Path, bound: int, seed: int)
     assert [line["step"] for line in written] == list(range(1, 11))
     assert max(line["off_policy_steps"]["max"] for line in written) <= bound
     if bound == 0:
-        # The loop is synchronous: all samples are from the newest step, and none is left over.
+        # The loop is synchronous: all samples are from the newest step, and no sample is left over.
         assert all(asked == newest for asked, newest in stack.sampled)
         assert sum(line["left_out"]["stale"] for line in written) == 0
     else:
@@ -147,7 +147,8 @@ def test_the_loop_ends_where_everything_fails(tmp_path: Path) -> None:
 
 
 class Outage(Environment):
-    """After the first step, a service that the rollouts need is away for `failures` rollouts."""
+    """After the first step, a service that the rollouts need is unavailable for `failures`
+    rollouts."""
 
     failures = 40
 

@@ -242,7 +242,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("kind", ["blocks", "misses", "waits", "ends"])
 def test_ctrl_c_and_the_end_wait_for_no_rollout(kind: str) -> None:
-    # Tests that a shell starts in the background ignore SIGINT.
+    # If a shell starts a test in the background, the test's process ignores SIGINT.
     heeds = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, "-c", BLOCKED, kind],

@@ -1,4 +1,5 @@
-"""The addresses where clients look for vLLM, and their errors if vLLM is not there."""
+"""The tests check at which addresses clients look for vLLM, and the clients' errors if vLLM is not
+there."""
 
 import asyncio
 from collections.abc import Callable

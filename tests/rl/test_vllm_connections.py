@@ -1,5 +1,5 @@
-"""The connections to vLLM, against servers on loopback: their number, the servers that get the key,
-and the events that end them."""
+"""The tests check how many connections to vLLM a client opens, which servers get the key, and what
+ends a connection. The servers listen on loopback."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

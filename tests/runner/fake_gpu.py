@@ -1,6 +1,6 @@
-"""A fake GPU that is a directory. Each file `<who>.<pid>` contains the MiB that a process uses as
-long as it lives. The file also contains the start time of the process, because a busy machine soon
-gives the same pid to another process.
+"""A fake GPU that is a directory. Each file `<who>.<pid>` contains the MiB that a process uses, as
+long as this process lives. The file also contains the start time of the process, because a busy
+machine soon gives the same pid to another process.
 
 A process that asks for more memory than is free gets an out-of-memory error.
 """
@@ -19,8 +19,8 @@ UUID = "GPU-aaaa1111"
 
 
 def install(directory: Path) -> tuple[Path, FakeNvml]:
-    """Creates a fake GPU. Returns its directory, and a fake driver that reports the sum of the
-    memory that processes use."""
+    """Creates a fake GPU. Returns the GPU's directory, and a fake driver. The fake driver reports
+    the sum of the memory that processes use."""
     gpu = directory / "gpu"
     gpu.mkdir()
     return gpu, FakeNvml(directory, fake_nvml.gpu(UUID, memory_of=str(gpu)))

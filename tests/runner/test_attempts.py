@@ -1,6 +1,6 @@
 """The runner's decisions about attempts. The executor's processes follow a script, and the clock is
 simulated. In every order of events a job has exactly one end. After its fence an attempt can
-neither commit nor write anything. A job never has two attempts without a fence at the same time."""
+neither commit nor write anything. A job never has two unfenced attempts at the same time."""
 
 import time
 from collections import Counter
@@ -119,8 +119,8 @@ class Processes:
         return Running(0.0 if since is None else self._executor.clock.now - since)
 
     def stage(self) -> None:
-        """Writes an adapter into the directory `staged`, as ranks do. For a fenced attempt this
-        fails, because the attempt's directory is gone and is not made again."""
+        """Writes an adapter into the directory `staged`, as ranks do. A fenced attempt can't write
+        an adapter, because the attempt's directory is gone and is not made again."""
         try:
             self.files.staged.mkdir()
         except FileNotFoundError:
@@ -187,7 +187,7 @@ class Scripted:
         self.attempts: list[Processes] = []
         self.phases: list[str] = []  # The phases that the job's lease has had.
         self.leases: list[Lease] = []
-        self.found: list[int] = []  # The numbers of attempts that an earlier runner had started.
+        self.found: list[int] = []  # The number of each attempt that an earlier runner had started.
         self.runner_stop = Stop()
 
     def next(self) -> str:
@@ -283,7 +283,7 @@ def runners(
 
 
 def ends_once(executor: Scripted, spool: Spool) -> tuple[str, Job, list[Event]]:
-    """Checks an ended job. Returns its state, record and events."""
+    """Checks an ended job. Returns the job's state, record and events."""
     state, ended = spool.jobs.get("j")
     events = spool.events.read("j")
     kinds = Counter(event.type for event in events)

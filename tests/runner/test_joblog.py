@@ -1,5 +1,5 @@
-"""The runner writes the lines of a job's log to its stdout. The reader of stdout may be slow or
-gone."""
+"""The runner writes the lines of a job's log to the runner's stdout. The reader of stdout may be
+slow or gone."""
 
 import errno
 import json

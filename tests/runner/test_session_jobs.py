@@ -29,7 +29,7 @@ def stack(tmp_path: Path):
 
 
 def answered(stack: Stack, client: Client, seq: int) -> float:
-    """Waits until the request has its result. Returns the seconds that this took."""
+    """Waits until the request has its result. Returns the seconds of the wait."""
     begin = time.monotonic()
     stack.until(
         lambda: stack.spool.requests.result(client.run, seq), f"the result of request {seq}", 200

@@ -305,8 +305,8 @@ def test_kill_9_of_vllm_and_the_next_one_waits_for_the_trainer(stack, moment, or
     stack.until(stack.healthy, "vLLM")
     awake_and_unheld(stack)
     if moment == "vllm falls asleep":
-        # vLLM's death freed its memory sooner than its sleep would have, and the job went on. The
-        # events contain `woken` only if the next vLLM was up when the publisher looked.
+        # vLLM's death freed the memory sooner than a sleep would have freed it, and the job went
+        # on. The events contain `woken` only if the next vLLM was up when the publisher looked.
         kinds = [kind for kind in stack.kinds(job_id) if kind != "woken"]
         assert kinds == ["claimed", "slept", "released", "succeeded"]
 

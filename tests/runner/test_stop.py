@@ -1,4 +1,4 @@
-"""The operations that the runner tries again, and the time for which it tries them."""
+"""The tests check which operations the runner retries, and for how long."""
 
 import errno
 import math

@@ -43,7 +43,7 @@ def stacks(tmp_path_factory):
 
 def standby(stack: Stack) -> list[int]:
     """The pid of the process that the launcher keeps between jobs. `fork` keeps the fork server,
-    the oldest process of this name. `torchrun` keeps none."""
+    which is the oldest process whose command line contains `forkserver`. `torchrun` keeps none."""
     pids = []
     for child in stack.children():
         with suppress(OSError):  # The child process may have ended since the list was made.

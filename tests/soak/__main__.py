@@ -6,10 +6,10 @@ broken.
 
 Each round has one way to start ranks. After each round the trainer is stopped and started again.
 Then every job ends, and `soak.check` reads the files. The seed chooses victims, moments, signals,
-damage and jobs; the kernel chooses when a process runs, so a seed repeats the plan and not the run.
-The program exits with 1 after the first round with a violation, and keeps the round's files. If the
-user is root, the volume is a tmpfs that can get full and read-only. For other users these two
-faults are left out.
+damage and jobs. The kernel chooses when a process runs. So a seed repeats the plan, but not the
+exact run. The program exits with 1 after the first round with a violation, and keeps the round's
+files. If the user is root, the volume is a tmpfs that can get full and read-only. For other users
+these two faults are left out.
 """
 
 import argparse
@@ -94,8 +94,8 @@ class Soak:
         self.kills = 0
 
     def round(self, kills: int, launch: str) -> list[str]:
-        """Sends signals to programs until `kills` of them count as kills, and lets everything end.
-        Returns the violations."""
+        """Sends signals to programs until `kills` of the signals count as kills. Then lets all jobs
+        end. Returns the violations."""
         self.counts["launch"][launch] += kills
         problems = []
         if self.stack.launch_kind != launch:
@@ -304,7 +304,7 @@ class Soak:
 
 
 def run(soak: Soak, options: argparse.Namespace) -> list[str]:
-    """The violations of the first round with violations."""
+    """Runs rounds, and ends after the first round with violations. Returns the violations."""
     rng = random.Random(options.seed)
     begin = time.monotonic()
     if not soak.volume.mounted:

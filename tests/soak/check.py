@@ -1,5 +1,4 @@
-"""Checks a spool on which all jobs have ended, from its files alone. This module shares no code
-with Tandem.
+"""Checks the files of a spool on which all jobs have ended. This module shares no code with Tandem.
 
     python -m tests.soak.check ROOT LEDGER
 
@@ -114,7 +113,8 @@ class JobFile:
 
     def _left_out(self, attempt: int, ended: bool) -> list[int]:
         """The attempt's steps that have no event because the volume was full when the event was
-        due. `ended`: the attempt's checkpoint says that the attempt made all of its steps."""
+        due. `ended`: whether the attempt's checkpoint says that the attempt made all of its
+        steps."""
         missing: list[int] = []
         told, place = 0, 0
         for number, event in enumerate(self.events):
@@ -129,8 +129,9 @@ class JobFile:
 
     @property
     def steps(self) -> int:
-        """The number of the job's optimizer steps, as the job's events name it. If the job has no
-        event `step`, the number is that of the epochs, because the soak's jobs have one batch."""
+        """The number of the job's optimizer steps, according to the job's events. If the job has no
+        event `step`, the result is the number of epochs, because an epoch of the soak's jobs has
+        one batch."""
         told = [data["steps"] for steps in self.steps_by_attempt.values() for data in steps]
         return int(told[0] if told else self.record["spec"]["optimizer"]["epochs"])
 
@@ -139,7 +140,7 @@ def violations(
     root: Path, ledger: Ledger, *, swept: bool = False, served: bool = True
 ) -> list[str]:
     """The violations, one line each. `swept`: whether a runner had to remove all temporary files.
-    `served`: vLLM and the publisher had time to serve the newest steps."""
+    `served`: whether vLLM and the publisher had time to serve the newest steps."""
     found: list[str] = []
     jobs = _jobs(root, ledger, found)
     _check_promises(root, ledger, jobs, found)
@@ -315,8 +316,8 @@ def _check_steps(job: JobFile, wrong: Any) -> None:
 def _check_remains(
     root: Path, ledger: Ledger, jobs: dict[str, JobFile], found: list[str], swept: bool
 ) -> None:
-    """Checks that files that a job needs only until its end are gone, and that signals to programs
-    left few temporary files. If `swept` is true, no temporary file may be left."""
+    """Checks that files that a job needs only until its end are gone, and that killed programs left
+    few temporary files. If `swept` is true, no temporary file may be left."""
     for job in jobs.values():
         for path in job.directory.iterdir():
             if path.name not in ("job.json", "events.jsonl", "log"):

@@ -119,7 +119,8 @@ class Client:
             time.sleep(self._rng.uniform(0.05, 0.5))
 
     def _repeat(self, job: str) -> None:
-        """Sends a job's request again. The API must recognise the request as the same job's."""
+        """Sends a job's request again. The API must recognise that the request is for a job that
+        exists already."""
         run, body = self._bodies[job]
         self._ledger.write("repeated", id=job)
         answer = self.request("POST", f"/v1/runs/{run}/train", body)

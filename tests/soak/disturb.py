@@ -52,7 +52,7 @@ CLOCKS = (-400 * 86400.0, -3600.0, -90.0, 90.0, 3600.0, 400 * 86400.0)
 
 class Moments:
     """Waits for a random time, or for a moment. A moment is the type of a job's newest event, or
-    `request`: the client's request is under way."""
+    `request`. At the moment `request` a request of the client is under way."""
 
     def __init__(self, root: Path, client: Client, rng: random.Random) -> None:
         self._root, self._client, self._rng = root, client, rng
@@ -214,8 +214,8 @@ class Conditions:
 
 
 class Damage:
-    """Damages files whose damage the spool tolerates, and records it in the ledger if a job suffers
-    from it."""
+    """Damages files whose damage the spool tolerates. Records a damage in the ledger if a job
+    suffers from the damage."""
 
     def __init__(self, root: Path, rng: random.Random, ledger: Ledger) -> None:
         self._root, self._rng, self._ledger = root, rng, ledger
@@ -280,8 +280,8 @@ class Damage:
         return True
 
     def _half_an_event(self) -> bool:
-        """Writes the beginning of a line under the job's lock, as a writer that dies. Other writers
-        append more events after the half line."""
+        """Writes the beginning of a line under the job's lock, like a writer that dies within the
+        line. Other writers append more events after the half line."""
         if (path := self._some("jobs/live/[!.]*/*/[!.]*/events.jsonl")) is None:
             return False
         job = path.parent.name.split(",")[-1]

@@ -49,8 +49,8 @@ RESTART_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Victim:
-    """A living process of the soak. `started` distinguishes it from a later process with the same
-    pid."""
+    """A living process of the soak. `started` distinguishes the process from a later process with
+    the same pid."""
 
     program: str
     pid: int

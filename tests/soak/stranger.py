@@ -1,5 +1,5 @@
 """Requests the announced step from the soak's inference servers without a break. A server that
-reports that it is ready must have this step."""
+reports that it is ready must have the announced step."""
 
 import threading
 import time

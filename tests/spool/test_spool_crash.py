@@ -153,8 +153,8 @@ def recover_then_cancel(spool: Spool) -> None:
 
 
 def recover_then_claim(spool: Spool) -> None:
-    """Recover and claim as a new runner does after an earlier runner died in `claim`. An attempt
-    that the dead runner had begun counts."""
+    """Recover and claim as a new runner does after an earlier runner died in `claim`. If the dead
+    runner had begun an attempt, the attempt counts as the first attempt."""
     recover(spool, "new")
     claimed = spool.queue.claim("new")
     assert claimed.attempt in (1, 2)

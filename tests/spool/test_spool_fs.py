@@ -156,8 +156,8 @@ def test_locks_exclude_processes_and_die_with_their_holder(tmp_path):
 
     with file_lock(lock):
         assert in_child(held_elsewhere) == 0
-        # A process keeps the lock when it closes another descriptor of the file, as long as
-        # file_lock has opened this descriptor.
+        # The process opens and closes the locked file again through file_lock. The process keeps
+        # the lock.
         (tmp_path / "alias").symlink_to(tmp_path)
         for name in (lock, tmp_path / "alias/lock"):
             with file_lock(name):
@@ -267,8 +267,8 @@ def test_absence_is_believed_only_after_the_directory_was_opened(tmp_path, monke
 
 
 def test_a_stale_handle_is_not_an_absent_file(tmp_path, monkeypatch):
-    """The runner would remove a job that seems absent from the queue. A hold that seems absent
-    would let vLLM wake."""
+    """If a stale handle counted as an absent file, the runner would remove queued jobs, and vLLM
+    would wake during a hold."""
     (path := tmp_path / "file").write_text("x")
     real, stale = fs.read_plain, [3]
 

@@ -424,7 +424,7 @@ def test_a_claim_and_a_submission_do_not_read_the_queue(spool, monkeypatch):
     many = cost()
     assert many[1] <= few[1] + 2
     # The listed names are a sixteenth of the ended jobs, and the names in the run's first directory
-    # of live jobs. This directory is listed several times.
+    # of live jobs. The first directory of live jobs is listed several times.
     assert many[0] <= few[0] + 1600, many
 
 

@@ -1,5 +1,5 @@
-"""`tandem train sft` and `dpo` as a user runs them, on a whole stack: the learned answers, and
-kills of the command."""
+"""The tests run `tandem train sft` and `tandem train dpo` on a whole stack, as a user runs them.
+The tests check the learned answers, and kill the commands."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def command(stack: LocalStack, *arguments: str) -> subprocess.Popen[str]:
 
 
 def lines(stack: LocalStack, *arguments: str) -> list[dict[str, Any]]:
-    """Runs a command to its end. Returns the steps that it prints."""
+    """Runs a command to its end. Returns the steps that the command prints."""
     out, err = command(stack, *arguments).communicate(timeout=300)
     assert out, err
     return [json.loads(line) for line in out.splitlines()]

@@ -1,5 +1,5 @@
-"""The openai package, unmodified, on a whole stack. A file becomes a model that answers under its
-name, although the controller dies several times."""
+"""The openai package, unmodified, on a whole stack. A file becomes a model that answers under the
+model's name, although the controller dies several times."""
 
 import io
 import json

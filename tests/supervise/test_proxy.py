@@ -39,7 +39,7 @@ needs_haproxy = pytest.mark.skipif(
 
 class Server:
     """A server that answers with its name and the request, or with 503 while it is not ready. A
-    replica's vLLM does the same."""
+    replica's vLLM also answers with 503 while it is not ready."""
 
     def __init__(self, name: str, port: int) -> None:
         self.name, self.port = name, port
@@ -76,8 +76,9 @@ class Server:
         writer.close()
 
     def become(self, *, ready: bool) -> None:
-        """Changes `ready`, and waits until HAProxy knows. HAProxy marks a server after two health
-        checks, and makes the third check when it has read the second answer."""
+        """Changes `ready`, and waits until HAProxy knows. HAProxy marks a server as ready or not
+        ready after two health checks. HAProxy makes the third check only after it has read the
+        second answer."""
         self.ready, before = ready, self.checks
         until("HAProxy has checked", lambda: self.checks >= before + 3)
 
@@ -207,8 +208,8 @@ def test_requests_of_a_server_that_dies_or_is_not_ready_are_answered_by_the_othe
 
 @needs_haproxy
 def test_a_request_that_a_server_takes_to_its_grave_is_sent_to_another(tmp_path: Path) -> None:
-    """All 20 requests are answered, although one of two servers dies by SIGKILL while it answers
-    them."""
+    """All 20 requests are answered, although SIGKILL ends one of two servers while this server
+    answers requests."""
     port, dying, living = free_ports(3)
     code = (
         "import socket, sys, time\n"

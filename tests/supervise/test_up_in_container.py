@@ -1,5 +1,5 @@
-"""`tandem up --role` as the first process of a pod's container. The user has no name, groups and
-capabilities. The root file system is read-only except /tmp, /run and the volume. `tests/docker`
+"""`tandem up --role` as the first process of a pod's container. The user has no name, no groups and
+no capabilities. The root file system is read-only except /tmp, /run and the volume. `tests/docker`
 runs `tandem up` under an init process.
 """
 

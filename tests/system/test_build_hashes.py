@@ -26,8 +26,8 @@ def test_everything_that_builds_the_images_has_a_hash():
 
 
 def test_every_image_of_others_can_be_pinned_by_digest():
-    """A variable names each image of others, with or without its digest. Tandem's own images are
-    built from this repository."""
+    """Each image of another project is named by a variable, with or without the image's digest.
+    Tandem's own images are built from this repository."""
     dockerfile = (ROOT / "Dockerfile").read_text()
     stages = re.findall(r"^FROM \S+ AS (\S+)$", dockerfile, re.MULTILINE)
     bases = set(re.findall(r"^FROM (\S+) AS", dockerfile, re.MULTILINE)) - set(stages)

@@ -37,7 +37,8 @@ def joined(header: Any, data: bytes = DATA) -> bytes:
 
 
 def changed(**entry: Any) -> bytes:
-    """The file with another entry in its header for `scalar`, the last tensor but one."""
+    """The file with a changed entry in its header. The entry is that of `scalar`, the
+    second-to-last tensor."""
     return joined(HEADER | {"scalar": HEADER["scalar"] | entry})
 
 

@@ -37,8 +37,8 @@ def policy(
     - ppo: PPO equation 7, negated. The gradient is zero exactly where the clipped term is smaller
       than the unclipped term. Negative advantages have a second clip at `dual` (Ye et al.).
     - sapo: Gao et al., arXiv:2511.20347, negated. `gate` has two temperatures: for positive
-      advantages, and for advantages of at most 0. With p = sigmoid(t (r - 1)), d/dr of 4 / t p is 4
-      p (1 - p).
+      advantages, and for advantages of at most 0. With p = sigmoid(t (r - 1)), the derivative of
+      4p/t by r is 4p(1 - p).
     - gspo: ppo with `level` "sequence" (GSPO equations 5-7). Every token of a sequence y has the
       ratio s of y."""
     total, grad = 0.0, np.zeros_like(lp)

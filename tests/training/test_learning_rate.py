@@ -22,8 +22,8 @@ def test_the_curve_is_transformers_after_warm_up(shape, theirs) -> None:
         learning_rate=3e-3, schedule=Schedule(shape=shape, warmup=WARMUP, total=TOTAL)
     )
     for step in range(TOTAL):
-        # During the warm-up Tandem's rates differ: the first step in transformers has the rate 0,
-        # so it teaches nothing.
+        # During the warm-up Tandem's rates differ: in transformers the first step has the rate 0,
+        # and so changes no weight.
         expected = 3e-3 * (step + 1) / (WARMUP + 1) if step < WARMUP else scheduler.get_last_lr()[0]
         assert settings.rate(step) == pytest.approx(expected, rel=1e-12)
         optimizer.step()

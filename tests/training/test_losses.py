@@ -139,8 +139,8 @@ def losses_of_every_kind(draw: st.DrawFn) -> RLLoss:
 def in_float64(
     case: Case, spec: RLLoss, w: np.ndarray
 ) -> tuple[float, np.ndarray, dict[str, np.ndarray]]:
-    """The loss with normalised weights `w`, its gradient by the log-probs, and statistics of each
-    item, all by `loss_references`."""
+    """The results of `loss_references`: the loss with normalised weights `w`, the loss's gradient
+    by the log-probs, and statistics of each item."""
     low, high = BOUNDS[spec.policy]
     if spec.clip_low is not None and spec.clip_high is not None:
         low, high = 1 - spec.clip_low, 1 + spec.clip_high
@@ -382,8 +382,8 @@ def test_clip_fraction_counts_where_clipping_took_the_gradient() -> None:
 
 
 def test_rewards_of_a_pair_are_sums_and_simpos_are_means() -> None:
-    """DPO's and IPO's reward of an answer is a sum over tokens, SimPO's is a mean. The chosen
-    answer has two tokens, the rejected answer has one token."""
+    """In DPO and IPO, the reward of an answer is a sum over tokens. In SimPO, the reward is a mean
+    over tokens. The chosen answer has two tokens, the rejected answer has one token."""
     lp, ones = torch.tensor([-1.0, -2.0, -4.0]), torch.ones(3)
     items = losses.Items(
         lp,

@@ -16,7 +16,7 @@ from tandem.training import losses
 
 pytestmark = pytest.mark.slow  # The import of TRL is slow.
 
-LONGEST = 9  # The most tokens of a completion. This number is also the constant of DrGRPO's loss.
+LONGEST = 9  # Tokens of the longest completion. This number is also the constant of DrGRPO's loss.
 SEQUENCES = 6
 
 

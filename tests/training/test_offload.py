@@ -1,5 +1,5 @@
-"""Offloading changes no result. Sizes and contents of tensors come back exactly, but gradients come
-back as zeros."""
+"""Offloading changes no result. After a restore, tensors have the same sizes and contents as
+before, but gradients are zeros."""
 
 import weakref
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Bytes of GPU memory that offloading frees and that restoring takes. No other memory stays on the
-GPU."""
+"""The tests check how many bytes of GPU memory offloading frees and restoring takes. No other
+memory stays on the GPU."""
 
 import gc
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ SHAPE = {
 }
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
 LENGTH = 512
-SMALL = 1024  # The most bytes of the optimizer's scalars.
+SMALL = 1024  # The maximum number of bytes of the optimizer's scalars.
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])

@@ -1,4 +1,5 @@
-"""ART's PipelineTrainer with its retention of checkpoints, and options that the backend refuses."""
+"""The program runs ART's PipelineTrainer with the trainer's retention of checkpoints. The program
+also passes options that the backend refuses."""
 
 import asyncio
 import sys
@@ -124,7 +125,7 @@ async def main() -> None:
         ],
     )
     await trainer.train(handle_signals=False)
-    # The strategy kept step 1. Step 2 stayed if a rollout still used it.
+    # The strategy kept step 1. The strategy kept step 2 only if a rollout still used step 2.
     steps = {info.step for info in await backend._tandem.checkpoints(run)}
     assert {0, 1, 3} <= steps, steps
     known = _marker(model, 1)

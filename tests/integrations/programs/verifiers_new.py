@@ -1,5 +1,5 @@
-"""The example for verifiers 0.4. A second environment gets the example's taskset by name, as from a
-config of `tandem rl`."""
+"""The example for verifiers 0.4. The program also makes an environment from the name of the
+example's taskset, as a config of `tandem rl` does."""
 
 import asyncio
 import sys

@@ -1,4 +1,5 @@
-"""The old API of verifiers, through the rollout door: its outputs can be trained."""
+"""The old API of verifiers samples through the rollout door. A job can train on the outputs of the
+old API."""
 
 import asyncio
 import os

@@ -1,4 +1,5 @@
-"""Runs whose events the tests write, and the rows that each tracker's own reader finds."""
+"""Runs whose events the tests write. The tests read the tracked rows with each tracker's own
+reader."""
 
 import shutil
 from collections.abc import Iterator

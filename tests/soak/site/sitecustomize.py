@@ -1,8 +1,8 @@
 """The soak's programs import this module at Python's start. This module makes the programs' clocks
 wrong and the programs' volume slow.
 
-SOAK_CONDITIONS names a JSON file with these errors: `clock` maps a program's module to the seconds
-by which its `time.time` is wrong, and `slow` is the longest time in seconds that an fsync or a
+SOAK_CONDITIONS names a JSON file with two errors. `clock` maps a program's module to the seconds by
+which the program's `time.time` is wrong. `slow` is the longest time in seconds that an fsync or a
 rename takes. The file may change at any time.
 """
 
