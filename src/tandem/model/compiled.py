@@ -100,8 +100,8 @@ class Compiled[**P, T]:
             settings.enter_context(
                 inductor.patch(deterministic=torch.are_deterministic_algorithms_enabled())
             )
-            # Guards on globals are dropped. Such guards check torch's own globals, and some of them
-            # can't be serialised.
+            # Guards on globals are dropped. Guards on globals check torch's own globals, and some
+            # of these guards can't be serialised.
             options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
             lazy: Any = torch.compile(
                 self._function, fullgraph=True, dynamic=False, options=options

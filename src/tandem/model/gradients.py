@@ -35,8 +35,8 @@ def add_product(parameter: Any, left: Tensor, right: Tensor) -> None:
 
     Args:
         parameter: a weight [a, b] that has a buffer.
-        left: [S, a].
-        right: [S, b].
+        left: the left factor, [S, a].
+        right: the right factor, [S, b].
     """
     if not left.is_cuda or left.dtype is torch.float32:
         parameter.gradient_sum.addmm_(left.float().t(), right.float())

@@ -50,12 +50,12 @@ class LayerGraphs:
         all kernels are loaded.
 
         Args:
-            hidden: [S, 1, hidden], the input of `layers` for one row. The memory of `hidden`
+            hidden: the input of `layers` for one row, [S, 1, hidden]. The memory of `hidden`
                 becomes the graphs' input memory.
             tree: the row's parameters. The memory of `tree`'s tensors becomes the graphs' input
                 memory, too.
-            adapter_fixed: `Policy.adapter_fixed`; each replayed forward pass casts the adapters
-                again.
+            adapter_fixed: the method `Policy.adapter_fixed`; each replayed forward pass casts the
+                adapters again.
         """
         self._hidden, self._tree = hidden.detach(), tree
         self._inputs = _tensors(tree)
@@ -179,10 +179,10 @@ def capture(policy: Policy, hidden: torch.Tensor, tree: TreeParams) -> None:
     kernel.
 
     Args:
-        hidden: [S, 1, hidden], the input of the first layer.
-        tree: the parameters of the same row.
+        hidden: the input of the first layer, [S, 1, hidden].
+        tree: the parameters of the row that `hidden` belongs to.
     """
-    # The allocator keeps the unused memory of earlier passes, and the graphs need as much memory.
+    # The unused memory of earlier passes is released, because the graphs need as much memory.
     memory.release_cached()
     layers = list(policy.gpt.decoder.layers)
     failed = None

@@ -64,8 +64,8 @@ class Pipeline:
 
     def backward(self, losses: Iterable[torch.Tensor]) -> None:
         """Run the backward pass of each loss, in the order in which `losses` yields the losses.
-        `ahead` losses are computed before the first backward pass, and one further loss before each
-        backward pass. So the later stages have work.
+        To give the later stages work, `ahead` losses are computed before the first backward pass.
+        One further loss is computed before each backward pass.
         """
         waiting = deque[torch.Tensor]()
         for loss in losses:

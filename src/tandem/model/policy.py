@@ -60,7 +60,7 @@ class Policy(nn.Module):
         gpt: this rank's stage of the model.
         lora: the adapter's shape; None: all weights are trained.
         switch: the switch that the layers' adapters share.
-        inv_freq: RoPE's radians per position of each rotated pair of dimensions (see
+        inv_freq: the radians per position by which RoPE rotates each pair of dimensions (see
             `attention.rotation`); `place` moves this tensor to the device.
     """
 
@@ -370,8 +370,8 @@ class Policy(nn.Module):
 
 
 class _AllTokens(torch.autograd.Function):
-    """Gathers the tokens of all ranks: [S / ranks, hidden] -> [S, hidden]. Every rank has the whole
-    gradient of the result, so the backward pass sums nothing."""
+    """Gathers the tokens of all ranks, from [S / ranks, hidden] to [S, hidden]. Every rank has the
+    whole gradient of the result, so the backward pass sums nothing."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -24,13 +24,13 @@ from tandem.model.parallel import Topology
 @dataclass(frozen=True)
 class Deal:
     """The slots of a row that this rank has, if context-parallel ranks share the row. The row has
-    `length` slots, and each rank has length / ranks of them."""
+    `length` slots, and each rank has length / ranks slots. All tensors are on the device."""
 
-    slots: torch.Tensor  # int64 [length / ranks], on the device: this rank's slots, ascending
-    place: torch.Tensor  # int64 [length / BLOCK], on the device: each block's index in `by_rank`
-    # int64 [length / BLOCK], on the device: the blocks of all ranks, ordered by rank.
+    slots: torch.Tensor  # This rank's slots, ascending: int64 [length / ranks].
+    place: torch.Tensor  # Each block's index in `by_rank`: int64 [length / BLOCK].
+    # The blocks of all ranks, ordered by rank: int64 [length / BLOCK].
     by_rank: torch.Tensor
-    # int64 [rank items], on the device: the row's items that this rank predicts.
+    # The row's items that this rank predicts: int64 [rank items].
     items: torch.Tensor
     num_items: int
     group: dist.ProcessGroup
@@ -52,8 +52,8 @@ class Deal:
         return q, k, v
 
     def gather_items(self, values: torch.Tensor) -> torch.Tensor:
-        """Joins the values of all ranks' items: [rank items] -> [items]. Every rank computes the
-        loss of all items, so the backward pass sums no gradients."""
+        """Joins the values of all ranks' items, from [rank items] to [items]. Every rank computes
+        the loss of all items, so the backward pass sums no gradients."""
         whole: torch.Tensor = _GatherItems.apply(values, self)
         return whole
 
@@ -100,13 +100,13 @@ class RowTensors:
 
     tokens: torch.Tensor  # [S]
     positions: torch.Tensor  # [S]
-    # On the host: [S], or longer if the attention computes more slots; the additional entries are
-    # padding.
+    # The array `subtree_end` is on the host. Its length is S, or larger if the attention computes
+    # more slots; the additional entries are padding.
     subtree_end: torch.Tensor
-    item_source: torch.Tensor  # [items]: the slot from which each item is predicted
-    item_token: torch.Tensor  # [items], the predicted token
-    # int16 [S, layers, experts per token]: the experts that compute each slot; -1 or None: the
-    # router chooses.
+    item_source: torch.Tensor  # [items]: the slot from which each item is predicted.
+    item_token: torch.Tensor  # [items]: the predicted token.
+    # The experts that compute each slot, int16 [S, layers, experts per token]. If the value is -1
+    # or None, the router chooses the experts.
     slot_experts: torch.Tensor | None = None
     # If `deal` is set, the other fields except `subtree_end` contain only this rank's slots and
     # items.
@@ -114,7 +114,7 @@ class RowTensors:
 
 
 def deal_row(row: RowTensors, topology: Topology) -> RowTensors:
-    """This rank's part of the row, if context-parallel ranks share it."""
+    """This rank's part of the row, if context-parallel ranks share the row."""
     group, sizes = topology.context, topology.sizes
     if group.size() == 1 or row.deal is not None:
         return row

@@ -16,7 +16,7 @@ class GatedMlp(MlpSublayer):
     """`x + sigmoid(W_gate norm(x)) * W_down swiglu(W_gate_up norm(x))`.
 
     Args:
-        gate_weight: [1, hidden], the same on all ranks.
+        gate_weight: the weight W_gate, [1, hidden], the same on all ranks.
     """
 
     def __init__(

@@ -351,7 +351,7 @@ def quantise_rows(
     chosen so that the row's largest magnitude becomes `largest`.
 
     Args:
-        rows: [n, features], contiguous.
+        rows: the rows, [n, features], contiguous.
         dtype: the dtype of the quotients.
         largest: the largest magnitude of a quotient.
     """

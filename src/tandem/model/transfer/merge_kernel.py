@@ -72,7 +72,7 @@ def merge_on_gpu(
     """Write `base + scale * b @ a`, computed in float64, into `out`.
 
     Args:
-        out, base: [n, rows, columns] of the same dtype.
+        out, base: the result and the base weights, [n, rows, columns] of the same dtype.
         a: float32 [n, rank, columns].
         b: float32 [n, rows, rank].
         scale: float64 [1].

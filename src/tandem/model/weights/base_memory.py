@@ -126,8 +126,8 @@ class BaseWeights:
             handles |= dict(zip(ranks, parallel.gather_objects(mine, group), strict=True))
         self._imports, self._copies = None, []
         with contextlib.ExitStack() as imports, contextlib.suppress(ipc.NotShared):
-            # Rank -> its opened memory. A rank may have a share of each section, but its memory is
-            # opened once.
+            # A mapping from ranks to their opened memory. A rank's memory is opened once, even if
+            # the rank has a share of several sections.
             opened = {}
             for rank, share in self._other_shares():
                 if rank not in opened:

@@ -110,7 +110,7 @@ def _pieces(
 
 
 def part_view(part: Part, parameter: torch.Tensor) -> torch.Tensor:
-    """The part as a view of its parameter: [blocks, rows] or [blocks, rows, columns]."""
+    """The part as a view of its parameter, [blocks, rows] or [blocks, rows, columns]."""
     columns = parameter.shape[-1:] if parameter.ndim > 1 else ()
     return parameter.view(part.blocks, -1, *columns)[part.in_parameter]
 
