@@ -32,8 +32,9 @@ class YarnScaling:
     # Pairs of dimensions that make more than `beta_fast` full turns within the original number of
     # positions stay unchanged.
     beta_fast: float
-    # Pairs that make fewer than `beta_slow` full turns rotate `factor` times slower. Pairs between
-    # both limits get a blend of both frequencies.
+    # Pairs that make fewer than `beta_slow` full turns rotate `factor` times slower. A pair between
+    # the limits `beta_fast` and `beta_slow` gets a weighted mean of the original frequency and the
+    # slower frequency.
     beta_slow: float
     original_max_positions: int
     attention_factor: float  # the factor of RoPE's cosines and sines
@@ -46,8 +47,8 @@ class Window:
 
     tokens: int  # Number of tokens that a token attends to, itself included.
     layers: tuple[bool, ...]  # For each layer, whether the layer has the window.
-    # RoPE's theta in the layers that have the window. In these layers RoPE is not scaled. None: all
-    # layers have the same RoPE.
+    # RoPE's theta in the layers that have the window. RoPE is not scaled in layers that have the
+    # window. None: all layers have the same RoPE.
     rope_theta: float | None = None
 
 
@@ -96,7 +97,7 @@ class MoE:
     router: Literal["softmax", "sigmoid"] = "softmax"
     groups: int = 1
     groups_per_token: int = 1
-    scale: float = 1.0  # The sigmoid router multiplies its probabilities by this factor.
+    scale: float = 1.0  # The factor by which the sigmoid router multiplies its probabilities.
     dense_layers: int = 0  # The first `dense_layers` layers have an MLP and no experts.
     shared_size: int = 0  # Size of an MLP that all tokens use in addition to their experts.
     shared_name: str = "shared_experts"  # The shared MLP's name in Hugging Face's checkpoints.

@@ -238,8 +238,8 @@ class Decoder:
         ]
 
     def _refuse_variants(self, config: ModelConfig) -> None:
-        """Refuse options that Tandem does not build. If Tandem ignored such an option, the logits
-        would silently be wrong."""
+        """Refuse options that Tandem does not build. If Tandem ignored an option that it does not
+        build, the logits would silently be wrong."""
         activation, rope = config.get(*self.activation), self.rope_parameters(config)
         shared = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
         variants = {
@@ -268,9 +268,9 @@ class Decoder:
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
         """RoPE's parameters. Version 5 of transformers writes `rope_parameters`; older versions
-        write `rope_theta` and `rope_scaling`. If a config has both keys, `rope_scaling` replaces
-        `rope_parameters`, as in transformers. Values in `rope_scaling` or `rope_parameters`
-        override values at the config's top level."""
+        write `rope_theta` and `rope_scaling`. If a config has both `rope_scaling` and
+        `rope_parameters`, `rope_scaling` is used, as in transformers. Values in `rope_scaling` or
+        `rope_parameters` override values at the config's top level."""
         default = self.defaults.get("rope_parameters", {})
         given: dict[str, Any] = (
             config.get("rope_scaling") or config.get("rope_parameters") or default

@@ -84,7 +84,7 @@ def rotation(
     2] each.
 
     Args:
-        positions: [S].
+        positions: the slots' positions, [S].
         inv_freq: the angle per position in radians of each pair of dimensions, [head_dim / 2].
     """
     angles = torch.outer(positions.float(), inv_freq)
@@ -152,9 +152,9 @@ def _with_sinks(
     sinks: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns queries, keys, values and mask with one additional key for the sinks. Every query
-    sees the additional key, and its value is zero. The product of the additional key and a query is
-    the head's sink. Eight dimensions are added to each head, because kernels want multiples of
-    eight. In each query, the first added dimension is 1.
+    sees the additional key. The value that belongs to the additional key is zero. The product of
+    the additional key and a query is the head's sink. Eight dimensions are added to each head,
+    because kernels want multiples of eight. In each query, the first added dimension is 1.
     """
     key, value = pad(key, (0, 8, 0, 1)), pad(value, (0, 8, 0, 1))
     one = torch.zeros(8, dtype=query.dtype, device=query.device)

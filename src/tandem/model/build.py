@@ -50,7 +50,7 @@ def build_policy(
             backward pass. With other values of `recompute`, layers save all tensors until
             `recompute.fit` chooses how many tensors they save.
         base: a function that returns the memory for the base weights (`BaseWeights.parameters`). If
-            `base` is None, `build_policy` allocates this memory.
+            `base` is None, `build_policy` allocates the memory for the base weights.
 
     Raises:
         InvalidInput: the model can't be cut over this number of ranks.
@@ -117,8 +117,8 @@ def rope_frequencies(arch: Arch) -> torch.Tensor:
 
     Llama 3's scaling multiplies a wavelength by `factor` if the wavelength exceeds
     original_max_positions / low_freq_factor. Wavelengths below original_max_positions /
-    high_freq_factor stay unchanged. Between these two limits, the frequency is a weighted mean of
-    the unchanged frequency and the frequency divided by `factor`.
+    high_freq_factor stay unchanged. For wavelengths between the two limits, the frequency is a
+    weighted mean of the unchanged frequency and the frequency divided by `factor`.
     """
     size, window_size = arch.rope_sizes
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size

@@ -101,7 +101,7 @@ class Recurrence:
     @functools.cached_property
     def order(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The slots of all levels, one level after another, and each slot's place in this order:
-        int64 [length] each. None if the slots are already in this order."""
+        int64 [length] each. The result is None if the row's slots are already ordered by level."""
         order = torch.cat([level.slots for level in self.levels])
         if torch.equal(order, torch.arange(self.length, device=self.device)):
             return None

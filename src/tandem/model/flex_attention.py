@@ -123,7 +123,7 @@ def _wide_head_options(itemsize: int) -> dict[str, int]:
     """FlexAttention's blocks for heads of more than `WIDE_HEAD` features.
 
     BLOCK_M and BLOCK_N are the forward kernel's numbers of queries and keys per block. The suffixes
-    1 and 2 stand for the two halves of the backward kernel. For heads of 512 features, these blocks
+    1 and 2 stand for the two halves of the backward kernel. For heads of 512 features, the blocks
     need about 128 KiB of shared memory.
 
     Args:

@@ -21,7 +21,7 @@ def attach_buffer(parameter: Tensor, buffer: Tensor) -> None:
 
 
 def has_gradient_buffer(parameter: Tensor | None) -> bool:
-    """Whether the parameter has a gradient buffer, which `attach_buffer` gives it."""
+    """Whether `attach_buffer` has given the parameter a gradient buffer."""
     return getattr(parameter, "gradient_sum", None) is not None
 
 

@@ -26,7 +26,8 @@ class _Lane:
 
     def __init__(self, group: dist.ProcessGroup, step: int) -> None:
         self._group, self._step = group, step
-        # The running send operation, and the tensors that must stay alive until it is done.
+        # The running send operation, and the tensors that must stay alive until the operation is
+        # done.
         self._sending: tuple[Any, torch.Tensor] | None = None
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -84,7 +85,7 @@ class Pipeline:
         self, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device
     ) -> torch.Tensor:
         """The hidden states that the previous stage sends. In the backward pass, the previous stage
-        gets the gradient of these hidden states.
+        gets the gradient of the received hidden states.
 
         Args:
             shape, dtype: the shape and dtype of the hidden states; the previous stage does not send

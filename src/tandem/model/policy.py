@@ -303,7 +303,8 @@ class Policy(nn.Module):
 
     def lay_out(self, row: RowTensors) -> RowTensors:
         """This rank's part of the row, padded to a number of slots that tensor-parallel ranks can
-        divide. `first_hidden`, `no_hidden` and `decoder_inputs` take a row in this form."""
+        divide. The methods `first_hidden`, `no_hidden` and `decoder_inputs` take a row that
+        `lay_out` returned."""
         sizes, row = self.topology.sizes, deal_row(row, self.topology)
         if sizes.sequence and row.deal is None:
             row = pad_row(row, -(-len(row.tokens) // sizes.tensor) * sizes.tensor)

@@ -37,7 +37,7 @@ def fit(policy: Policy, row: RowTensors) -> list[SaveLevel]:
     if device.is_cuda():
         try:
             levels = _fitting_levels(policy, row)
-        except torch.OutOfMemoryError:  # One layer that saves all tensors does not fit.
+        except torch.OutOfMemoryError:  # Even one layer that saves all tensors does not fit.
             # The other ranks wait in the layer's collectives, so this rank must end.
             if policy.topology.sizes.layers_shared:
                 raise
@@ -111,8 +111,8 @@ class _Kind:
 
     layers: int
     saved: dict[SaveLevel, int]  # Bytes that a layer saves.
-    # Further bytes that a layer's passes take. These bytes are largest at the level `INPUT`,
-    # because the backward pass then recomputes the tensors that the other levels save.
+    # Further bytes that a layer's passes take. At the level `INPUT`, a layer's passes take the most
+    # further bytes, because the backward pass recomputes the tensors that the other levels save.
     working: dict[SaveLevel, int]
 
 

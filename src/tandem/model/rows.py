@@ -43,8 +43,8 @@ class Deal:
         return q, k.contiguous(), v.contiguous()
 
     def scatter(self, gradients: Heads) -> Heads:
-        """The gradients of the argument of `gather`, from the gradients of its result. The ranks'
-        gradients are summed in the order of ranks."""
+        """The gradients of the argument of `gather`, from the gradients of `gather`'s result. The
+        ranks' gradients are summed in the order of ranks."""
         q, k, v = gradients
         k, v = parallel.scatter_sum(_reorder(torch.cat([k, v], 1), self.by_rank), self.group).chunk(
             2, 1
@@ -98,10 +98,10 @@ class RowTensors:
     """A packed row in the form that the model needs. Tensors are int64 and on the device unless
     noted. Slots are indices into the row."""
 
-    tokens: torch.Tensor  # [S]
-    positions: torch.Tensor  # [S]
-    # The array `subtree_end` is on the host. Its length is S, or larger if the attention computes
-    # more slots; the additional entries are padding.
+    tokens: torch.Tensor  # Token ids, [S].
+    positions: torch.Tensor  # Positions, [S].
+    # The array `subtree_end` is on the host. The length of `subtree_end` is S, or larger if the
+    # attention computes more slots. The additional entries are padding.
     subtree_end: torch.Tensor
     item_source: torch.Tensor  # [items]: the slot from which each item is predicted.
     item_token: torch.Tensor  # [items]: the predicted token.

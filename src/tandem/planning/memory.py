@@ -279,9 +279,8 @@ def _delta_net(
     """Memory in bytes of a layer with a delta net (`DeltaNetSublayer`, with
     flash-linear-attention). The results are `saved`, `graph` and `passes`. `saved` is the tensors
     that the layer keeps, and `graph` the part of `saved` between the input and output projections.
-    `passes` is the backward pass's extra memory between these projections. The sizes agree with
-    those of Qwen3.5-9B's shape, measured on an H200. `others` is the tensors that a layer with
-    attention keeps."""
+    `passes` is the backward pass's extra memory between the projections. The sizes agree with
+    measurements of Qwen3.5-9B's shape on an H200. `others`: bytes of a layer with attention."""
     slots, parts, hidden = workload.sequence_length, sizes.tensor, workload.arch.hidden_size
     own = -(-slots // parts) if sizes.sequence else slots  # number of slots in the residual stream
     features, value, heads = sum(gdn.sections) // parts, gdn.value_size // parts, gdn.value_heads

@@ -19,7 +19,7 @@ GSPO-token: arXiv:2507.18071, equations 13 and 14, and Tinker's documentation (t
   where the ratio covers only some tokens of a sequence.
 SAPO: Gao et al., 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347, section 3.
 Dual clip: Ye et al., 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement
-  Learning", arXiv:1912.09729; it equals the two-sided clipping of INTELLECT-2, arXiv:2505.07291.
+  Learning", arXiv:1912.09729; equal to the two-sided clipping of INTELLECT-2, arXiv:2505.07291.
 Mask of tokens by ratio: IcePop, in Ring-1T, arXiv:2510.18855.
 Mask of sequences by ratio: Liu, Li et al., 2025, "When Speed Kills Stability".
 Mask for negative advantages far off the policy: DeepSeek-V3.2, arXiv:2512.02556, equation 9.

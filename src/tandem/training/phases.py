@@ -84,7 +84,7 @@ class MemoryWatch:
 
     def begin_step(self) -> None:
         """Starts an optimizer step whose gradients were just zeroed. The memory that is allocated
-        at this moment is `step_floor`."""
+        at the start of the step is `step_floor`."""
         self._step_floor = memory.stats()["allocated"]
 
     def report(self) -> RankMemory:

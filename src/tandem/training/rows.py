@@ -103,7 +103,8 @@ class RowLosses:
     # Row -> log-probs computed before training, float32 [items].
     old_logprobs: dict[int, Tensor] = field(default_factory=dict)
     reference_logprobs: dict[int, Tensor] = field(default_factory=dict)
-    # Mean over the job's items of the log-probs before training minus the reference's, in nats.
+    # The mean over the job's items of `old - reference`: the log-prob before training minus the
+    # reference's log-prob, in nats.
     mean_kl: float = 0.0
     keep: Callable[[int, Tensor], None] = _ignore
     """`keep(row, logprobs)` is called for each row that counts, with the log-probs of the row's

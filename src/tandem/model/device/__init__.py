@@ -124,8 +124,8 @@ def wait_until_started() -> Kind:
 
 
 def on_device[**P, T](work: Callable[P, T]) -> Callable[P, T]:
-    """`work`, wrapped for use in another thread: the wrapper waits for the device and makes it
-    current in that thread."""
+    """`work`, wrapped for use in another thread: the wrapper waits for the device, and makes the
+    device current in that thread."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         wait_until_started()

@@ -41,7 +41,7 @@ class DeltaNetSublayer(Sublayer):
     """`x + W_out norm_gated(delta_rule(conv(W_in norm(x))))`.
 
     Autograd computes the gradients of all operations between W_in and W_out. Below `SaveLevel.ALL`,
-    the backward pass computes these operations again.
+    the backward pass computes the operations between W_in and W_out again.
 
     Args:
         norm: the norm of the input.

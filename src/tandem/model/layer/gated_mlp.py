@@ -1,5 +1,5 @@
-"""An MLP whose output is multiplied by a gate: a sigmoid, computed for each token. Qwen3.5's shared
-expert is such an MLP."""
+"""An MLP whose output is multiplied by a gate: a sigmoid, computed for each token. The shared
+expert of Qwen3.5 is a gated MLP."""
 
 from typing import Any
 

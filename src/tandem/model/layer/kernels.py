@@ -106,7 +106,7 @@ def split_heads(
 def split_heads_backward(
     gradients: Heads, qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of `qkv`, of its shape and dtype.
+    """The gradient of `qkv`, in `qkv`'s shape and dtype.
 
     Args:
         gradients: the gradients of `split_heads`' results, [length, heads, size]. The strides of

@@ -85,8 +85,8 @@ class LatentAttentionSublayer(AttentionSublayer):
         inner: torch.Tensor | None,
         tree: TreeParams,
     ) -> torch.Tensor:
-        """Like `AttentionSublayer._heads_backward`, but `qkv` is the latents. The products A x of
-        the adapters of `q_up` and `kv_up` are recomputed."""
+        """Like `AttentionSublayer._heads_backward`, but the argument `qkv` contains the latents.
+        The products A x of the adapters of `q_up` and `kv_up` are recomputed."""
         linears, mla = self._linears, self._mla
         slots = len(tree.rotation[0])
         grad_queries, grad_keys_values, grad_shared = make_heads_backward(
@@ -182,8 +182,8 @@ def make_heads_backward(
 
 def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """RoPE on pairs of adjacent features. The result has the shape and dtype of `heads`. In the
-    result, the first features of all pairs come before the second features of all pairs. Queries
-    and keys have this same order of features.
+    result, the first features of all pairs come before the second features of all pairs. Rotated
+    queries and rotated keys have the same order of features.
 
     Args:
         heads: the heads, [S, heads, size].

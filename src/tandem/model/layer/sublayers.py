@@ -37,8 +37,7 @@ class SaveLevel(IntEnum):
 
 @dataclass
 class Saved:
-    """A sublayer's input, and the named tensors that the forward pass saves for the backward
-    pass."""
+    """A sublayer's input, and the named tensors that are saved for the backward pass."""
 
     x: torch.Tensor | None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -46,12 +45,10 @@ class Saved:
 
 
 class Sublayer:
-    """The base class of sublayers. A sublayer normalises its input, and adds the output to the
-    input."""
+    """The base class of sublayers. A sublayer normalises its input x, and adds the output to x."""
 
     def __init__(self, norm: Any, post_norm: Any = None) -> None:
-        """`norm` normalises the input, `post_norm` the output before the sum; None means no
-        norm."""
+        """`norm` normalises the input, `post_norm` the output before the sum; None: no norm."""
         self._norm, self._post_norm = norm, post_norm
 
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
@@ -216,8 +213,7 @@ class AttentionSublayer(Sublayer):
         return chosen
 
     def _slots(self, x: torch.Tensor) -> int:
-        """The number of the row's slots. With sequence parallelism, `x` has only this rank's
-        slots."""
+        """The row's number of slots. With sequence parallelism, `x` has only this rank's slots."""
         return len(x) * (self._proj.group.size() if self._proj.sequence else 1)
 
     def _head_shape(self) -> HeadShape:
@@ -349,9 +345,8 @@ class _HeadsGraph:
 
     @contextmanager
     def record(self, heads: Heads, *, forget: bool) -> Iterator[Heads]:
-        """Yields tensors equal to `heads`, and records the graph of the `with` block's operations.
-        `forget`: the graph does not store `heads`, so `restore` must be called before
-        `gradients`."""
+        """Yields tensors equal to `heads`, and records the graph of the `with` block. `forget`: the
+        graph does not store `heads`, so `restore` must be called before `gradients`."""
         place = {tensor.data_ptr(): index for index, tensor in enumerate(heads)}
         self._heads: Heads | None = None
 

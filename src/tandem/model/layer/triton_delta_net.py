@@ -1,10 +1,10 @@
 """The computations of a gated delta net around its delta rule, on a GPU: the short convolution with
 its activation, and the gated norm of the heads' outputs.
 
-`gated_delta_net.py` has the same computations in torch's operations. Each of these operations would
-read and write a whole tensor in fp32, so a layer would take several times as long. The kernels
-compute in fp32 and round only the result. One Triton program computes the whole of each sum, so
-results always have the same bits.
+`gated_delta_net.py` has the same computations in torch's operations. Each of torch's operations
+reads and writes a whole tensor in fp32, so a layer takes several times as long with torch's
+operations. The kernels compute in fp32 and round only the result. One Triton program computes the
+whole of each sum, so results always have the same bits.
 """
 
 from typing import Any

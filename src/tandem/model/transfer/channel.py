@@ -73,7 +73,7 @@ class Channel:
         """Connect to the other members of the group.
 
         Args:
-            store: the meeting's store.
+            store: the store that `make_meeting` or `join_meeting` returned.
             rank: this process's number in the group, from 0.
             size: the number of ranks of the group.
             where: the device of the buffers.
@@ -114,8 +114,8 @@ class Channel:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Sets environment variables within the `with` block. NCCL's process group reads these
-    variables when it is created. After the block, the variables have their old values, so other
+    """Sets environment variables within the `with` block. NCCL's process group reads the variables
+    when the group is created. After the block, the variables have their old values, so other
     process groups of vLLM and the trainer are not affected."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

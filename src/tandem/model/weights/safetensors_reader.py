@@ -95,7 +95,7 @@ def expert_by_expert(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTens
     down [experts, hidden, features].
 
     Qwen3.5's published checkpoints are stacked; transformers writes one tensor per expert. vLLM
-    reads both.
+    reads both formats.
     """
     found = dict(stored)
     for name, whole in stored.items():
