@@ -53,7 +53,7 @@ class InvalidInput(TandemError, code="invalid_input", http_status=422):
 
 
 class NothingToLearn(InvalidInput, code="nothing_to_learn"):
-    """The job can't change the policy. There are two causes: every group was dropped, or no
+    """The job can't change the policy. The error has two causes: every group was dropped, or no
     optimizer step changed the policy. A group is dropped if all its rewards are equal or if the
     group is too long."""
 

@@ -69,8 +69,9 @@ class ExpertLinear(Adapters):
 
     With expert tensor parallelism, several ranks have a part of each expert. The ranks that share
     an expert have the same assignments of tokens in the same order. If several ranks share an
-    expert, a rank's outputs are only summands, as are the gradients of x and of probabilities. The
-    sum over these ranks is the result. The gradients of adapters are complete on every rank.
+    expert, a rank's outputs, gradients of x and gradients of probabilities are only summands. The
+    results are the sums over the ranks that share the expert. The gradients of adapters are
+    complete on every rank.
 
     Args:
         experts: the number of experts, over all ranks.

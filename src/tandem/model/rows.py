@@ -24,7 +24,8 @@ from tandem.model.parallel import Topology
 @dataclass(frozen=True)
 class Deal:
     """The slots of a row that this rank has, if context-parallel ranks share the row. The row has
-    `length` slots, and each rank has length / ranks slots. All tensors are on the device."""
+    `length` slots, and each rank has length / ranks slots. All tensors of a `Deal` are on the
+    device."""
 
     slots: torch.Tensor  # This rank's slots, ascending: int64 [length / ranks].
     place: torch.Tensor  # Each block's index in `by_rank`: int64 [length / BLOCK].
@@ -105,8 +106,8 @@ class RowTensors:
     subtree_end: torch.Tensor
     item_source: torch.Tensor  # [items]: the slot from which each item is predicted.
     item_token: torch.Tensor  # [items]: the predicted token.
-    # The experts that compute each slot, int16 [S, layers, experts per token]. If the value is -1
-    # or None, the router chooses the experts.
+    # The experts that compute each slot, int16 [S, layers, experts per token]. The router chooses
+    # the experts of a slot if the value is -1, and of all slots if `slot_experts` is None.
     slot_experts: torch.Tensor | None = None
     # If `deal` is set, the other fields except `subtree_end` contain only this rank's slots and
     # items.

@@ -63,8 +63,8 @@ class Sizes:
     @property
     def expert_ranks(self) -> int:
         """The number of ranks among which a mixture's experts are divided. The ranks among which a
-        mixture's experts are divided have consecutive numbers. Each of these ranks gathers the
-        tokens of all of them."""
+        mixture's experts are divided have consecutive numbers. The ranks that divide the experts
+        gather one another's tokens."""
         return self.expert_tensor * self.expert
 
     @property
