@@ -53,9 +53,9 @@ class InvalidInput(TandemError, code="invalid_input", http_status=422):
 
 
 class NothingToLearn(InvalidInput, code="nothing_to_learn"):
-    """The job can't change the policy. The error has two causes: every group was dropped, or no
-    optimizer step changed the policy. A group is dropped if all its rewards are equal or if the
-    group is too long."""
+    """The job can't change the policy. Either nothing is left to train, or no optimizer step
+    changed the policy. Groups whose rewards are all equal and trajectories that are too long are
+    not trained."""
 
 
 class RequestTooLarge(InvalidInput, code="request_too_large", http_status=413): ...
