@@ -30,7 +30,7 @@ Way = Literal["merge", "nccl", "volume"]
 class Settings(BaseSettings):
     """Every setting of a deployment. The page docs/settings.md describes each setting.
 
-    The alias of a variable is the name that Tandem's ancestor (OpenPipe/ART) used for it.
+    If a variable has an alias, the alias is the variable's name in OpenPipe/ART, Tandem's ancestor.
     """
 
     model_config = SettingsConfigDict(
@@ -154,11 +154,11 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _launch_by_the_ancestors_names(self) -> Self:
-        """Sets `launch` from ART's `exit_after_job` and `docker`, which no other code reads.
+        """Sets `launch` from ART's settings. Only this method reads `exit_after_job` and `docker`.
 
-        If `exit_after_job` is false, torchrun starts resident ranks; if it is true, ranks exit. If
-        `docker` is true, torchrun starts new ranks for each job. A value of `launch` overrides
-        `docker`. A value of `launch` must not contradict `exit_after_job`.
+        If `exit_after_job` is false, the ranks are resident. If `exit_after_job` is true, the ranks
+        exit after each job. If `docker` is true, torchrun starts new ranks for each job. A value of
+        `launch` overrides `docker`. A value of `launch` must not contradict `exit_after_job`.
         """
         if "launch" not in self.model_fields_set:
             launch = "torchrun" if self.docker else self.launch
@@ -321,8 +321,8 @@ class Settings(BaseSettings):
 
     @property
     def named_keys(self) -> dict[str, str]:
-        """Maps each API key to its name in the file (`name:key`), by default empty. Several keys
-        may have the same name, so that an old and a new key can be valid at once."""
+        """Maps each API key to the key's name (`name:key` in the file); the default is empty.
+        Several keys may have the same name, so that an old and a new key can be valid at once."""
         entries = [key for key in re.split(r"[,\s]+", self.secret("api_key") or "") if key]
         if self.api_key is not None:
             return dict.fromkeys(entries, "")

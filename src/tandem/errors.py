@@ -53,8 +53,9 @@ class InvalidInput(TandemError, code="invalid_input", http_status=422):
 
 
 class NothingToLearn(InvalidInput, code="nothing_to_learn"):
-    """The job can't change the policy. Either every group was dropped, because its rewards are
-    equal or the group is too long, or no optimizer step changed the policy."""
+    """The job can't change the policy. Either nothing is left to train, or no optimizer step
+    changed the policy. Groups whose rewards are all equal and trajectories that are too long are
+    not trained."""
 
 
 class RequestTooLarge(InvalidInput, code="request_too_large", http_status=413): ...
@@ -123,9 +124,9 @@ class NotServed(TandemError, code="not_served"):
 
 
 class StepRefused(NotServed, code="step_refused"):
-    """The publisher refused a checkpoint. Clients that wait for the step raise this error. The
-    checkpoint may be served later, because the publisher tries all refused checkpoints again after
-    a restart of vLLM.
+    """The publisher refused a checkpoint. Clients that wait for the refused checkpoint raise this
+    error. The checkpoint may be served later, because the publisher tries all refused checkpoints
+    again after a restart of vLLM.
 
     Args:
         served: the run's step that vLLM serves; None: vLLM serves no step of the run.

@@ -1,5 +1,5 @@
-"""The model families. A family reads `config.json` and returns the model's shape, the names of its
-weights, and how the weights are cut over ranks. The package imports no torch.
+"""The model families. A family reads `config.json` and returns the model's shape, the weights'
+names, and the rules for cutting the weights over ranks. The package imports no torch.
 
 `registry.py` lists the families. A family is an object of the class `Decoder` (`decoder.py`). The
 fields of a `Decoder` are the family's differences from the standard decoder. `weight_rules.py` maps

@@ -132,10 +132,11 @@ def peft_keys(module: str) -> tuple[str, str]:
 def misread_by_peft(keys: Collection[str]) -> bool:
     """Whether `PeftModel.from_pretrained` (0.21) would load an adapter with these tensors wrongly.
 
-    PEFT has one layer for the gate and up projections of all experts. PEFT looks up a target name
-    that experts have in experts only. PEFT silently drops the adapters of dense layers and shared
-    experts if experts have adapters of the same name. If experts have adapters on gate and up but
-    not on down, the adapters keep their initial values.
+    PEFT has one layer for the gate and up projections of all experts. If experts have a layer with
+    the name of a target, PEFT searches for this target only in experts. PEFT silently drops the
+    adapters of dense layers and shared experts if experts have adapters of the same name. If
+    experts have adapters on gate and up but not on down, PEFT leaves these adapters at their
+    initial values.
     """
     modules = {key.rpartition(".lora_")[0] for key in keys}
     targets = {module.rpartition(".")[2] for module in modules if ".experts." in module}

@@ -32,11 +32,12 @@ class YarnScaling:
     # Pairs of dimensions that make more than `beta_fast` full turns within the original number of
     # positions stay unchanged.
     beta_fast: float
-    # Pairs that make fewer than `beta_slow` full turns rotate `factor` times slower. Pairs between
-    # both limits get a blend of both frequencies.
+    # Pairs that make fewer than `beta_slow` full turns rotate `factor` times slower. A pair between
+    # the limits `beta_fast` and `beta_slow` gets a weighted mean of the original frequency and the
+    # slower frequency.
     beta_slow: float
     original_max_positions: int
-    attention_factor: float  # factor of the cosines and sines
+    attention_factor: float  # the factor of RoPE's cosines and sines
     truncate: bool  # whether the blend begins and ends at whole dimensions
 
 
@@ -44,17 +45,18 @@ class YarnScaling:
 class Window:
     """Layers with sliding-window attention: a token attends to the `tokens` latest tokens only."""
 
-    tokens: int  # number of tokens that a token attends to, itself included
-    layers: tuple[bool, ...]  # for each layer, whether it has the window
-    # RoPE's theta in the layers that have the window; their RoPE is not scaled. None: all layers
-    # have the same RoPE.
+    tokens: int  # Number of tokens that a token attends to, itself included.
+    layers: tuple[bool, ...]  # For each layer, whether the layer has the window.
+    # RoPE's theta in the layers that have the window. RoPE is not scaled in layers that have the
+    # window. None: all layers have the same RoPE.
     rope_theta: float | None = None
 
 
 @dataclass(frozen=True)
 class ProportionalRope:
     """RoPE that rotates only the first pairs of a head's dimensions (`rope_type: proportional`).
-    `share` is the fraction of pairs that rotate. Rotating pairs rotate `factor` times slower."""
+    `share` is the fraction of pairs that rotate. The frequencies of all pairs that rotate are
+    divided by `factor`."""
 
     share: float
     factor: float
@@ -81,23 +83,24 @@ class QueryGrowth:
 
 @dataclass(frozen=True)
 class MoE:
-    """A mixture of experts. For each token, a router scores all experts and chooses the best."""
+    """A mixture of experts. For each token, a router scores all experts and chooses the best
+    experts."""
 
     num_experts: int
     experts_per_token: int
-    ffn_hidden_size: int  # MLP size of one expert
-    norm_topk_prob: bool  # whether the chosen experts' probabilities are divided by their sum
-    # The function that turns the router's logits of all experts into probabilities. The router with
-    # sigmoid (DeepSeek-V3, 2024, arXiv:2412.19437) first chooses the best `groups_per_token` of
-    # `groups` equal groups of experts. The router then chooses experts in the best groups by
-    # probability plus a bias per expert.
+    ffn_hidden_size: int  # Size of one expert's MLP.
+    norm_topk_prob: bool  # Whether the chosen experts' probabilities are divided by their sum.
+    # The function that turns the router's logits of all experts into probabilities. The sigmoid
+    # router (DeepSeek-V3, 2024, arXiv:2412.19437) first chooses the best `groups_per_token` of
+    # `groups` equal groups of experts. In the best groups, the sigmoid router then chooses the
+    # experts with the largest sum of probability and bias. Each expert has its own bias.
     router: Literal["softmax", "sigmoid"] = "softmax"
     groups: int = 1
     groups_per_token: int = 1
-    scale: float = 1.0  # factor of the probabilities of the router with sigmoid
-    dense_layers: int = 0  # number of layers at the beginning that have an MLP and no experts
-    shared_size: int = 0  # size of an MLP that all tokens use in addition to their experts
-    shared_name: str = "shared_experts"  # name of the shared MLP in Hugging Face's checkpoints
+    scale: float = 1.0  # The factor by which the sigmoid router multiplies its probabilities.
+    dense_layers: int = 0  # The first `dense_layers` layers have an MLP and no experts.
+    shared_size: int = 0  # Size of an MLP that all tokens use in addition to their experts.
+    shared_name: str = "shared_experts"  # The shared MLP's name in Hugging Face's checkpoints.
     # Whether the shared MLP's output is multiplied by a sigmoid that is computed for each token.
     shared_gate: bool = False
     # Whether PEFT and vLLM adapt gate and up of all experts as a single layer.
@@ -105,15 +108,17 @@ class MoE:
     # GPT-OSS: the router and each expert's layers have biases, and the experts' activation is
     # `clamped_swiglu`.
     biases: bool = False
-    # Gemma 4: a layer has both an MLP and experts, each with its own norms. The router has another
-    # input than the experts, and each expert's output has its own factor.
+    # Gemma 4: a layer has both an MLP and experts, each with its own norms. The router's input
+    # differs from the experts' input. Each expert's output is multiplied by the expert's own
+    # factor.
     beside_mlp: bool = False
 
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
     """Layers whose attention is a gated delta net (Yang et al., 2024, arXiv:2412.06464). Each value
-    head has a state that each token decays, corrects and reads."""
+    head has a state. Each token multiplies the state by a decay factor, corrects the state, and
+    reads a value from the state."""
 
     layers: tuple[bool, ...]  # for each layer, whether its attention is a delta net
     key_heads: int
@@ -125,7 +130,8 @@ class GatedDeltaNet:
 
     @property
     def key_size(self) -> int:
-        """Total features of the queries of all heads. Keys have as many features as queries."""
+        """The number of features of all heads' queries together. Keys have as many features as
+        queries."""
         return self.key_heads * self.key_head_dim
 
     @property
@@ -134,15 +140,16 @@ class GatedDeltaNet:
 
     @property
     def sections(self) -> tuple[int, int, int]:
-        """Sizes of queries, keys and values among in_proj_qkv's output features."""
+        """The numbers of in_proj_qkv's output features that are queries, keys and values."""
         return self.key_size, self.key_size, self.value_size
 
 
 @dataclass(frozen=True)
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434). Queries are computed from
-    one normalised latent vector, keys and values from another latent vector. RoPE rotates
-    additional features: the last features of each query, and key features that all heads share."""
+    one normalised latent vector. Keys and values are computed from another latent vector. RoPE
+    rotates additional features: the last features of each query, and key features that all heads
+    share."""
 
     # Size of the latent vector of queries; None: queries are computed from the hidden state.
     q_rank: int | None
@@ -160,7 +167,7 @@ class LatentAttention:
 
     @property
     def key_value_size(self) -> int:
-        """Output features of kv_b_proj per head."""
+        """The number of kv_b_proj's output features per head."""
         return self.nope_size + self.value_size
 
 
@@ -184,26 +191,27 @@ class Arch:
     qkv_bias: bool
     rope_scaling: RopeScaling | LinearScaling | YarnScaling | ProportionalRope | None = None
     window: Window | None = None
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # activation of the MLP's gate
-    attention_scale: float | None = None  # factor of query-key products; None: 1 / sqrt(head_dim)
-    embedding_scale: float | None = None  # factor of the embeddings
-    offset_norms: bool = False  # norms multiply by 1 + weight
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # Activation of the MLP's gate.
+    attention_scale: float | None = None  # Factor of query-key products; None: 1 / sqrt(head_dim).
+    embedding_scale: float | None = None  # Factor of the embeddings.
+    offset_norms: bool = False  # The norms multiply by 1 + weight.
     # RoPE rotates the first `rotary_size` dimensions of a head; None: all dimensions.
     rotary_size: int | None = None
     # The outputs of attention and MLP are normalised before they are added to the input.
     post_norms: bool = False
     moe: MoE | None = None
-    output_bias: bool = False  # o_proj has a bias
-    # Each head has a learned logit in its attention softmax that belongs to no key or value.
+    output_bias: bool = False  # Whether o_proj has a bias.
+    # In each head, the attention's softmax has an additional learned logit, which belongs to no key
+    # or value.
     sinks: bool = False
     gdn: GatedDeltaNet | None = None
-    # With MLA, `head_dim` is the size of queries and keys; RoPE rotates their last `rotary_size`
-    # features.
+    # With MLA, `head_dim` is the size of queries and keys. RoPE rotates the last `rotary_size`
+    # features of each query and key.
     mla: LatentAttention | None = None
     # q_proj also outputs a gate per query feature; the attention's output is multiplied by the
     # gate's sigmoid.
     output_gate: bool = False
-    weight_prefix: str = "model."  # prefix of all tensor names except the output layer's name
+    weight_prefix: str = "model."  # Prefix of all tensor names except the output layer's name.
     # The norms of queries and keys are computed over all heads together.
     wide_qk_norm: bool = False
     pre_norms: bool = True  # the inputs of attention and MLP are normalised
@@ -217,7 +225,7 @@ class Arch:
 
     @property
     def rope_factor(self) -> float:
-        """The factor on RoPE's cosines and sines."""
+        """The factor by which RoPE's cosines and sines are multiplied."""
         return (
             self.rope_scaling.attention_factor
             if isinstance(self.rope_scaling, YarnScaling)
@@ -264,10 +272,10 @@ class Arch:
 
     @property
     def kv_size(self) -> int:
-        """Output features of k_proj; v_proj has the same number."""
+        """The number of k_proj's output features. v_proj has the same number."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def value_size(self) -> int:
-        """Total features of the values of all heads."""
+        """The number of features of all heads' values together."""
         return self.kv_size if self.mla is None else self.output_size

@@ -14,7 +14,8 @@ from tandem.families.weight_rules import WeightRule
 @dataclass(frozen=True)
 class Decoder:
     """A family of models. The fields of `Decoder` are the family's differences from the standard
-    decoder. A family that differs in other ways overrides methods."""
+    decoder. If no field can express a difference, the family's subclass overrides methods of
+    `Decoder`."""
 
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -22,8 +23,8 @@ class Decoder:
     transformers. vLLM uses the same defaults. A family whose defaults have `sliding_window` has
     windows: in the layers from `max_window_layers` on if that key exists, else in all layers. If
     the key `use_sliding_window` exists, it must be true."""
-    qk_norm: bool = False  # RMSNorm over each query and key head before RoPE
-    # The config's key of the activation, and the only supported value of this key.
+    qk_norm: bool = False  # Each query head and key head has an RMSNorm before RoPE.
+    # The key of the config that names the activation, and the key's only supported value.
     activation: tuple[str, str] = ("hidden_act", "silu")
     qkv_bias: bool = False  # only q_proj, k_proj and v_proj have biases
     partial_rope: bool = False  # RoPE on a part of each head is supported
@@ -237,8 +238,8 @@ class Decoder:
         ]
 
     def _refuse_variants(self, config: ModelConfig) -> None:
-        """Refuse options that Tandem does not build. Ignored options would silently change the
-        logits."""
+        """Refuse options that Tandem does not build. If Tandem ignored an option that it does not
+        build, the logits would silently be wrong."""
         activation, rope = config.get(*self.activation), self.rope_parameters(config)
         shared = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
         variants = {
@@ -267,9 +268,9 @@ class Decoder:
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
         """RoPE's parameters. Version 5 of transformers writes `rope_parameters`; older versions
-        write `rope_theta` and `rope_scaling`. `rope_scaling` replaces `rope_parameters`, as in
-        transformers. Values in `rope_scaling` or `rope_parameters` override values at the config's
-        top level."""
+        write `rope_theta` and `rope_scaling`. If a config has both `rope_scaling` and
+        `rope_parameters`, `rope_scaling` is used, as in transformers. Values in `rope_scaling` or
+        `rope_parameters` override values at the config's top level."""
         default = self.defaults.get("rope_parameters", {})
         given: dict[str, Any] = (
             config.get("rope_scaling") or config.get("rope_parameters") or default

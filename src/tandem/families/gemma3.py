@@ -1,6 +1,6 @@
-"""Gemma 3's text models. Most layers have a sliding window, and another RoPE than the layers
-without a window. Each block has a norm before and after it, and norms multiply by 1 + weight. The
-activation is GELU, and embeddings are scaled."""
+"""Gemma 3's text models. Most layers have a sliding window. RoPE in the layers with a window
+differs from RoPE in the layers without a window. Each block has a norm before and after it, and
+norms multiply by 1 + weight. The activation is GELU, and embeddings are scaled."""
 
 from dataclasses import replace
 from typing import Any

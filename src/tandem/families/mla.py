@@ -1,5 +1,5 @@
 """The families with multi-head latent attention (MLA; DeepSeek-V2, 2024, arXiv:2405.04434):
-GLM-4.7-Flash, DeepSeek-V3 and Kimi K2. The mixtures of experts of these families work as in
+GLM-4.7-Flash, DeepSeek-V3 and Kimi K2. In the families with MLA, mixtures of experts work as in
 GLM-4.5.
 
 The checkpoints' layers that predict further tokens (MTP) are not read.

@@ -22,8 +22,8 @@ def model_directory(
     model: str, files: tuple[str, ...] = MODEL_FILES, *, cached: bool = False
 ) -> Path:
     """The directory of a model: `model` itself, or the local snapshot of a hub name. Raises
-    InvalidInput if there is neither such a directory nor such a hub model. Raises HubUnreachable or
-    VolumeFull if a later call can succeed.
+    InvalidInput if `model` is neither a directory nor the name of a model at the hub. Raises
+    HubUnreachable or VolumeFull if a later call can succeed.
 
     Args:
         model: a directory, or a model's name at the hub.
@@ -124,7 +124,7 @@ class ModelConfig:
     """A parsed `config.json`."""
 
     values: dict[str, Any]
-    source: str  # the name of the config in error messages, such as its path
+    source: str  # The config's name in error messages, such as the config's path.
     # The family's values for keys that the config leaves out.
     defaults: Mapping[str, Any] = field(default_factory=dict)
 

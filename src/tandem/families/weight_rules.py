@@ -22,21 +22,22 @@ class WeightRule:
     parameter: str
     sources: Mapping[str, tuple[int, ...]]  # Hugging Face name -> shape before the cut
     cut: Cut = "whole"
-    # Number of blocks of rows. Every block has an equal share of each source, as Megatron's
-    # `linear_qkv` needs.
+    # The parameter's rows are divided into `groups` blocks. Every block has an equal share of each
+    # source, as Megatron's `linear_qkv` needs.
     groups: int = 1
-    # If not None, the parameter is [experts, rows, columns] or [experts, rows], and the sources are
-    # listed expert by expert.
+    # If `num_experts` is not None, the parameter is [experts, rows, columns] or [experts, rows],
+    # and `sources` lists the tensors of one expert after another.
     num_experts: int | None = None
-    # If not None, a single source stacks all experts: [experts, columns, rows] or [experts, rows].
-    # The rows of the parameter's `interleaved` blocks alternate in the source: with 2, even rows
-    # are gate and odd rows are up. None: the sources are matrices.
+    # If `interleaved` is not None, a single source of shape [experts, columns, rows] or [experts,
+    # rows] stacks all experts. The parameter has `interleaved` blocks of rows, which alternate in
+    # the source. If `interleaved` is 2, the source's even rows are gate and the odd rows are up. If
+    # `interleaved` is None, the sources are matrices.
     interleaved: int | None = None
     # Whether the parameter is fp32, even if the other parameters are not. Only a parameter that is
     # not cut over ranks may have `fp32`.
     fp32: bool = False
-    # For each source, the sizes of consecutive sections of its rows. The ranks cut each section
-    # separately.
+    # For each source, the sizes of consecutive sections of the source's rows. The ranks cut each
+    # section separately.
     sections: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:

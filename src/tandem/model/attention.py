@@ -26,8 +26,8 @@ class TreeParams:
     the layers as `packed_seq_params`. `packed_seq_params` is the only argument of Megatron's
     decoder that reaches the layers unchanged."""
 
-    mask: torch.Tensor | FlexMask  # bool [S, S] for `sdpa`, FlexMask for `flex`
-    length: int  # the number of queries in the attention, padding included
+    mask: torch.Tensor | FlexMask  # For `sdpa` a bool [S, S], for `flex` a FlexMask.
+    length: int  # The number of queries in the attention, padding included.
     # RoPE's cosines and sines for the slots that the layers compute (see the function `rotation`).
     rotation: tuple[torch.Tensor, torch.Tensor]
     # For `flex` with a sliding window: each slot's depth in its tree, and the largest depth outside
@@ -35,11 +35,11 @@ class TreeParams:
     reach: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
     # The slots of this rank's queries, if context-parallel ranks share the row.
     deal: Deal | None = None
-    slot_experts: torch.Tensor | None = None  # as in `RowTensors`
+    slot_experts: torch.Tensor | None = None  # As in `RowTensors`.
     # For gated delta nets: the row's segments, through which the recurrent states pass.
     recurrence: Recurrence | None = None
-    windowed: "TreeParams | None" = None  # the parameters for layers with a sliding window
-    unrotated: "TreeParams | None" = None  # the parameters for layers without RoPE
+    windowed: "TreeParams | None" = None  # The parameters for layers with a sliding window.
+    unrotated: "TreeParams | None" = None  # The parameters for layers without RoPE.
     # For `Arch.query_growth`: the factor of each slot's query, fp32.
     query_scale: torch.Tensor | None = None
 
@@ -80,12 +80,12 @@ def tree_params(
 def rotation(
     positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype, factor: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RoPE's cosines and sines (Su et al., 2021, arXiv:2104.09864) times `factor`: [S, head_dim /
+    """RoPE's cosines and sines (Su et al., 2021, arXiv:2104.09864) times `factor`, [S, head_dim /
     2] each.
 
     Args:
-        positions: [S].
-        inv_freq: [head_dim / 2], angle per position in radians, for each pair of dimensions.
+        positions: the slots' positions, [S].
+        inv_freq: the angle per position in radians of each pair of dimensions, [head_dim / 2].
     """
     angles = torch.outer(positions.float(), inv_freq)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
@@ -116,13 +116,13 @@ def attend(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(q k^T * scale) v under the row's mask: [length, heads, value's dim].
+    """The attention softmax(q k^T * scale) v under the row's mask, [length, heads, value's dim].
 
     Args:
-        query: [length, heads, head_dim].
-        key: [keys, key heads, head_dim].
-        value: [keys, key heads, value's dim].
-        sinks: [heads]: each head's softmax has this additional logit, which adds no value to the
+        query: the queries, [length, heads, head_dim].
+        key: the keys, [keys, key heads, head_dim].
+        value: the values, [keys, key heads, value's dim].
+        sinks: the additional logit of each head's softmax, [heads]; the logit adds no value to the
             output.
     """
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
@@ -131,8 +131,8 @@ def attend(
         depth, out = tree.reach
         output = flex(query, key, value, scale, slots, depth, out, sinks, *tree.mask)
     else:
-        # `enable_gqa` is not used, because with it the backward pass of CUDA's kernels is many
-        # times slower.
+        # `enable_gqa` is not used, because this option makes the backward pass of CUDA's kernels
+        # many times slower.
         repeat = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
         mask, size = tree.mask, value.shape[-1]
@@ -152,9 +152,9 @@ def _with_sinks(
     sinks: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns queries, keys, values and mask with one additional key for the sinks. Every query
-    sees the additional key, and its value is zero. The additional key's product with each query is
-    the head's sink. Eight dimensions are added to each head, because kernels want multiples of
-    eight. The first added dimension is 1 in queries.
+    sees the additional key. The value that belongs to the additional key is zero. The product of
+    the additional key and a query is the head's sink. Eight dimensions are added to each head,
+    because kernels want multiples of eight. In each query, the first added dimension is 1.
     """
     key, value = pad(key, (0, 8, 0, 1)), pad(value, (0, 8, 0, 1))
     one = torch.zeros(8, dtype=query.dtype, device=query.device)

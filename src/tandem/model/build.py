@@ -49,8 +49,8 @@ def build_policy(
         recompute: with "full", each layer saves only its input and its attention's output for the
             backward pass. With other values of `recompute`, layers save all tensors until
             `recompute.fit` chooses how many tensors they save.
-        base: a function that returns the memory for the base weights (`BaseWeights.parameters`);
-            None: `build_policy` allocates this memory.
+        base: a function that returns the memory for the base weights (`BaseWeights.parameters`). If
+            `base` is None, `build_policy` allocates the memory for the base weights.
 
     Raises:
         InvalidInput: the model can't be cut over this number of ranks.
@@ -111,13 +111,14 @@ def _transformer_config(arch: Arch, dtype: torch.dtype) -> mcore.TransformerConf
 
 def rope_frequencies(arch: Arch) -> torch.Tensor:
     """Radians per position of each pair of head dimensions (Su et al., 2021, arXiv:2104.09864):
-    fp32 [1, head_dim / 2]. If layers with a sliding window have other frequencies, the result has a
-    second row for them: [2, head_dim / 2]. If layers with and without a window have heads of
-    different sizes (`Arch.rope_sizes`), the shorter row is padded with zeros.
+    fp32 [1, head_dim / 2]. If layers with a sliding window have other frequencies, the result is
+    [2, head_dim / 2]. The second row is for the layers with a window. If layers with and without a
+    window have heads of different sizes (`Arch.rope_sizes`), the shorter row is padded with zeros.
 
-    Llama 3's scaling stretches wavelengths above original_max_positions / low_freq_factor by
-    `factor`. Wavelengths below original_max_positions / high_freq_factor stay unchanged. Between
-    these two limits, the frequency is a weighted mean of the unchanged and the stretched frequency.
+    Llama 3's scaling multiplies a wavelength by `factor` if the wavelength exceeds
+    original_max_positions / low_freq_factor. Wavelengths below original_max_positions /
+    high_freq_factor stay unchanged. For wavelengths between the two limits, the frequency is a
+    weighted mean of the unchanged frequency and the frequency divided by `factor`.
     """
     size, window_size = arch.rope_sizes
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size

@@ -1,10 +1,10 @@
 """Compiles functions once with torch.compile; later processes load the result from files.
 
 torch itself caches kernels in files, too. But each process must trace a function to learn which of
-these kernels the function needs. A function compiled ahead of time (`aot_compile`) is not traced
-again, so it loads sooner. The compiled functions are pickles in TORCHINDUCTOR_CACHE_DIR, beside
-torch's own files. Whoever can write to TORCHINDUCTOR_CACHE_DIR can run code in the ranks. So Tandem
-refuses a cache directory that another user made or can write to.
+the cached kernels the function needs. A function compiled ahead of time (`aot_compile`) is not
+traced again, so it loads sooner. The compiled functions are pickles in TORCHINDUCTOR_CACHE_DIR,
+beside torch's own files. Whoever can write to TORCHINDUCTOR_CACHE_DIR can run code in the ranks. So
+Tandem refuses a cache directory that another user made or can write to.
 """
 
 import contextlib
@@ -48,8 +48,8 @@ class Compiled[**P, T]:
         if kind not in self._compiled:
             file = _directory() / f"{self._digest(kind, args)}.aot"
             self._compiled[kind] = self._load(file) or self._compile(args, file)
-            # torch's guards are disabled, because they would only check properties that are part of
-            # `kind`.
+            # torch's guards are disabled, because the guards would only check properties that are
+            # part of `kind`.
             self._compiled[kind].disable_guard_check()
         result: T = self._compiled[kind](*args)
         return result
@@ -100,8 +100,8 @@ class Compiled[**P, T]:
             settings.enter_context(
                 inductor.patch(deterministic=torch.are_deterministic_algorithms_enabled())
             )
-            # Guards on globals are dropped. Such guards check torch's own globals, and some of them
-            # can't be serialised.
+            # Guards on globals are dropped. Guards on globals check torch's own globals, and some
+            # of these guards can't be serialised.
             options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
             lazy: Any = torch.compile(
                 self._function, fullgraph=True, dynamic=False, options=options

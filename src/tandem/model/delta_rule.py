@@ -28,8 +28,8 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive slots of the row that are also consecutive in each sequence that contains
-    them."""
+    """Consecutive slots of the row. In each sequence that contains the slots, the slots are
+    consecutive too."""
 
     begin: int
     end: int
@@ -50,15 +50,17 @@ class Level:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """For each slot, the slots that a causal convolution over `tokens` tokens reads, and the slots
-    that read it.
+    """For each slot, the slots that a causal convolution over `tokens` tokens reads, and the slot's
+    readers. A slot's readers are the slots for which the convolution reads the slot.
 
     Attributes:
         ancestors: int64 [tokens - 1, length]; row d has the slots that are d + 1 tokens earlier in
             the slots' sequences. The value is `length` if there is no such slot.
-        begins: int64 [length + 1], the index in `readers` at which the pairs of each slot begin.
-        readers: int64 [pairs, 2]. The first number of a pair is a slot that reads the pair's own
-            slot, and the second is the column of the weights [features, tokens] that applies.
+        begins: for each slot, the index in `readers` at which the slot's pairs begin, int64 [length
+            + 1].
+        readers: for each slot, one pair for each reader of the slot, int64 [pairs, 2]. The first
+            number of a pair is the reader. The second number is the column of the weights
+            [features, tokens] by which the reader multiplies the slot.
     """
 
     ancestors: torch.Tensor
@@ -99,7 +101,7 @@ class Recurrence:
     @functools.cached_property
     def order(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The slots of all levels, one level after another, and each slot's place in this order:
-        int64 [length] each. None if the slots are already in this order."""
+        int64 [length] each. The result is None if the row's slots are already ordered by level."""
         order = torch.cat([level.slots for level in self.levels])
         if torch.equal(order, torch.arange(self.length, device=self.device)):
             return None
@@ -107,13 +109,13 @@ class Recurrence:
 
     @functools.cached_property
     def levels(self) -> list[Level]:
-        """The levels whose pieces are segments. `slots` of a level: the slots of its segments, one
-        segment after the other."""
+        """The levels whose pieces are segments. In a level, `slots` has the slots of the level's
+        segments, one segment after another."""
         return self._levels(self.segments)
 
     @functools.cached_property
     def chunks(self) -> list[Level]:
-        """The levels whose pieces are chunks of segments. `slots` of a level: [chunks, CHUNK];
+        """The levels whose pieces are chunks of segments. In a level, `slots` is [chunks, CHUNK];
         entries after the end of a chunk have the value `length`."""
         chunks: list[Segment] = []
         last: list[int] = []  # segment -> its last chunk
@@ -184,7 +186,8 @@ def _segments(ends: NDArray[np.int64]) -> list[Segment]:
 
 
 def _ancestors(segments: list[Segment], length: int, distance: int) -> NDArray[np.int64]:
-    """The array that `Recurrence.before` returns, but on the host."""
+    """For each slot, the slot that is `distance` tokens earlier in the slot's sequences, or
+    `length` if there is no such slot."""
     found = np.arange(length) - distance
     for segment in segments:
         for slot in range(segment.begin, min(segment.begin + distance, segment.end)):
@@ -205,11 +208,12 @@ def _ancestor(
 
 
 def convolve(x: torch.Tensor, weight: torch.Tensor, row: Recurrence) -> torch.Tensor:
-    """The causal convolution of each feature along its sequences: [slots, features], at least fp32.
+    """The causal convolution of each feature along its sequences, [slots, features], at least fp32.
 
     Args:
-        x: [slots, features].
-        weight: [features, tokens]; the last column applies to the current token.
+        x: the features of each slot, [slots, features].
+        weight: the convolution's weight, [features, tokens]; the last column applies to the current
+            token.
         row: the row's `Recurrence`.
     """
     weight, kernel = _wide(weight), weight.shape[1]
@@ -228,14 +232,14 @@ def delta_rule(
     beta: torch.Tensor,
     row: Recurrence,
 ) -> torch.Tensor:
-    """The value that each token reads from its state: [slots, value heads, value size], in the
+    """The value that each token reads from its state, [slots, value heads, value size], in the
     dtype of `value`.
 
     Args:
-        query, key: [slots, key heads, key size]. The function divides queries and keys by their
-            norms, and then queries by the square root of the key size.
-        value: [slots, value heads, value size]. Each key head serves an equal number of value
-            heads.
+        query, key: the queries and keys, [slots, key heads, key size]. The function divides queries
+            and keys by their norms, and then queries by the square root of the key size.
+        value: the values, [slots, value heads, value size]. Each key head serves an equal number of
+            value heads.
         g: the logarithm of the decay, fp32 [slots, value heads].
         beta: the factor of each token's update, fp32 [slots, value heads].
         row: the row's `Recurrence`.
@@ -268,8 +272,8 @@ def _by_levels(
     beta: torch.Tensor,
     row: Recurrence,
 ) -> torch.Tensor:
-    """The result of `delta_rule`; the function `rule` computes one level after another. All
-    segments of a level are computed together."""
+    """The result of `delta_rule`, computed by calls of the function `rule` for one level after
+    another. All segments of a level are computed together."""
     sizes = [len(level.slots) for level in row.levels]
     order = row.order
     parts = zip(

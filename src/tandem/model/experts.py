@@ -17,17 +17,17 @@ from tandem.model import gradients, parallel
 from tandem.model.lora import Adapters, AdapterSwitch
 from tandem.spool.schema import LoraShape
 
-# torch's grouped product in bf16 requires rows whose size is a multiple of 16 bytes, which are 8
-# elements.
+# torch's grouped product in bf16 requires that a row's size is a multiple of 16 bytes (8 elements).
 _ALIGNED = 8
 
 
 def grouped_product(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The product of each group of rows of `x` with the group's own matrix: [N, out].
+    """The product of each group of rows of `x` with the group's own matrix, [N, out].
 
     Args:
-        x: [N, in]; first the rows of group 0, then the rows of group 1, and so on.
-        matrices: [groups, in, out], of x's dtype.
+        x: the groups' rows, [N, in]; first the rows of group 0, then the rows of group 1, and so
+            on.
+        matrices: the groups' matrices, [groups, in, out], of x's dtype.
         ends: int32 [groups], one past each group's last row. The last value of `ends` is N. Groups
             may be empty.
     """
@@ -39,11 +39,11 @@ def grouped_product(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor)
 
 
 def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """`left^T right` for each group's rows: [groups, a, b]; zero for an empty group.
+    """The product `left^T right` of each group's rows, [groups, a, b]; zero for an empty group.
 
     Args:
-        left: [N, a]; first the rows of group 0, then the rows of group 1, and so on.
-        right: [N, b], of left's dtype and in the same order.
+        left: the left rows, [N, a]; first the rows of group 0, then the rows of group 1, and so on.
+        right: the right rows, [N, b], in left's dtype and order.
         ends: int32 [groups], one past each group's last row.
     """
     if _on_tensor_cores(left, left.shape[1], right.shape[1]):
@@ -68,9 +68,10 @@ class ExpertLinear(Adapters):
     is trained itself. The parameters are uninitialised.
 
     With expert tensor parallelism, several ranks have a part of each expert. The ranks that share
-    an expert have the same assignments of tokens in the same order. A rank's outputs, gradients of
-    x and gradients of probabilities are then summands of the results. A rank's gradients of
-    adapters are complete.
+    an expert have the same assignments of tokens in the same order. If several ranks share an
+    expert, a rank's outputs, gradients of x and gradients of probabilities are only summands. The
+    results are the sums over the ranks that share the expert. The gradients of adapters are
+    complete on every rank.
 
     Args:
         experts: the number of experts, over all ranks.
@@ -136,8 +137,8 @@ class ExpertLinear(Adapters):
     def input_gradient(
         self, gradient: torch.Tensor, ends: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The gradients of x and of A x, from the gradient of the output. `gradient`: [N, out];
-        `ends`: int32 [experts]; the results are [N, in] and [N, targets * rank]."""
+        """The gradients of x, [N, in], and of A x, [N, targets * rank], from the gradient of the
+        output, [N, out]. `ends` is int32 [experts]."""
         grad_x = grouped_product(gradient, self.weight, ends)
         if not self.adapted:
             return grad_x, None
@@ -159,7 +160,7 @@ class ExpertLinear(Adapters):
             gradient: the gradient of the output, [N, out].
             grad_inner: the second result of `input_gradient`, [N, targets * rank].
             x: the input of the forward pass, [N, in].
-            inner: A x from the forward pass, [N, targets * rank].
+            inner: the product A x from the forward pass, [N, targets * rank].
             ends: int32 [experts].
         """
         if gradients.has_gradient_buffer(self.weight):

@@ -80,7 +80,7 @@ def block_mask(
 
 
 def depths(subtree_end: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Each slot's depth in its tree: [S]. The depth is the number of earlier slots whose subtrees
+    """Each slot's depth in its tree, [S]. The depth is the number of earlier slots whose subtrees
     have not ended, because these slots are the ancestors."""
     length = len(subtree_end)
     return np.arange(length) - np.cumsum(np.bincount(subtree_end, minlength=length))[:length]
@@ -94,7 +94,7 @@ def seen_blocks(
     whole.
 
     Args:
-        ends: `subtree_end` of whole blocks; slots from `length` on are padding.
+        ends: the array `subtree_end`, padded to whole blocks; slots from `length` on are padding.
     """
     slots = np.arange(len(ends))
     blocks = len(ends) // BLOCK
@@ -123,7 +123,7 @@ def _wide_head_options(itemsize: int) -> dict[str, int]:
     """FlexAttention's blocks for heads of more than `WIDE_HEAD` features.
 
     BLOCK_M and BLOCK_N are the forward kernel's numbers of queries and keys per block. The suffixes
-    1 and 2 stand for the two halves of the backward kernel. For heads of 512 features, these blocks
+    1 and 2 stand for the two halves of the backward kernel. For heads of 512 features, the blocks
     need about 128 KiB of shared memory.
 
     Args:

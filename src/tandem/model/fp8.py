@@ -54,7 +54,7 @@ def check_device() -> None:
 
 
 def fits(weight: torch.Tensor) -> bool:
-    """Whether torch multiplies a weight of this shape and dtype in FP8."""
+    """Whether torch can multiply a weight of this shape and dtype in FP8."""
     return weight.dtype is torch.bfloat16 and not any(size % _MULTIPLE for size in weight.shape)
 
 

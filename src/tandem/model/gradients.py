@@ -21,7 +21,7 @@ def attach_buffer(parameter: Tensor, buffer: Tensor) -> None:
 
 
 def has_gradient_buffer(parameter: Tensor | None) -> bool:
-    """Whether the parameter has a gradient buffer, which `attach_buffer` gives it."""
+    """Whether `attach_buffer` has given the parameter a gradient buffer."""
     return getattr(parameter, "gradient_sum", None) is not None
 
 
@@ -35,8 +35,8 @@ def add_product(parameter: Any, left: Tensor, right: Tensor) -> None:
 
     Args:
         parameter: a weight [a, b] that has a buffer.
-        left: [S, a].
-        right: [S, b].
+        left: the left factor, [S, a].
+        right: the right factor, [S, b].
     """
     if not left.is_cuda or left.dtype is torch.float32:
         parameter.gradient_sum.addmm_(left.float().t(), right.float())

@@ -3,9 +3,9 @@
 Without graphs, the host launches a layer's kernels one by one. The GPU computes a small model's
 kernels for a short row faster than the host launches them. A graph launches the kernels of all
 layers together, and computes the same bits. A graph reads and writes the same memory addresses as
-during its capture. So inputs are copied to these addresses, and weights, adapters and gradients
-must stay at their addresses. All rows of a job have the same length, so all inputs have the same
-shapes.
+during its capture. So inputs are copied to the addresses of the capture, and weights, adapters and
+gradients must stay at their addresses. All rows of a job have the same length, so all inputs have
+the same shapes.
 """
 
 import time
@@ -46,16 +46,16 @@ class LayerGraphs:
         tree: TreeParams,
         adapter_fixed: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Captures both graphs. Each layer must have computed a row of this length before, so that
-        all kernels are loaded.
+        """Captures both graphs. Each layer must have computed a row as long as `hidden` before, so
+        that all kernels are loaded.
 
         Args:
-            hidden: [S, 1, hidden], the input of `layers` for one row. The memory of `hidden`
+            hidden: the input of `layers` for one row, [S, 1, hidden]. The memory of `hidden`
                 becomes the graphs' input memory.
             tree: the row's parameters. The memory of `tree`'s tensors becomes the graphs' input
                 memory, too.
-            adapter_fixed: `Policy.adapter_fixed`; each replayed forward pass casts the adapters
-                again.
+            adapter_fixed: the method `Policy.adapter_fixed`; each replayed forward pass casts the
+                adapters again.
         """
         self._hidden, self._tree = hidden.detach(), tree
         self._inputs = _tensors(tree)
@@ -145,7 +145,7 @@ def repeat(policy: Policy, row: RowTensors, passes: int) -> None:
         passes: the number of further passes over rows of this length.
     """
     # Models with trained base weights, latent attention, or changes of heads' rows are not
-    # captured. No test shows that graphs compute the same bits for these models. Models with delta
+    # captured, because no test shows that their graphs compute the same bits. Models with delta
     # nets are not captured, because they launch different kernels for rows with different trees.
     arch = policy.arch
     of_rows = arch.wide_qk_norm or arch.value_norm or arch.query_growth or arch.rope_layers
@@ -179,10 +179,10 @@ def capture(policy: Policy, hidden: torch.Tensor, tree: TreeParams) -> None:
     kernel.
 
     Args:
-        hidden: [S, 1, hidden], the input of the first layer.
-        tree: the parameters of the same row.
+        hidden: the input of the first layer, [S, 1, hidden].
+        tree: the parameters of the row that `hidden` belongs to.
     """
-    # The allocator keeps the unused memory of earlier passes, and the graphs need as much memory.
+    # The unused memory of earlier passes is released, because the graphs need as much memory.
     memory.release_cached()
     layers = list(policy.gpt.decoder.layers)
     failed = None
@@ -245,8 +245,8 @@ def _layer_seconds(
 
     host = passes()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # The GPU sleeps until all kernels are launched, so that it computes them without gaps. No GPU
-    # runs at more than 2e9 cycles per second.
+    # The GPU sleeps until all kernels are launched, so that the GPU computes the kernels without
+    # gaps. No GPU runs at more than 2e9 cycles per second.
     torch.cuda._sleep(int(2 * host * 2e9))
     begin.record()
     passes()

@@ -29,9 +29,10 @@ def item_logprobs(
     temperature).
 
     Args:
-        hidden: [n, hidden], for each item the hidden state from which the item is predicted.
+        hidden: for each item, the hidden state from which the item is predicted, [n, hidden].
         targets: int64 [n], token ids.
-        weight: [vocabulary of this rank, hidden]; logits are `hidden @ weight.T` in hidden's dtype.
+        weight: the output layer's weight, [vocabulary of this rank, hidden]; logits are `hidden @
+            weight.T` in hidden's dtype.
         vocab_start: the first token id of this rank's part.
         group: the tensor-parallel ranks. All ranks of the group call this function with the same
             hidden states and targets. None: this rank has the whole vocabulary.
@@ -109,7 +110,7 @@ class _Statistics(torch.autograd.Function):
             torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if gradients.has_gradient_buffer(ctx.parameter):
                 gradients.add_product(ctx.parameter, grad_logits, hidden[chunk])
-            # The memory must be free before the next chunk's logits exist.
+            # This chunk's memory is freed before the next chunk's logits are allocated.
             del logits, slope, grad_logits
         if ctx.group is not None:
             parallel.all_reduce(grad_hidden, dist.ReduceOp.SUM, ctx.group)

@@ -7,11 +7,11 @@ dtype where a layer uses them. So the adapters themselves are the master weights
 The layers' own methods compute the gradients, without autograd. So `tandem.model.layer` decides
 which tensors are saved for the gradients. Across tensor-parallel ranks:
 
-- Column-parallel layers (q, k, v, gate, up): A is replicated, B is cut along its outputs. The
-  backward pass sums the gradients of x and A x.
+- Column-parallel layers (q, k, v, gate, up): A is replicated, and B is cut along its outputs. The
+  backward pass sums the gradients of x and A x over the ranks.
 
-- Row-parallel layers (o, down): A is cut along its inputs, B is replicated. The forward pass sums
-  the output and A x.
+- Row-parallel layers (o, down): A is cut along its inputs, and B is replicated. The forward pass
+  sums the output and A x over the ranks.
 
 With sequence parallelism, each rank has only its own tokens outside of column-parallel and
 row-parallel layers. The input x of a column-parallel layer has only the rank's own tokens. The
@@ -118,7 +118,7 @@ class Adapters(nn.Module):
         self._cast_is_written = False
 
     def lora_tensors(self) -> dict[str, tuple[LoraTensor, LoraTensor]]:
-        """A mapping from adapted targets to their A and B."""
+        """A mapping from each adapted target to the target's A and B."""
         cut_a: Cut = "columns" if self._cut == "columns" else "whole"
         cut_b: Cut = "rows" if self._cut == "rows" else "whole"
         return {
@@ -307,7 +307,7 @@ class LoraLinear(Adapters):
 
         Args:
             grad_inner: the second result of `input_gradient`.
-            inner: A x from the forward pass.
+            inner: the product A x from the forward pass.
         """
         if gradients.has_gradient_buffer(self.weight):
             self._add_base_gradients(gradient, x)

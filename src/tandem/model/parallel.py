@@ -79,8 +79,7 @@ def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> Non
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # On a GPU machine, Gloo is used for tensors in host memory. With NCCL alone, the first
     # collective operation on host tensors in each group would create an NCCL communicator. Creating
-    # a communicator takes time, and the communicator takes device memory for the life of the
-    # process.
+    # a communicator takes time, and the communicator takes device memory until the process ends.
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
@@ -197,8 +196,8 @@ def all_reduce(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """`dist.all_reduce`, but does nothing in a group of one rank. In a group of one rank, NCCL
-    would create a communicator. A communicator takes time to create, and takes device memory for
-    the life of the process.
+    would create a communicator. A communicator takes time to create, and takes device memory until
+    the process ends.
 
     Args:
         tensor: this rank's summand; overwritten by the result.

@@ -26,7 +26,8 @@ class _Lane:
 
     def __init__(self, group: dist.ProcessGroup, step: int) -> None:
         self._group, self._step = group, step
-        # The running send operation, and the tensors that must stay alive until it is done.
+        # The running send operation, and the tensors that must stay alive until the operation is
+        # done.
         self._sending: tuple[Any, torch.Tensor] | None = None
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -64,8 +65,8 @@ class Pipeline:
 
     def backward(self, losses: Iterable[torch.Tensor]) -> None:
         """Run the backward pass of each loss, in the order in which `losses` yields the losses.
-        `ahead` losses are computed before the first backward pass, and one further loss before each
-        backward pass. So the later stages have work.
+        To give the later stages work, `ahead` losses are computed before the first backward pass.
+        One further loss is computed before each backward pass.
         """
         waiting = deque[torch.Tensor]()
         for loss in losses:
@@ -84,7 +85,7 @@ class Pipeline:
         self, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device
     ) -> torch.Tensor:
         """The hidden states that the previous stage sends. In the backward pass, the previous stage
-        gets the gradient of these hidden states.
+        gets the gradient of the received hidden states.
 
         Args:
             shape, dtype: the shape and dtype of the hidden states; the previous stage does not send

@@ -60,7 +60,7 @@ class Policy(nn.Module):
         gpt: this rank's stage of the model.
         lora: the adapter's shape; None: all weights are trained.
         switch: the switch that the layers' adapters share.
-        inv_freq: RoPE's radians per position of each rotated pair of dimensions (see
+        inv_freq: the radians per position by which RoPE rotates each pair of dimensions (see
             `attention.rotation`); `place` moves this tensor to the device.
     """
 
@@ -303,7 +303,8 @@ class Policy(nn.Module):
 
     def lay_out(self, row: RowTensors) -> RowTensors:
         """This rank's part of the row, padded to a number of slots that tensor-parallel ranks can
-        divide. `first_hidden`, `no_hidden` and `decoder_inputs` take a row in this form."""
+        divide. The methods `first_hidden`, `no_hidden` and `decoder_inputs` take a row that
+        `lay_out` returned."""
         sizes, row = self.topology.sizes, deal_row(row, self.topology)
         if sizes.sequence and row.deal is None:
             row = pad_row(row, -(-len(row.tokens) // sizes.tensor) * sizes.tensor)
@@ -370,8 +371,8 @@ class Policy(nn.Module):
 
 
 class _AllTokens(torch.autograd.Function):
-    """Gathers the tokens of all ranks: [S / ranks, hidden] -> [S, hidden]. Every rank has the whole
-    gradient of the result, so the backward pass sums nothing."""
+    """Gathers the tokens of all ranks, from [S / ranks, hidden] to [S, hidden]. Every rank has the
+    whole gradient of the result, so the backward pass sums nothing."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

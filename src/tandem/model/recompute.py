@@ -37,7 +37,7 @@ def fit(policy: Policy, row: RowTensors) -> list[SaveLevel]:
     if device.is_cuda():
         try:
             levels = _fitting_levels(policy, row)
-        except torch.OutOfMemoryError:  # not even one layer that saves all tensors fits
+        except torch.OutOfMemoryError:  # Even one layer that saves all tensors does not fit.
             # The other ranks wait in the layer's collectives, so this rank must end.
             if policy.topology.sizes.layers_shared:
                 raise
@@ -110,9 +110,9 @@ class _Kind:
     """Layers whose attention has the same shape. One layer of the kind was measured."""
 
     layers: int
-    saved: dict[SaveLevel, int]  # bytes that a layer saves
-    # Further bytes that a layer's passes take. A layer of the level `INPUT` takes the most, because
-    # its backward pass recomputes the tensors that the other levels save.
+    saved: dict[SaveLevel, int]  # Bytes that a layer saves.
+    # Further bytes that a layer's passes take. At the level `INPUT`, a layer's passes take the most
+    # further bytes, because the backward pass recomputes the tensors that the other levels save.
     working: dict[SaveLevel, int]
 
 

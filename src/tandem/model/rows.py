@@ -24,13 +24,14 @@ from tandem.model.parallel import Topology
 @dataclass(frozen=True)
 class Deal:
     """The slots of a row that this rank has, if context-parallel ranks share the row. The row has
-    `length` slots, and each rank has length / ranks of them."""
+    `length` slots, and each rank has length / ranks slots. All tensors of a `Deal` are on the
+    device."""
 
-    slots: torch.Tensor  # int64 [length / ranks], on the device: this rank's slots, ascending
-    place: torch.Tensor  # int64 [length / BLOCK], on the device: each block's index in `by_rank`
-    # int64 [length / BLOCK], on the device: the blocks of all ranks, ordered by rank.
+    slots: torch.Tensor  # This rank's slots, ascending: int64 [length / ranks].
+    place: torch.Tensor  # Each block's index in `by_rank`: int64 [length / BLOCK].
+    # The blocks of all ranks, ordered by rank: int64 [length / BLOCK].
     by_rank: torch.Tensor
-    # int64 [rank items], on the device: the row's items that this rank predicts.
+    # The row's items that this rank predicts: int64 [rank items].
     items: torch.Tensor
     num_items: int
     group: dist.ProcessGroup
@@ -43,8 +44,8 @@ class Deal:
         return q, k.contiguous(), v.contiguous()
 
     def scatter(self, gradients: Heads) -> Heads:
-        """The gradients of the argument of `gather`, from the gradients of its result. The ranks'
-        gradients are summed in the order of ranks."""
+        """The gradients of the argument of `gather`, from the gradients of `gather`'s result. The
+        ranks' gradients are summed in the order of ranks."""
         q, k, v = gradients
         k, v = parallel.scatter_sum(_reorder(torch.cat([k, v], 1), self.by_rank), self.group).chunk(
             2, 1
@@ -52,8 +53,8 @@ class Deal:
         return q, k, v
 
     def gather_items(self, values: torch.Tensor) -> torch.Tensor:
-        """Joins the values of all ranks' items: [rank items] -> [items]. Every rank computes the
-        loss of all items, so the backward pass sums no gradients."""
+        """Joins the values of all ranks' items, from [rank items] to [items]. Every rank computes
+        the loss of all items, so the backward pass sums no gradients."""
         whole: torch.Tensor = _GatherItems.apply(values, self)
         return whole
 
@@ -98,15 +99,15 @@ class RowTensors:
     """A packed row in the form that the model needs. Tensors are int64 and on the device unless
     noted. Slots are indices into the row."""
 
-    tokens: torch.Tensor  # [S]
-    positions: torch.Tensor  # [S]
-    # On the host: [S], or longer if the attention computes more slots; the additional entries are
-    # padding.
+    tokens: torch.Tensor  # Token ids, [S].
+    positions: torch.Tensor  # Positions, [S].
+    # The array `subtree_end` is on the host. The length of `subtree_end` is S, or larger if the
+    # attention computes more slots. The additional entries are padding.
     subtree_end: torch.Tensor
-    item_source: torch.Tensor  # [items]: the slot from which each item is predicted
-    item_token: torch.Tensor  # [items], the predicted token
-    # int16 [S, layers, experts per token]: the experts that compute each slot; -1 or None: the
-    # router chooses.
+    item_source: torch.Tensor  # [items]: the slot from which each item is predicted.
+    item_token: torch.Tensor  # [items]: the predicted token.
+    # The experts that compute each slot, int16 [S, layers, experts per token]. The router chooses
+    # the experts of a slot if the value is -1, and of all slots if `slot_experts` is None.
     slot_experts: torch.Tensor | None = None
     # If `deal` is set, the other fields except `subtree_end` contain only this rank's slots and
     # items.
@@ -114,7 +115,7 @@ class RowTensors:
 
 
 def deal_row(row: RowTensors, topology: Topology) -> RowTensors:
-    """This rank's part of the row, if context-parallel ranks share it."""
+    """This rank's part of the row, if context-parallel ranks share the row."""
     group, sizes = topology.context, topology.sizes
     if group.size() == 1 or row.deal is not None:
         return row

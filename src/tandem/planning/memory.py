@@ -95,11 +95,11 @@ class Memory:
     saved: SavedBytes
     layers: int
     in_flight: int
-    logits: int  # `logprobs.working_bytes`
+    logits: int  # The result of `logprobs.working_bytes`.
     # Extra memory of the backward pass of a layer that keeps everything, without the kept tensors.
     layer: int
-    layer_recomputing: int  # extra memory of the backward pass of a layer that keeps only its input
-    context: int  # memory of CUDA and NCCL, outside of torch's allocator
+    layer_recomputing: int  # As `layer`, but for a layer that keeps only its input.
+    context: int  # Memory of CUDA and NCCL, outside of torch's allocator.
     # The value of `Sizes.layers_shared`. If `layers_shared` is true, `recompute=auto` leaves memory
     # for the pass of one more layer.
     shared: bool = False
@@ -279,8 +279,8 @@ def _delta_net(
     """Memory in bytes of a layer with a delta net (`DeltaNetSublayer`, with
     flash-linear-attention). The results are `saved`, `graph` and `passes`. `saved` is the tensors
     that the layer keeps, and `graph` the part of `saved` between the input and output projections.
-    `passes` is the backward pass's extra memory between these projections. The sizes agree with
-    those of Qwen3.5-9B's shape, measured on an H200. A layer with attention keeps `others`."""
+    `passes` is the backward pass's extra memory between the projections. The sizes agree with
+    measurements of Qwen3.5-9B's shape on an H200. `others`: bytes of a layer with attention."""
     slots, parts, hidden = workload.sequence_length, sizes.tensor, workload.arch.hidden_size
     own = -(-slots // parts) if sizes.sequence else slots  # number of slots in the residual stream
     features, value, heads = sum(gdn.sections) // parts, gdn.value_size // parts, gdn.value_heads
@@ -296,7 +296,7 @@ def _delta_net(
     # heads' outputs; the heads' decays, rates and norms in fp32.
     fp32 = wide * (3 * heads + 2 * gdn.key_heads // parts)
     graph = slots * (features + DELTA_CHUNK * heads + value + fp32)
-    # The terms of `passes` are: the states of all chunks and the gradients of these; tensors with a
+    # The terms of `passes` are: the states of all chunks, and the states' gradients; tensors with a
     # key or a value for each value head.
     states = gdn.key_head_dim * gdn.value_head_dim * heads // DELTA_CHUNK
     passes = slots * (2 * states + 6 * gdn.key_head_dim * heads + 7 * value)

@@ -80,7 +80,7 @@ class Candidate:
     sizes: Sizes
     # The fields `memory` and `levels` describe the fullest pipeline stage.
     memory: Memory
-    levels: tuple[int, int] | None  # see `Memory.levels`; None if the topology does not fit
+    levels: tuple[int, int] | None  # See `Memory.levels`; None if the topology does not fit.
     # Speed of all GPUs together, limited by the slowest pipeline stage; 0 if the topology does not
     # fit.
     tokens_per_second: float
@@ -148,7 +148,8 @@ def servers_to_keep_busy(trained: float, generated: float, share: float) -> int:
 def automatic(settings: Settings, gpu_memory: int) -> Plan:
     """The choice of `TANDEM_TOPOLOGY=auto` for the trainer's ranks: the first topology of the plan.
     The plan is for rows of `ROW` slots, or of fewer slots if the model has fewer positions. The
-    plan's adapter has the largest rank and all targets that a run may have by default. The argument
+    plan's adapter has the rank `max_lora_rank`. The targets are the default targets, and with
+    `expert_lora` also the experts' layers (unless `MoE.fused_adapters` is true). The argument
     `gpu_memory` is the memory in bytes of the smallest of the ranks' GPUs. Raises InvalidInput if
     `gpu_memory` is 0 or no topology fits."""
     if gpu_memory == 0:

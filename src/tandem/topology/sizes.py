@@ -62,8 +62,9 @@ class Sizes:
 
     @property
     def expert_ranks(self) -> int:
-        """The number of ranks among which a mixture's experts are divided. The ranks of such a
-        group have consecutive numbers, and each gathers the tokens of the whole group."""
+        """The number of ranks among which a mixture's experts are divided. The ranks among which a
+        mixture's experts are divided have consecutive numbers. The ranks that divide the experts
+        gather one another's tokens."""
         return self.expert_tensor * self.expert
 
     @property

@@ -19,13 +19,12 @@ GSPO-token: arXiv:2507.18071, equations 13 and 14, and Tinker's documentation (t
   where the ratio covers only some tokens of a sequence.
 SAPO: Gao et al., 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347, section 3.
 Dual clip: Ye et al., 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement
-  Learning", arXiv:1912.09729; it equals the two-sided clipping of INTELLECT-2, arXiv:2505.07291.
+  Learning", arXiv:1912.09729; equal to the two-sided clipping of INTELLECT-2, arXiv:2505.07291.
 Mask of tokens by ratio: IcePop, in Ring-1T, arXiv:2510.18855.
-Mask of sequences by ratio: Liu, Li et al., 2025, "When Speed Kills Stability: Demystifying RL
-  Collapse from the Training-Inference Mismatch".
+Mask of sequences by ratio: Liu, Li et al., 2025, "When Speed Kills Stability".
 Mask for negative advantages far off the policy: DeepSeek-V3.2, arXiv:2512.02556, equation 9.
 Normalisation: GRPO (arXiv:2402.03300, equation 3) averages per trajectory, DAPO averages over a
-  group's tokens, and arXiv:2503.20783 (Dr. GRPO) divides by a constant.
+  group's tokens, and arXiv:2503.20783 (Dr GRPO) divides by a constant.
 Truncated importance sampling: Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You
   Off-Policy RL Training".
 KL estimators k1, k2, k3: Schulman, 2020, "Approximating KL Divergence"
@@ -57,7 +56,7 @@ class Items:
     """The items of one row. Tensors are [items], of the same floating dtype unless noted.
     Log-probs are in nats."""
 
-    logprobs: Tensor  # log-probs of the policy being trained; carry gradients
+    logprobs: Tensor  # Log-probs of the policy being trained; carry gradients.
     # Entropy of the distribution from which each token was drawn, in nats; carries gradients.
     entropy: Tensor
     weights: Tensor  # `w`; 0 in a row that is computed only so that collectives match
@@ -97,12 +96,12 @@ def item_weights(
       trajectory_items.
     `group` (DAPO: mean over the tokens of a group, then over groups): w = d = 1 / group_items.
     `sum`: w = d = 1; the caller takes D = 1.
-    `constant` (sum of a trajectory over a constant, then mean over trajectories, as in Dr. GRPO):
+    `constant` (sum of a trajectory over a constant, then mean over trajectories, as in Dr GRPO):
       w = 1, d = constant / trajectory_items. A trajectory's parts of D sum to the constant.
 
     Args:
-        trajectory_items: [items], the number of items of each item's trajectory.
-        group_items: [items], the number of items of each item's group.
+        trajectory_items: the number of items of each item's trajectory, [items].
+        group_items: the number of items of each item's group, [items].
     """
     ones = np.ones(len(trajectory_items))
     if normalisation in ("token", "sum"):

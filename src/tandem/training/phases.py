@@ -57,7 +57,8 @@ class MemoryWatch:
         self._used_peak = 0
 
     def begin_phase(self) -> None:
-        """Starts a phase. Peaks before the phase count for the attempt, not for the phase."""
+        """Starts a phase. A peak that was reached before the phase belongs to the attempt, not to
+        the phase."""
         if device.started():
             self._allocator_stats()
             memory.reset_peaks()
@@ -83,7 +84,7 @@ class MemoryWatch:
 
     def begin_step(self) -> None:
         """Starts an optimizer step whose gradients were just zeroed. The memory that is allocated
-        at this moment is `step_floor`."""
+        at the start of the step is `step_floor`."""
         self._step_floor = memory.stats()["allocated"]
 
     def report(self) -> RankMemory:

@@ -46,18 +46,18 @@ class Fit:
     memory (`tandem.model.recompute`)."""
 
     def __init__(self, policy: Policy, device: torch.device, *, on: bool) -> None:
-        """Sets up the choice for the layers of this policy.
+        """Prepares the choice of tensors for the layers of this policy.
 
         Args:
             device: the device of the rows' tensors.
-            on: if False, nothing is chosen, and the layers' settings stay as they are.
+            on: if False, the layers' settings stay as they are.
         """
         self._policy, self._device, self._on = policy, device, on
         self._slots = 0
 
     def to(self, row: PackedRow) -> None:
-        """Choose for the length of `row`, unless the choice was already made for this length or a
-        longer length. A collective operation of all ranks."""
+        """Choose which tensors the layers keep for rows as long as `row`. Does nothing if an
+        earlier call had a row of at least this length. A collective operation of all ranks."""
         if self._on and len(row.tokens) > self._slots:
             self._slots = len(row.tokens)
             recompute.fit(self._policy, row_tensors(row, self._device))
@@ -103,7 +103,8 @@ class RowLosses:
     # Row -> log-probs computed before training, float32 [items].
     old_logprobs: dict[int, Tensor] = field(default_factory=dict)
     reference_logprobs: dict[int, Tensor] = field(default_factory=dict)
-    # Mean over the job's items of the log-probs before training minus the reference's, in nats.
+    # The mean over the job's items of `old - reference`: the log-prob before training minus the
+    # reference's log-prob, in nats.
     mean_kl: float = 0.0
     keep: Callable[[int, Tensor], None] = _ignore
     """`keep(row, logprobs)` is called for each row that counts, with the log-probs of the row's

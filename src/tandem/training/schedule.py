@@ -58,10 +58,10 @@ def make_schedule(
     """Divide the epochs (passes over the batch's rows) into optimizer steps.
 
     Each epoch visits all rows except held-out rows, in a permutation drawn from (seed, base_step,
-    epoch). A step has `settings.grad_accumulation_sequences` rows over all ranks together (None:
-    `data_parallel` rows). The last step of an epoch may have fewer rows. If `settings.batch_size`
-    is set, the packer has chosen the rows of each step. Each epoch then visits the steps in a
-    permutation drawn from (seed, base_step, epoch).
+    epoch). A step has `settings.grad_accumulation_sequences` rows over all ranks together, by
+    default `data_parallel` rows. The last step of an epoch may have fewer rows. If
+    `settings.batch_size` is set, the packer has chosen the rows of each step. Each epoch then
+    visits the steps in a permutation drawn from (seed, base_step, epoch).
 
     Raises InvalidInput if the rows of a step are not a multiple of `data_parallel`.
 

@@ -79,8 +79,8 @@ class Training:
         Returns the metrics of the last step, which are the same on every rank.
 
         Raises NonFinite before a step with NaN or infinity is applied. Raises InvalidInput before a
-        step is applied if its log-probs can't come from a sampler. Raises NothingToLearn after the
-        last step if no step of an RL job moved the policy.
+        step is applied if the step's log-probs can't come from a sampler. Raises NothingToLearn
+        after the last step if no step of an RL job moved the policy.
         """
         totals, loss = denominators(self.batch, self.schedule.steps, self.job.loss), self.job.loss
         if isinstance(loss, RLLoss):

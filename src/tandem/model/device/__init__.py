@@ -3,7 +3,7 @@
 CUDA starts in a thread, while the rank does work that needs no GPU. Creating a CUDA context takes a
 considerable part of a rank's start time. If several ranks start at once, creating the contexts
 takes longer. By itself, torch creates the context at the first use of the GPU, and holds the GIL
-while it does so. So Tandem creates the context in three steps:
+during the creation. So Tandem creates the context in three steps:
 
 1. `activate` starts a thread that creates the context through CUDA's runtime library. A call
    through ctypes releases the GIL.
@@ -97,7 +97,8 @@ def is_cuda() -> bool:
 
 
 def started() -> bool:
-    """Whether the device is ready. Until the device is ready, this process has no memory on it."""
+    """Whether the device is ready. Until the device is ready, this process has no memory on the
+    device."""
     return not is_cuda() or _started
 
 
@@ -123,8 +124,8 @@ def wait_until_started() -> Kind:
 
 
 def on_device[**P, T](work: Callable[P, T]) -> Callable[P, T]:
-    """`work`, wrapped for use in another thread: the wrapper waits for the device and makes it
-    current in that thread."""
+    """`work`, wrapped for use in another thread: the wrapper waits for the device, and makes the
+    device current in that thread."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         wait_until_started()

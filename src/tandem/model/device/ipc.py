@@ -21,7 +21,7 @@ class _Handle(ctypes.Structure):
 
 
 def exported(tensor: torch.Tensor) -> Export | None:
-    """The handle with which another process can copy `tensor` (by `imported`). `tensor` is
+    """The handle that another process passes to `imported` to copy `tensor`. `tensor` is
     contiguous, and its memory must exist until the copy is done.
 
     The result is None if the memory can't be shared: on the CPU, or with the allocator's

@@ -113,7 +113,7 @@ def release_cached() -> None:
     if wait_until_started() == "cuda":
         release_workspaces()
         torch.cuda.empty_cache()
-        # In newer versions of torch, torch.accelerator.empty_host_cache calls this function.
+        # In newer versions of torch, torch.accelerator.empty_host_cache calls `_host_emptyCache`.
         torch._C._host_emptyCache()
 
 

@@ -25,7 +25,7 @@ class Offload:
 
     def __init__(self, *, contents: bool) -> None:
         self._contents = contents
-        self._host: list[torch.Tensor] = []  # buffers of CHUNK bytes; the last may be smaller
+        self._host: list[torch.Tensor] = []  # Buffers of CHUNK bytes; the last may be smaller.
         # Each parked (released) storage, its size in bytes, and the offset of its copy in the host
         # buffers.
         self._parked: list[tuple[torch.UntypedStorage, int, int]] = []

@@ -37,7 +37,7 @@ class DecoderLayer(MegatronModule):
     Megatron's names.
 
     Args:
-        config: Megatron's configuration; it has the parameters' dtype.
+        config: the configuration of Megatron, which contains the parameters' dtype.
         index: the layer's number, counted over all pipeline stages.
         lora: the shape of the adapters; None: the layer has no adapters.
         switch: the switch of the policy's adapters.

@@ -41,7 +41,7 @@ class DeltaNetSublayer(Sublayer):
     """`x + W_out norm_gated(delta_rule(conv(W_in norm(x))))`.
 
     Autograd computes the gradients of all operations between W_in and W_out. Below `SaveLevel.ALL`,
-    the backward pass computes these operations again.
+    the backward pass computes the operations between W_in and W_out again.
 
     Args:
         norm: the norm of the input.
@@ -150,9 +150,9 @@ class DeltaNetSublayer(Sublayer):
         weights: Sequence[torch.Tensor],
         tree: TreeParams,
     ) -> torch.Tensor:
-        """All operations between the products with W_in and W_out: [S, features of in_proj] -> [S,
-        features of out_proj]. Everything except matrix products is computed in fp32. `weights`: the
-        fields of `DeltaNetWeights`."""
+        """All operations between the products with W_in and W_out, from [S, features of in_proj] to
+        [S, features of out_proj]. Everything except matrix products is computed in fp32. `weights`:
+        the fields of `DeltaNetWeights`."""
         conv, a_log, dt_bias, norm = weights
         row, gdn = tree.recurrence, self._gdn
         assert row is not None
@@ -175,10 +175,11 @@ class DeltaNetSublayer(Sublayer):
 def _convolve(
     qkv: torch.Tensor, weight: torch.Tensor, row: Recurrence, sections: list[int]
 ) -> tuple[torch.Tensor, ...]:
-    """silu of the convolution of `qkv` [S, features], cut into `sections`, in the dtype of `qkv`.
+    """Applies the convolution and silu to `qkv` [S, features], and cuts the result into `sections`.
+    The results have the dtype of `qkv`.
 
     Args:
-        weight: [features, tokens].
+        weight: the convolution's weight, [features, tokens].
         sections: the numbers of features of the results.
     """
     if qkv.is_cuda:

@@ -1,5 +1,5 @@
-"""An MLP whose output is multiplied by a gate: a sigmoid, computed for each token. Qwen3.5's shared
-expert is such an MLP."""
+"""An MLP whose output is multiplied by a gate: a sigmoid, computed for each token. The shared
+expert of Qwen3.5 is a gated MLP."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ class GatedMlp(MlpSublayer):
     """`x + sigmoid(W_gate norm(x)) * W_down swiglu(W_gate_up norm(x))`.
 
     Args:
-        gate_weight: [1, hidden], the same on all ranks.
+        gate_weight: the weight W_gate, [1, hidden], the same on all ranks.
     """
 
     def __init__(

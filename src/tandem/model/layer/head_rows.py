@@ -18,8 +18,8 @@ class HeadRows(Protocol):
     same layout and dtype."""
 
     def forward(self, rows: torch.Tensor, tree: TreeParams) -> torch.Tensor:
-        """The changed rows, which are then split into heads. `rows` and the result: [S, groups *
-        (queries + 2) * size]."""
+        """The changed rows, which are then split into heads. Both `rows` and the result are [S,
+        groups * (queries + 2) * size]."""
 
     def backward(
         self, gradient: torch.Tensor, rows: torch.Tensor, tree: TreeParams
@@ -128,12 +128,12 @@ class WideNorm:
         return self._join(grads, rows)
 
     def _inverses(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """1 / sqrt(mean(x^2) + eps) of queries and of keys: [2, S, 1]."""
+        """1 / sqrt(mean(x^2) + eps) of queries and of keys, [2, S, 1]."""
         squares = self._means([part.square() for part in parts[:2]])
         return (squares + self._shape.eps).rsqrt()
 
     def _means(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Means over the features of all ranks, for queries and for keys: [2, S, 1]."""
+        """Means over the features of all ranks, for queries and for keys, [2, S, 1]."""
         means = torch.stack([part.mean(-1, keepdim=True) for part in parts])
         parallel.all_reduce(means, group=self._group)
         return means / self._group.size()

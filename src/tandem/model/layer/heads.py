@@ -22,7 +22,8 @@ class HeadShape:
     # Whether RoPE rotates only a head's first dimensions. torch's kernels compute heads with
     # partial RoPE on every device.
     partial_rope: bool = False
-    # Whether the norms multiply heads by 1 + weight. The kernels get 1 + weight as their argument.
+    # Whether the norms multiply heads by 1 + weight. If so, the caller passes 1 + weight to the
+    # kernels instead of the weight.
     offset_norms: bool = False
     # Whether each query in the fused rows is followed by a gate, until `output_gate.py` takes the
     # gates out of the rows.

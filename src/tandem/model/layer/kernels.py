@@ -41,12 +41,12 @@ def _one_kernel_on_cuda[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 
 @_one_kernel_on_cuda
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467): [S,
-    features], in x's dtype.
+    """RMSNorm: x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467). The
+    result is [S, features], in x's dtype.
 
     Args:
-        x: [S, features].
-        weight: [features].
+        x: the input, [S, features].
+        weight: the norm's weight, [features].
     """
     return (_normalise(x.float(), eps)[0] * weight).to(x.dtype)
 
@@ -55,12 +55,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rms_norm_backward(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, plus: torch.Tensor
 ) -> torch.Tensor:
-    """The sum of `plus` and the gradient of x: [S, features], in x's dtype.
+    """The sum of `plus` and the gradient of x, [S, features], in x's dtype.
 
     Args:
         gradient: the gradient of the output, [S, features].
         x: the input, [S, features].
-        weight: [features].
+        weight: the norm's weight, [features].
         plus: the gradient of the residual connection, [S, features].
     """
     grad_x = _norm_gradient(gradient.float() * weight, *_normalise(x.float(), eps))
@@ -85,10 +85,10 @@ def split_heads(
     `qkv`.
 
     Args:
-        qkv: [S, groups * (queries + 2) * size], in the layout of `HeadShape`.
-        cos, sin: [S, size / 2], of RoPE (Su et al., 2021, arXiv:2104.09864). Dimension i is paired
-            with dimension i + size / 2. With `partial_rope`, cos and sin have n columns, n < size /
-            2, and dimension i is paired with dimension i + n.
+        qkv: the fused rows, [S, groups * (queries + 2) * size], in the layout of `HeadShape`.
+        cos, sin: the cosines and sines of RoPE, [S, size / 2] (Su et al., 2021, arXiv:2104.09864).
+            Dimension i is paired with dimension i + size / 2. With `partial_rope`, cos and sin have
+            n columns, n < size / 2, and dimension i is paired with dimension i + n.
         length: the number of slots of the result, at least S; slots from S on are zero.
     """
     parts = list(_group_heads(qkv.float(), shape).split([shape.queries, 1, 1], 2))
@@ -106,7 +106,7 @@ def split_heads(
 def split_heads_backward(
     gradients: Heads, qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of `qkv`, of its shape and dtype.
+    """The gradient of `qkv`, in `qkv`'s shape and dtype.
 
     Args:
         gradients: the gradients of `split_heads`' results, [length, heads, size]. The strides of
@@ -144,7 +144,7 @@ def head_norm_gradients(
 
 @_one_kernel_on_cuda
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up (Shazeer, 2020, arXiv:2002.05202): [S, features]. `gate_up`: [S, 2 *
+    """silu(gate) * up (Shazeer, 2020, arXiv:2002.05202), [S, features]. `gate_up` is [S, 2 *
     features], gate first."""
     gate, up = gate_up.float().chunk(2, -1)
     return (silu(gate) * up).to(gate_up.dtype)
@@ -185,7 +185,8 @@ def geglu_backward(
 
 @_one_kernel_on_cuda
 def expert_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """`swiglu` times each assignment's probability, fp32 [N]: [N, features]."""
+    """`swiglu` times each assignment's probability (`probs`, fp32 [N]). The result is [N,
+    features]."""
     return (swiglu(gate_up.float()) * probs[:, None]).to(gate_up.dtype)
 
 
@@ -198,7 +199,7 @@ def expert_swiglu_backward(
 
     Args:
         gradient: the gradient of the output, [N, features].
-        gate_up: [N, 2 * features], gate first.
+        gate_up: the features of gate and up, [N, 2 * features], gate first.
         probs: fp32 [N], each assignment's probability.
     """
     grad_gate_up, activated = swiglu_backward(gradient * probs[:, None], gate_up.float())
@@ -210,7 +211,8 @@ def expert_swiglu_backward(
 
 
 def expert_geglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """`geglu` times each assignment's probability, fp32 [N]: [N, features]."""
+    """`geglu` times each assignment's probability (`probs`, fp32 [N]). The result is [N,
+    features]."""
     return (geglu(gate_up.float()) * probs[:, None]).to(gate_up.dtype)
 
 
@@ -222,7 +224,7 @@ def expert_geglu_backward(
 
     Args:
         gradient: the gradient of the output, [N, features].
-        gate_up: [N, 2 * features], gate first.
+        gate_up: the features of gate and up, [N, 2 * features], gate first.
         probs: fp32 [N], each assignment's probability.
     """
     grad_gate_up, activated = geglu_backward(gradient * probs[:, None], gate_up.float())
@@ -235,8 +237,8 @@ def expert_geglu_backward(
 
 def clamped_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     """GPT-OSS's (up + 1) * gate * sigmoid(1.702 * gate), times each assignment's probability
-    `probs`, fp32 [N]: [N, features]. Before the product, gate is clamped to at most 7, and up is
-    clamped to the range from -7 to 7 (`GptOssExperts` in transformers)."""
+    (`probs`, fp32 [N]). The result is [N, features]. Before the product, gate is clamped to at most
+    7, and up is clamped to the range from -7 to 7 (`GptOssExperts` in transformers)."""
     gate, up = _clamp(gate_up)
     return (gate * torch.sigmoid(ALPHA * gate) * (up + 1) * probs[:, None]).to(gate_up.dtype)
 
@@ -249,7 +251,7 @@ def clamped_swiglu_backward(
 
     Args:
         gradient: the gradient of the output, [N, features].
-        gate_up: [N, 2 * features], gate first.
+        gate_up: the features of gate and up, [N, 2 * features], gate first.
         probs: fp32 [N], each assignment's probability.
     """
     gate, up = _clamp(gate_up)
@@ -276,7 +278,7 @@ def sum_assignments(
     """For each token, the sum of the values of its assignments, plus `plus` [S, features].
 
     Args:
-        values: [N, features], one row per assignment of a token to an expert.
+        values: one row per assignment of a token to an expert, [N, features].
         assignments: int64 [S, k], the indices of each token's assignments.
     """
     return (plus.float() + values[assignments].float().sum(1)).to(plus.dtype)
@@ -292,7 +294,8 @@ def _group_heads(qkv: torch.Tensor, shape: HeadShape) -> torch.Tensor:
 
 
 def _normalise(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """x / sqrt(mean(x^2) + eps) over the last dimension, and 1 / sqrt(...)."""
+    """x / sqrt(mean(x^2) + eps) over the last dimension, and the factor 1 / sqrt(mean(x^2) +
+    eps)."""
     inverse = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     return x * inverse, inverse
 

@@ -34,13 +34,13 @@ class LatentLinears:
 
 
 class LatentAttentionSublayer(AttentionSublayer):
-    """`x + W_o attention(heads(W_q_up norm(c_q), W_kv_up norm(c_kv), k))`. c_q is the latent of
-    queries, and c_kv the latent of keys and values. All heads share the key features k. `W_down
+    """`x + W_o attention(heads(W_q_up norm(c_q), W_kv_up norm(c_kv), k))`. The latent c_q is for
+    queries, and the latent c_kv is for keys and values. All heads share the key features k. `W_down
     norm(x)` is the concatenation of c_q, c_kv and k.
 
     Args:
         norm: the norm of the input.
-        proj: W_o.
+        proj: the layer with the weight W_o.
         shape: the layout of this rank's queries and keys.
         scale: the factor on q k^T; None: 1 / sqrt(size), with the size of a head.
     """
@@ -85,8 +85,8 @@ class LatentAttentionSublayer(AttentionSublayer):
         inner: torch.Tensor | None,
         tree: TreeParams,
     ) -> torch.Tensor:
-        """Like `AttentionSublayer._heads_backward`, but `qkv` is the latents. The products A x of
-        the adapters of `q_up` and `kv_up` are recomputed."""
+        """Like `AttentionSublayer._heads_backward`, but the argument `qkv` contains the latents.
+        The products A x of the adapters of `q_up` and `kv_up` are recomputed."""
         linears, mla = self._linears, self._mla
         slots = len(tree.rotation[0])
         grad_queries, grad_keys_values, grad_shared = make_heads_backward(
@@ -144,7 +144,7 @@ def make_heads(
         parts: query heads [S, heads, nope + rope], keys' own features with values [S, heads, nope +
             value], and the key features that all heads share [S, rope].
         mla: the sizes.
-        cos, sin: [S, rope / 2].
+        cos, sin: the cosines and sines of RoPE, [S, rope / 2].
         length: the number of slots of the result, at least S; slots from S on are zero.
     """
     queries, keys_values, shared = parts
@@ -166,9 +166,9 @@ def make_heads_backward(
     features is fp32.
 
     Args:
-        gradients: the gradients of `make_heads`' results without the padding: [S, ...].
+        gradients: the gradients of `make_heads`' results without the padding, [S, ...].
         mla: the sizes.
-        cos, sin: [S, rope / 2].
+        cos, sin: the cosines and sines of RoPE, [S, rope / 2].
     """
     grad_queries, grad_keys, grad_values = gradients
     fixed, turned = grad_queries.split([mla.nope_size, mla.rope_size], 2)
@@ -182,12 +182,12 @@ def make_heads_backward(
 
 def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """RoPE on pairs of adjacent features. The result has the shape and dtype of `heads`. In the
-    result, the first features of all pairs come before the second features of all pairs. Queries
-    and keys have the same order.
+    result, the first features of all pairs come before the second features of all pairs. Rotated
+    queries and rotated keys have the same order of features.
 
     Args:
-        heads: [S, heads, size].
-        cos, sin: [S, size / 2].
+        heads: the heads, [S, heads, size].
+        cos, sin: the cosines and sines of RoPE, [S, size / 2].
     """
     first, second = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos.float()[:, None], sin.float()[:, None]
@@ -201,7 +201,7 @@ def rotate_pairs_backward(
 
     Args:
         gradient: the gradient of the result, [S, heads, size].
-        cos, sin: [S, size / 2].
+        cos, sin: the cosines and sines of RoPE, [S, size / 2].
     """
     first, second = gradient.float().chunk(2, -1)
     cos, sin = cos.float()[:, None], sin.float()[:, None]

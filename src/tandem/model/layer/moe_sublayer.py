@@ -33,19 +33,20 @@ from tandem.model.layer.sublayers import MlpSublayer, Saved, SaveLevel, Sublayer
 class Routing:
     """The assignments of tokens to experts."""
 
-    probs: torch.Tensor  # fp32 [S, k]: the probabilities of each token's experts
-    experts: torch.Tensor  # int64 [S, k]
-    # fp32 [S, experts]: the unscaled probabilities of all experts; None: `probs` are a softmax over
-    # the chosen experts.
+    probs: torch.Tensor  # The probabilities of each token's experts, fp32 [S, k].
+    experts: torch.Tensor  # The experts of each token, int64 [S, k].
+    # The unscaled probabilities of all experts, fp32 [S, experts]. If `all_probs` is None, `probs`
+    # are a softmax over the chosen experts.
     all_probs: torch.Tensor | None
     # The fields from `token` on describe the N assignments to this rank's experts. The assignments'
     # tokens are the tokens of all ranks among which the experts are divided. If a single rank has
     # all experts, N is S * k.
-    token: torch.Tensor  # int64 [N]: the token of each assignment
-    # int64 [slots of all ranks, k]: each token's assignments; N if another rank has the assignment
+    token: torch.Tensor  # The token of each assignment, int64 [N].
+    # Each token's assignments, int64 [slots of all ranks, k]. The value is N if another rank has
+    # the assignment.
     assignment: torch.Tensor
-    assignment_probs: torch.Tensor  # fp32 [N]: the entry of `probs` for each assignment
-    # int32 [experts of this rank]: one past each expert's last assignment.
+    assignment_probs: torch.Tensor  # The entry of `probs` for each assignment, fp32 [N].
+    # One past each expert's last assignment, int32 [experts of this rank].
     ends: torch.Tensor
 
 
@@ -169,9 +170,9 @@ class MoeSublayer(Sublayer):
         routing: Routing,
         saved: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the gradient of each assignment's input and the gradient of `routing.probs`, fp32
-        [S, k], computed from the gradient of `_add_experts`' output. Adds the parameters' gradients
-        to their buffers. Empties `saved`."""
+        """Returns two gradients: of each assignment's input, and of `routing.probs`, fp32 [S, k].
+        Both gradients are computed from the gradient of `_add_experts`' output. Adds the
+        parameters' gradients to their buffers. Empties `saved`."""
         ends, inputs = routing.ends, parallel.gather(normalised, self._group)[routing.token]
         if "gate_up" in saved:
             gate_up, inner = saved.pop("gate_up"), saved.pop("inner", None)

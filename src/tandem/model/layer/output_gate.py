@@ -22,8 +22,8 @@ def join_gates(qkv: torch.Tensor, gates: torch.Tensor, shape: HeadShape) -> torc
     """The fused rows of `qkv` and `gates`: the inverse of `take_gates`.
 
     Args:
-        qkv: [S, groups * (queries + 2) * size].
-        gates: [S, heads * size].
+        qkv: the rows without gates, [S, groups * (queries + 2) * size].
+        gates: the gates, [S, heads * size].
     """
     grouped = qkv.view(len(qkv), shape.groups, shape.queries + 2, shape.size)
     queries, keys_values = grouped.split([shape.queries, 2], 2)

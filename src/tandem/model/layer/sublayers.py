@@ -37,7 +37,7 @@ class SaveLevel(IntEnum):
 
 @dataclass
 class Saved:
-    """A sublayer's input, and the tensors, by name, that forward saves for the backward pass."""
+    """A sublayer's input, and the named tensors that are saved for the backward pass."""
 
     x: torch.Tensor | None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -45,10 +45,10 @@ class Saved:
 
 
 class Sublayer:
-    """The base class of all sublayers, which normalise their input and add their output to it."""
+    """The base class of sublayers. A sublayer normalises its input x, and adds the output to x."""
 
     def __init__(self, norm: Any, post_norm: Any = None) -> None:
-        """`norm` is for the input, `post_norm` for the output before the sum; None: no norm."""
+        """`norm` normalises the input, `post_norm` the output before the sum; None: no norm."""
         self._norm, self._post_norm = norm, post_norm
 
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,7 @@ class AttentionSublayer(Sublayer):
         """The output, [S, hidden], and the tensors that `backward` needs.
 
         Args:
-            x: [S, hidden].
+            x: the sublayer's input, [S, hidden].
             level: which tensors are saved; None if there is no backward pass.
         """
         saved, tree = Saved(x), self._layer_tree(tree)
@@ -213,7 +213,7 @@ class AttentionSublayer(Sublayer):
         return chosen
 
     def _slots(self, x: torch.Tensor) -> int:
-        """Number of slots in the row. With sequence parallelism, `x` has only this rank's slots."""
+        """The row's number of slots. With sequence parallelism, `x` has only this rank's slots."""
         return len(x) * (self._proj.group.size() if self._proj.sequence else 1)
 
     def _head_shape(self) -> HeadShape:
@@ -345,8 +345,8 @@ class _HeadsGraph:
 
     @contextmanager
     def record(self, heads: Heads, *, forget: bool) -> Iterator[Heads]:
-        """Records the graph of the `with` block for tensors equal to `heads`. `forget`: the graph
-        does not store `heads`, so `restore` must be called before `gradients`."""
+        """Yields tensors equal to `heads`, and records the graph of the `with` block. `forget`: the
+        graph does not store `heads`, so `restore` must be called before `gradients`."""
         place = {tensor.data_ptr(): index for index, tensor in enumerate(heads)}
         self._heads: Heads | None = None
 
@@ -379,7 +379,7 @@ class _HeadsGraph:
 
 
 class _Enter(torch.autograd.Function):
-    """Puts tensors into a graph as a node's outputs, because the graph would keep leaves alive."""
+    """Makes tensors the outputs of a graph's node, because a graph keeps leaf tensors alive."""
 
     @staticmethod
     def forward(_ctx: Any, _leaf: torch.Tensor, *heads: torch.Tensor) -> Any:
@@ -391,7 +391,7 @@ class _Enter(torch.autograd.Function):
 
 
 def _flatten(output: torch.Tensor, slots: int) -> torch.Tensor:
-    """The attention's output [length, heads, size] without its padding: [slots, heads * size]."""
+    """The attention's output [length, heads, size] without its padding, [slots, heads * size]."""
     return output[:slots].flatten(1)
 
 

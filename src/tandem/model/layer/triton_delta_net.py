@@ -1,10 +1,10 @@
 """The computations of a gated delta net around its delta rule, on a GPU: the short convolution with
 its activation, and the gated norm of the heads' outputs.
 
-`gated_delta_net.py` has the same computations in torch's operations. Each of these operations would
-read and write a whole tensor in fp32, so a layer would take several times as long. The kernels
-compute in fp32 and round only the result. One Triton program computes the whole of each sum, so
-results always have the same bits.
+`gated_delta_net.py` has the same computations in torch's operations. Each of torch's operations
+reads and writes a whole tensor in fp32, so a layer takes several times as long with torch's
+operations. The kernels compute in fp32 and round only the result. One Triton program computes the
+whole of each sum, so results always have the same bits.
 """
 
 from typing import Any
@@ -222,12 +222,12 @@ class _NormAndGate(torch.autograd.Function):
 def convolve_and_activate(
     x: torch.Tensor, weight: torch.Tensor, row: Recurrence, sections: list[int]
 ) -> tuple[torch.Tensor, ...]:
-    """silu of the causal convolution of each feature along its sequences, cut into `sections`, each
-    contiguous [S, section], in the dtype of x.
+    """The causal convolution of each feature along its sequences, followed by silu. The result is
+    cut into `sections`: contiguous tensors [S, section] in the dtype of x.
 
     Args:
-        x: [S, features]; the stride of slots may have any value.
-        weight: [features, tokens]; the last column applies to the current token.
+        x: the input, [S, features]; the stride of slots may have any value.
+        weight: the weight, [features, tokens]; the last column applies to the current token.
         row: the row's `Recurrence`.
         sections: the numbers of features of the results; their sum is `features`.
     """
@@ -237,11 +237,11 @@ def convolve_and_activate(
 def norm_and_gate(
     read: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """RMSNorm of each head's output, times the gate silu(z): [S, heads * size], in the dtype of z.
+    """RMSNorm of each head's output, times the gate silu(z), [S, heads * size], in the dtype of z.
 
     Args:
         read: the heads' outputs, [S, heads, size].
-        z: [S, heads * size]; the stride of slots may have any value.
+        z: the input of the gate, [S, heads * size]; the stride of slots may have any value.
         weight: the norm's weight, [size].
         eps: the norm's epsilon.
     """

@@ -351,7 +351,7 @@ def quantise_rows(
     chosen so that the row's largest magnitude becomes `largest`.
 
     Args:
-        rows: [n, features], contiguous.
+        rows: the rows, [n, features], contiguous.
         dtype: the dtype of the quotients.
         largest: the largest magnitude of a quotient.
     """
@@ -372,7 +372,8 @@ def _row(columns: int) -> dict[str, Any]:
 
 
 def _norms(qkv: torch.Tensor, shape: HeadShape) -> tuple[torch.Tensor, torch.Tensor]:
-    # Without norms, the kernel ignores these pointers, so any tensor can be passed.
+    # Without norms, the kernel ignores the pointers to the norms' weights, so any tensor can be
+    # passed.
     return (
         (qkv, qkv) if shape.q_norm is None or shape.k_norm is None else (shape.q_norm, shape.k_norm)
     )

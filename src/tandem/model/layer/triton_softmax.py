@@ -70,11 +70,11 @@ def _logits_gradient(
 def statistics(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, ...]:
-    """m, Z, sum exp(l - m) (l - m), and l of the target, in the notation of `logprobs._Statistics`:
-    fp32 [n] each. If the target is on another rank, l of the target is 0.
+    """Four tensors, fp32 [n] each, in the notation of `logprobs._Statistics`: m, Z, sum exp(l - m)
+    (l - m), and l of the target. If the target is on another rank, l of the target is 0.
 
     Args:
-        logits: [n, vocabulary of this rank].
+        logits: the logits, [n, vocabulary of this rank].
         targets: int64 [n], indices into this rank's vocabulary; a target of another rank is out of
             range.
         temperature: the divisor of the logits: l = logit / temperature.
@@ -98,7 +98,7 @@ def logits_gradient(
     """The gradient of `logits` (see `logprobs._logits_gradient`). The gradient overwrites `logits`.
 
     Args:
-        logits: [n, vocabulary of this rank].
+        logits: the logits, [n, vocabulary of this rank].
         targets: int64 [n], as in `statistics`.
         normaliser: fp32 [n], m + log Z.
         entropy: fp32 [n], in nats.

@@ -1,4 +1,4 @@
-"""Code for weights that travel from the trainer's ranks to vLLM's workers. The trainer's ranks and
+"""Code that transfers weights from the trainer's ranks to vLLM's workers. The trainer's ranks and
 vLLM's workers import this package.
 
 `parts.py` does not import torch; it computes the parts of the weights that each rank sends.

@@ -1,7 +1,7 @@
 """Transfers bytes from ranks of the trainer to vLLM's workers. The channel uses its own process
 group in addition to each process's default group: NCCL between GPUs, Gloo between CPUs.
 
-The senders are the first ranks of the group, and they take turns. All senders use one group,
+The senders are the first ranks of the group, and send one after another. All senders use one group,
 because NCCL takes 0.8 s to connect a group. The members of the group find one another through a
 file on the volume. No function of this module waits longer than STALL_SECONDS for another process,
 except while NCCL connects. Another thread of the caller must limit the time that a `Channel` takes
@@ -45,10 +45,11 @@ def make_meeting(path: Path) -> FileStore:
 
 
 def join_meeting(path: Path) -> FileStore:
-    """The store of an existing meeting. Raises OSError if the meeting does not exist."""
+    """The store of an existing rendezvous (meeting). Raises OSError if the meeting does not
+    exist."""
     os.close(descriptor(path, os.O_RDWR))
-    # With -1, the store does not know the number of processes. With a known number, the last
-    # process would remove the file.
+    # The argument -1 means that the number of processes is unknown. If the number were known, the
+    # last process would remove the file.
     store = FileStore(str(path), -1)
     store.set_timeout(timedelta(seconds=STALL_SECONDS))
     return store
@@ -72,7 +73,7 @@ class Channel:
         """Connect to the other members of the group.
 
         Args:
-            store: the meeting's store.
+            store: the store that `make_meeting` or `join_meeting` returned.
             rank: this process's number in the group, from 0.
             size: the number of ranks of the group.
             where: the device of the buffers.
@@ -113,8 +114,8 @@ class Channel:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Sets environment variables within the `with` block. NCCL's process group reads these
-    variables when it is created. After the block, the variables have their old values, so other
+    """Sets environment variables within the `with` block. NCCL's process group reads the variables
+    when the group is created. After the block, the variables have their old values, so other
     process groups of vLLM and the trainer are not affected."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

@@ -2,7 +2,7 @@
 inference servers that joined in time.
 
 A group is joined in two phases, because a group can't change after it is connected. In the first
-phase, workers announce themselves in the meeting's store. In the second phase, the first sender
+phase, workers announce themselves in the publication's store. In the second phase, the first sender
 fixes the list of members. A server that is not on the list gets its weights in another way.
 """
 

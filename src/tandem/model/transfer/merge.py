@@ -13,7 +13,7 @@ def merge(
     """Write `base + scale * b @ a` into `out`, which may be a view of a parameter.
 
     Args:
-        out, base: [n, rows, columns] of the same dtype.
+        out, base: the result and the base weights, [n, rows, columns] of the same dtype.
         a: float32 [n, rank, columns].
         b: float32 [n, rows, rank].
         scale: float64 [1].

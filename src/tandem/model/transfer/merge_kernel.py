@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 # COLUMNS is the number of columns of a block. RANKS is the number of the adapter's ranks (rows of
-# A) in each step of the product. With blocks of 64 rows, these values were the fastest that were
-# tried on an H200.
+# A) in each step of the product. With blocks of 64 rows, these values of COLUMNS and RANKS were the
+# fastest that were tried on an H200.
 COLUMNS, RANKS = 64, 16
 
 
@@ -72,7 +72,7 @@ def merge_on_gpu(
     """Write `base + scale * b @ a`, computed in float64, into `out`.
 
     Args:
-        out, base: [n, rows, columns] of the same dtype.
+        out, base: the result and the base weights, [n, rows, columns] of the same dtype.
         a: float32 [n, rank, columns].
         b: float32 [n, rows, rank].
         scale: float64 [1].

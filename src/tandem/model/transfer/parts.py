@@ -19,10 +19,10 @@ class Part:
     """A part of a Hugging Face tensor: a range in each dimension. For experts, the tensor is all
     experts' tensors, stacked along a first dimension."""
 
-    name: str  # the Hugging Face tensor's name, with `*` for an expert's number
-    in_tensor: tuple[slice, ...]  # the part's ranges in the tensor; begin and end are never None
-    parameter: str  # the Megatron parameter that contains the part
-    blocks: int  # the parameter is viewed as [blocks, rows] or [blocks, rows, columns]
+    name: str  # The Hugging Face tensor's name, with `*` for an expert's number.
+    in_tensor: tuple[slice, ...]  # The part's ranges in the tensor; no begin or end is None.
+    parameter: str  # The Megatron parameter that contains the part.
+    blocks: int  # The parameter is viewed as [blocks, rows] or [blocks, rows, columns].
     # The part's ranges of blocks and rows in the viewed parameter.
     in_parameter: tuple[slice, slice]
     begin: int  # in each block, the first row that belongs to this tensor
@@ -46,8 +46,8 @@ def senders(sizes: Sizes) -> list[int]:
 def buffers(
     arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int
 ) -> Iterator[list[Part]]:
-    """The parts that `rank` of a trainer with these sizes sends, in lists of at most `most`
-    elements. Over all ranks, each element is sent exactly once.
+    """The parts that the rank `rank` sends, in lists of at most `most` elements. Over all ranks,
+    each element is sent exactly once.
 
     Args:
         targets: the linear layers whose weights are sent, as in `LoraShape`; None: every tensor.

@@ -8,7 +8,7 @@ import torch
 
 
 def pinned_memory(size: int) -> torch.Tensor:
-    """A block of pinned memory, uint8 [size]; call `release_pinned` before it is freed.
+    """A block of pinned memory, uint8 [size]; call `release_pinned` before the block is freed.
 
     The block uses huge pages if the kernel has any, because small pages take longer to pin and to
     read.

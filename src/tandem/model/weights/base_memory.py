@@ -1,5 +1,6 @@
 """Allocates memory for a rank's base weights. Each of the ranks that need the same weights reads a
-share from the files. After the reading, these ranks exchange their shares from GPU to GPU."""
+share from the files. After the reading, the ranks that need the same weights exchange their shares
+from GPU to GPU."""
 
 import contextlib
 import math
@@ -40,7 +41,7 @@ class Section:
 class BaseWeights:
     """Uninitialised memory on this process's device for a rank's base weights. `memory` is one flat
     allocation, and `sections` are its ranges. The few small fp32 parameters (`WeightRule.fp32`) are
-    outside of this allocation.
+    outside of `memory`.
 
     Ranks that need the same weights may share the reading. Each rank reads its share of the weights
     from the files. During the reading, each rank calls `connect`. After the reading, each rank
@@ -126,8 +127,8 @@ class BaseWeights:
             handles |= dict(zip(ranks, parallel.gather_objects(mine, group), strict=True))
         self._imports, self._copies = None, []
         with contextlib.ExitStack() as imports, contextlib.suppress(ipc.NotShared):
-            # Rank -> its opened memory. A rank may have a share of each section, but its memory is
-            # opened once.
+            # A mapping from ranks to their opened memory. A rank's memory is opened once, even if
+            # the rank has a share of several sections.
             opened = {}
             for rank, share in self._other_shares():
                 if rank not in opened:
@@ -193,7 +194,7 @@ class BaseWeights:
         return shares
 
     def _range(self, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The flat range of the memory that these consecutive parameters occupy."""
+        """The flat range of the memory that the consecutive parameters `parameters` occupy."""
         tensors = list(parameters.values())
         first, last = tensors[0], tensors[-1]
         return self.memory[first.storage_offset() : last.storage_offset() + last.numel()]

@@ -22,7 +22,7 @@ from tandem.model.weights.safetensors_reader import (
 from tandem.topology.sizes import Place, Sizes
 
 # The dtypes that can be read. int16 is the dtype of the remainders of fp32 master weights.
-# `training/sharded_adam.py` reads these remainders by the same rules as weights.
+# `trainer/rank/model_checkpoint.py` reads the remainders by the same rules as weights.
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int16)
 
 
@@ -110,7 +110,7 @@ def _pieces(
 
 
 def part_view(part: Part, parameter: torch.Tensor) -> torch.Tensor:
-    """The part as a view of its parameter: [blocks, rows] or [blocks, rows, columns]."""
+    """The part as a view of its parameter, [blocks, rows] or [blocks, rows, columns]."""
     columns = parameter.shape[-1:] if parameter.ndim > 1 else ()
     return parameter.view(part.blocks, -1, *columns)[part.in_parameter]
 

@@ -1,5 +1,5 @@
-"""Reads a checkpoint's tensors. The file must have exactly the expected tensors, and they must be
-complete and finite."""
+"""Reads a checkpoint's tensors. The file must have exactly the expected tensors, and the tensors
+must be complete and finite."""
 
 import math
 from collections.abc import Iterable, Mapping

@@ -95,7 +95,7 @@ def expert_by_expert(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTens
     down [experts, hidden, features].
 
     Qwen3.5's published checkpoints are stacked; transformers writes one tensor per expert. vLLM
-    reads both.
+    reads both formats.
     """
     found = dict(stored)
     for name, whole in stored.items():
@@ -174,11 +174,12 @@ def _merge(chunks: list[Piece]) -> Iterator[list[Piece]]:
 def _work(
     reads: deque[list[Piece]], files: dict[Path, int], buffer_bytes: int, where: torch.device
 ) -> None:
-    """The work of one thread: take reads until none is left. If one thread fails, all threads stop.
+    """The work of one thread, which takes reads until none is left. If one thread fails, all
+    threads stop.
 
     After each call that releases the GIL, the thread must wait to get the GIL back. So the thread
-    makes as few calls that release the GIL as possible: two for a read that consists of one
-    verbatim chunk.
+    makes as few calls that release the GIL as possible: a read that consists of one verbatim chunk
+    needs only two such calls.
     """
     if where.type == "cuda":
         # A new thread's default device is GPU 0, and the thread's first CUDA call would create a
@@ -190,7 +191,7 @@ def _work(
         memory = memoryview(buffer.numpy())
         stream = torch.cuda.Stream(where) if where.type == "cuda" else None
         if stream is not None:
-            held.callback(stream.synchronize)  # wait for the copies before the buffer is freed
+            held.callback(stream.synchronize)  # Wait for the copies before the buffer is freed.
             # Kernels that were queued earlier may still use the targets' memory.
             stream.wait_stream(torch.cuda.default_stream(where))
             held.enter_context(torch.cuda.stream(stream))
