@@ -62,7 +62,7 @@ def offered(senders: Senders, adapter: Path, server: str = ONLY) -> Source:
     return {**event.data, "way": event.data["transport"], "meeting": meeting, "server": server}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("count", [1, 2])
 def test_twenty_publications_leave_no_trace(senders: Senders, tmp_path: Path, count: int) -> None:
     model = Model(Path(senders.spool.runs.get(senders.run).base_model))

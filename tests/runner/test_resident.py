@@ -56,6 +56,7 @@ def test_agent_and_ranks_listen_on_loopback_only(stack):
     assert found <= LOOPBACK
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("order", "told"),
     [

@@ -96,6 +96,7 @@ def test_supervisord_gives_the_runner_enough_time_to_stop():
     assert runner.stop_seconds > loop.STOP_SECONDS
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "launch",
     ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resident", "torchrun"))],

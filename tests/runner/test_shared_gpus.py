@@ -181,6 +181,7 @@ PHASES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("moment", "order"), PHASES)
 def test_kill_9_of_the_runner_and_the_publisher_wakes_vllm(stack, moment, order):
     stack.vllm_does(sleep_seconds=2, wake_seconds=1)
@@ -248,6 +249,7 @@ def test_a_publisher_that_finds_a_stale_hold_settles_it(stack, awake):
     awake_and_unheld(stack)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("moment", "order"), PHASES)
 def test_kill_9_of_the_publisher_and_the_next_one_goes_on(stack, moment, order):
     stack.vllm_does(sleep_seconds=1, wake_seconds=1)
@@ -285,6 +287,7 @@ def test_sigterm_in_a_cycle_wakes_vllm_and_puts_the_job_back(stack):
     stack.spool.queue.cancel(job_id)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("moment", "order"), PHASES)
 def test_kill_9_of_vllm_and_the_next_one_waits_for_the_trainer(stack, moment, order):
     stack.vllm_does(sleep_seconds=1, wake_seconds=1)

@@ -102,6 +102,7 @@ def test_a_rank_whose_agent_died_during_its_imports_ends():
     assert rank.returncode == -signal.SIGKILL
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_a_rank_that_stays_after_its_peer_died_is_killed_and_not_blamed(stacks, launch):
@@ -116,6 +117,7 @@ def test_a_rank_that_stays_after_its_peer_died_is_killed_and_not_blamed(stacks, 
     assert idle(stack)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_ranks_that_ignore_sigterm_are_killed_in_their_sessions(stacks, launch):

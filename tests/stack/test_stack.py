@@ -194,6 +194,7 @@ def engine_of(server: int) -> int:
     return next(pid for pid in pids if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("delay", [0.0, 0.5])
 def test_kill_the_publisher(stack: LocalStack, delay: float) -> None:
     job = submit(stack, epochs=2)
@@ -213,6 +214,7 @@ def kill(stack: LocalStack, program: str, job: str) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.sample(1, of="ends of vLLM")
 def test_an_engine_that_stops_is_noticed_while_the_trainers_programs_die(stack: LocalStack) -> None:
     """vLLM's engine stops in the middle of a request. The next vLLM serves all steps. `tests/soak`
     kills at many more moments."""
@@ -240,6 +242,7 @@ def test_an_engine_that_stops_is_noticed_while_the_trainers_programs_die(stack: 
     serves_all_steps(stack)
 
 
+@pytest.mark.sample(1, of="ends of vLLM")
 def test_vllm_dies_while_it_loads_a_checkpoint(stack: LocalStack) -> None:
     """When vLLM dies, the sessions of the rollout door end too."""
     headers = {"Authorization": f"Bearer {stack.api_key}", "X-Session-ID": "before"}
