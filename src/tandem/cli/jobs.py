@@ -80,8 +80,8 @@ def show_job(job: JobArgument, json: Json = False) -> None:
 
 @app.command()
 def cancel(job: JobArgument, json: Json = False) -> None:
-    """Stop a job: a queued one at once, a running one within seconds. Its run keeps its newest
-    step."""
+    """Stop a job: a queued job at once, a running job within seconds. The job's run keeps its
+    newest step."""
     show(make_client().cancel(job), json, job_details)
 
 
@@ -95,8 +95,8 @@ def logs(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Print the output of a job's ranks. With -f also its events, until it ends; the exit status is
-    3 if it fails."""
+    """Print the output of a job's ranks. With -f, also print the job's events, until the job ends;
+    the exit status is 3 if the job fails."""
     tandem = make_client()
     if follow:
         _follow(tandem, job, json)

@@ -60,8 +60,8 @@ def reach(
         float, typer.Option(help="Seconds within which each must answer.")
     ] = PATIENCE_SECONDS,
 ) -> None:
-    """Test that controller, vLLM and exporters answer, and that vLLM lists the base model or,
-    merged, a step. The first service that does not answer ends the test."""
+    """Test that controller, vLLM and exporters answer, and that vLLM lists the base model or, with
+    merged weights, a step. The first service that does not answer ends the test."""
     asked = Asked(
         Command.REACH,
         inference=inference,

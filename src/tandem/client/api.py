@@ -1,4 +1,5 @@
-"""The client's methods: `AsyncTandem` inherits them, and `Tandem` runs them over blocking I/O."""
+"""The client's methods. `AsyncTandem` inherits the methods; `Tandem` runs the methods over blocking
+I/O."""
 
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -34,7 +35,8 @@ from tandem.spool.schema import TERMINAL, Event, JobState, LoraShape, Manifest, 
 JOB_SECONDS = 24 * 3600.0
 SERVED_SECONDS = 600.0
 DELETE_SECONDS = 120.0
-# The controller answers a training request once it has packed all batches up to the request's.
+# The controller answers a training request once it has packed the request's batch and all batches
+# before this batch.
 _PACKING_SECONDS = 900.0
 _FORK_SECONDS = 4 * 3600.0  # the controller copies and hashes the checkpoint before it answers
 _SERVED_POLL_SECONDS = 0.25
@@ -66,7 +68,8 @@ class Api(Requests):
 
         Args:
             trainable: "full": all weights are trained, and `lora` must be None.
-            weights: "adapter": vLLM loads adapters; "merged": vLLM's own weights become the run's.
+            weights: "adapter": vLLM loads the run's adapters; "merged": vLLM replaces its own
+                weights by the run's weights.
             seed: seeds step 0's adapter and the order of each job's rows; from 0 to 2^63 - 1.
         """
         if isinstance(lora, LoraShape):
@@ -245,7 +248,8 @@ class Api(Requests):
     async def render(
         self, examples: Sequence[SFTExample] = (), pairs: Sequence[PreferencePair] = ()
     ) -> list[Rendering]:
-        """Previews of the training of examples, then of pairs; at most 1000 of each kind."""
+        """A preview of how each example would be trained, then of how each pair would be trained;
+        at most 1000 examples and 1000 pairs."""
         body = {
             name: [one.model_dump(exclude_none=True) for one in ones]
             for name, ones in (("examples", examples), ("pairs", pairs))
@@ -338,7 +342,8 @@ class Api(Requests):
         return events_of(response.content)
 
     async def memory(self, job: str) -> list[AttemptMemory]:
-        """The memory of each attempt: per rank and phase, and what stays in use on the devices."""
+        """The memory of each attempt: the memory per rank and phase, and the memory that stays in
+        use on the devices."""
         return by_attempt(await self.job_events(job))
 
     async def logs(self, job: str) -> str:

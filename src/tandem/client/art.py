@@ -3,8 +3,8 @@
 model = art.TrainableModel(name="my-run", project="p", base_model="Qwen/Qwen3-8B")
 await model.register(TandemBackend())
 
-Rollouts go through the rollout door (vLLM's path /rollout/v1), so each `Choice` of a trajectory
-has its sampled token ids and log-probs. Nothing is tokenised again.
+Rollouts are sampled through vLLM's path /rollout/v1, so each `Choice` of a trajectory has its
+sampled token ids and log-probs. Nothing is tokenised again.
 """
 
 import re
@@ -220,7 +220,7 @@ class TandemBackend:
     ) -> AsyncIterator[dict[str, float]]:
         """Train consecutive batches with the same learning rate as one job. Yields the metrics of
         each optimizer step."""
-        # ART's client renders the rollouts' prompts with these variables of the chat template.
+        # ART's client renders the rollouts' prompts with the chat template's variables in _TEMPLATE.
         template = (model._internal_config or {}).get(_TEMPLATE) or {}
         size = _AUTO_BATCH if config.batch_size == "auto" else config.batch_size
         batches = list(batched((_example(one, template) for one in trajectories), size))

@@ -75,7 +75,7 @@ class Tandem:
     """Talks to a controller; several threads may use it.
 
     A refusal of the controller is raised as a class of `tandem.errors`, with the offending
-    `field`. Raises Unreachable when `patience` is exhausted.
+    `field`. Raises Unreachable when the controller has not answered for `patience` seconds.
 
     Args:
         base_url: the controller's address; None: TANDEM_URL, else http://127.0.0.1:8080.

@@ -186,8 +186,8 @@ class Backoff:
 
 
 class AsyncHttp:
-    """I/O that suspends the coroutine. `arguments` are the arguments of `httpx.Client.request`, and
-    errors are httpx's."""
+    """I/O that suspends the coroutine. `arguments` are the arguments of `httpx.Client.request`. The
+    methods raise httpx's errors."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
@@ -213,8 +213,8 @@ class AsyncHttp:
 
 
 class BlockingHttp:
-    """The same I/O as `AsyncHttp`, except that each call blocks the thread. A coroutine that does
-    only this I/O is never suspended."""
+    """The same I/O as `AsyncHttp`, except that each call blocks the thread. A coroutine that awaits
+    only calls of `BlockingHttp` is never suspended."""
 
     def __init__(self, client: httpx.Client) -> None:
         self._client = client

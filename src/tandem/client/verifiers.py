@@ -90,8 +90,8 @@ def outputs_to_groups(
 
 
 class VerifiersEnvironment:
-    """A taskset of `verifiers.v1` with an agent that plays it. In the file of `tandem rl` it is
-    `use = "verifiers:<taskset>"`, and the other arguments are under `arguments`.
+    """A taskset of `verifiers.v1` with an agent that plays its tasks. The file of `tandem rl` names
+    this class by `use = "verifiers:<taskset>"`, and has the other arguments under `arguments`.
 
     Args:
         name: the taskset's id, or a taskset.

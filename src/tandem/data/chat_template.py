@@ -110,7 +110,8 @@ class Renderer:
         # (Template, whether the turn has calls) -> the text from the end of a turn up to the next
         # token at which vLLM stops.
         self._after = dict[tuple[str, bool], str]()
-        # Most short texts are a few common words, such as "assistant\n", so they are cached.
+        # The tokens of short texts are cached, because most short texts are a few common words,
+        # such as "assistant\n".
         self._encode_short = lru_cache(maxsize=4096)(self.encoder.encode)
 
     def text(self, prompt: str, completion: str, name: str) -> SequenceText:

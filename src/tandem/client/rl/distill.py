@@ -113,8 +113,8 @@ class Teacher:
 
 def reverse_kl(sampled: Sequence[float], teacher: Sequence[float]) -> list[float]:
     """The difference log p(token) - log q(token) of each sampled token, in nats, for the policy p
-    and the teacher q. The mean of these differences over p is KL(p || q). The mean of their product
-    with the score, grad log p, is the gradient of the KL."""
+    and the teacher q. The mean of the differences over p is KL(p || q). The mean over p of the
+    difference times the score, grad log p, is the gradient of the KL."""
     return [ours - theirs for ours, theirs in zip(sampled, teacher, strict=True)]
 
 

@@ -41,7 +41,7 @@ _SAMPLE_EVERY = 10  # every tenth step's record has a sample
 
 
 class Loop:
-    """The loop. `environments`: the entries of [[rl.environment]], then those of [eval]."""
+    """The loop. `environments`: the environments of [[rl.environment]], then of [eval]."""
 
     def __init__(
         self,
@@ -363,7 +363,8 @@ class Loop:
             self._idle_since = self.record.step(
                 job, await self._tandem.job_events(job.id), self._idle_since
             )
-            # A kill during the evaluation does not lose it, because the state still has the job.
+            # A killed evaluation is repeated after the restart, because the state still has the
+            # job.
             await self._evaluation
             self.state.jobs.remove(job)
             self._write_down(self.state.pending)
