@@ -116,7 +116,7 @@ def _follow(tandem: Tandem, job: str, json: bool) -> None:
     decode = getincrementaldecoder("utf-8")("replace").decode  # log parts may split a character
     while True:
         # The state is read before the events and the log: if the job has ended, the whole log and
-        # all events are already there.
+        # all events have already been written.
         status = tandem.get_job(job)
         for event in tandem.job_events(job, last_seq):
             last_seq = event.seq

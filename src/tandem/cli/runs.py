@@ -253,7 +253,7 @@ def export(
     when the model is complete.
     """
     with data_extra("tandem export"):
-        # imported late: only this command needs NumPy.
+        # The import is here, because only this command needs NumPy.
         from tandem.inference.merged_model import write_merged_model
 
     with partial_directory(dest) as directory:

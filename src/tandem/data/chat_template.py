@@ -31,6 +31,7 @@ _COMMENT, _GENERATION = (
     re.compile(r"\{%-?\s*generation\s*-?%\}"),
 )
 _SHORT = 64  # characters
+
 # transformers' imports and its tracking of {% generation %} blocks are not thread-safe.
 _one_at_a_time = threading.Lock()
 
@@ -104,6 +105,7 @@ class Renderer:
             number for number in tokenizer("").input_ids if number == tokenizer.bos_token_id
         ]
         self.shows_tools = False  # whether the template is known to render tools
+
         # Tuples (template, role, whether the message is the first) for which the template renders a
         # message's content. Some templates render a role only in the first message.
         self._shown = set[tuple[str, str, bool]]()
@@ -261,7 +263,8 @@ class Renderer:
         return completion[:end] if begin < end else completion
 
     def ends_answers(self) -> bool:
-        """Whether the template ends an answer without calls with a token at which vLLM stops."""
+        """Whether the template writes a token at which vLLM stops after an answer that has no
+        calls."""
         said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         messages = [Message.model_validate(one) for one in said]
         try:
@@ -388,5 +391,5 @@ def _sequence(
 
 @lru_cache(maxsize=2)
 def renderer(tokenizer: Any) -> Renderer:
-    """The renderer of a tokenizer. Later calls return the same renderer."""
+    """The renderer of a tokenizer. The renderers of the last two tokenizers are cached."""
     return Renderer(tokenizer)

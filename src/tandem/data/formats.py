@@ -225,7 +225,8 @@ class Examples:
 
     @property
     def nulls(self) -> list[str]:
-        """Places of the rows read so far in which a null with a possible meaning was left out."""
+        """The places of rows that lost a null that may have a meaning. Only rows read so far are
+        listed."""
         return list(getattr(self._records, "nulls", ()))
 
     def __getitem__(self, index: int) -> tuple[str, dict[str, Any]]:

@@ -35,6 +35,7 @@ LOWEST_WEIGHT = 1e-6
 # from rounding in a sum.
 EQUAL_REWARDS = 1e-6
 MAX_TOKEN_ID = 2**31 - 1  # ids are stored as int32
+
 # The largest number of float32, and its smallest positive normal number.
 MAX_FLOAT32, MIN_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-126
 
@@ -88,8 +89,7 @@ class Turn(Record):
         `routed_experts`: for a mixture of experts, the experts that vLLM's router chose for each
             token except the last token. Training uses the same experts as sampling. The form is
             base64 of a file in NumPy's format, integers [tokens - 1, layers, experts per token].
-            With
-                `--enable-return-routed-experts`, vLLM returns the experts in this form.
+            With `--enable-return-routed-experts`, vLLM returns the experts in this form.
         `reward`: the reward of this turn, in addition to the trajectory's reward.
         `advantage`: replaces the computed advantage.
         `advantages`: for each sampled token a number that is added to the turn's advantage.
@@ -220,9 +220,9 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
     `response`: an object of the openai package, or the object as a dict. A chat completion has
     `prompt_token_ids` beside `choices`, and log-probs in `choices[i].logprobs.content[j].logprob`.
     A text completion has `prompt_token_ids` in the choice, and log-probs in
-    `choices[i].logprobs.token_logprobs`. A single choice is accepted if it was sampled through the
-    rollout door (vLLM's path /rollout/v1). Raises InvalidInput (field: the path in the response) if
-    data is missing.
+    `choices[i].logprobs.token_logprobs`. A single choice is accepted if it was sampled through
+    vLLM's path /rollout/v1. Raises InvalidInput (field: the path in the response) if data is
+    missing.
     """
     data = _as_dict(response)
     choices, where = (

@@ -19,6 +19,7 @@ from tandem.data.template_variables import options, prints_date
 from tandem.errors import InvalidInput
 
 _CHUNK = 256  # examples that are tokenised together
+
 # If a prompt ends with an open `<think>`, the tag is within the prompt's last 24 characters.
 _OPENED = 24
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")

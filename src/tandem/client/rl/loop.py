@@ -363,8 +363,7 @@ class Loop:
             self._idle_since = self.record.step(
                 job, await self._tandem.job_events(job.id), self._idle_since
             )
-            # A killed evaluation is repeated after the restart, because the state still has the
-            # job.
+            # A kill during the evaluation loses no evaluation, because the state still has the job.
             await self._evaluation
             self.state.jobs.remove(job)
             self._write_down(self.state.pending)

@@ -25,8 +25,8 @@ from tandem.trainer.launch import DEFAULT_ENTRY, HOSTS, RankSettings
 from tandem.trainer.launch.launcher import threads_per_rank
 
 DONE, FAILED, STOPPED, FENCED, UNUSABLE = 0, 1, 75, 76, 77
-"""Exit statuses of an agent: its ranks are done; they failed, or the host was refused; SIGTERM, or
-the runner asked; its ticket is taken, or the attempt was ended, or its runner is gone; the volume
+"""Exit statuses of an agent: its ranks are done; its ranks failed, or the host was refused; SIGTERM,
+or the runner asked; its ticket is taken, the attempt was ended, or the runner has died; the volume
 is unusable."""
 
 

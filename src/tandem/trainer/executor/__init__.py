@@ -107,7 +107,7 @@ class Executor(Protocol):
     def start(self, order: Order) -> Execution:
         """Starts the attempt's processes, or finds the processes that an earlier runner started. If
         the attempt can't start, returns an execution in the state `Ended`, with the reason. Raises
-        an error of the volume or of the job only if it would also stop another attempt."""
+        an error of the volume or of the job only if the error would also stop another attempt."""
 
     def close(self) -> None:
         """Ends the processes that stay between jobs."""

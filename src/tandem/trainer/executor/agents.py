@@ -100,8 +100,8 @@ class AgentsExecution:
         return self._state
 
     def _forgive(self, now: float) -> None:
-        """Excludes the time in which this runner could not read the volume from the hosts' time
-        without a heartbeat."""
+        """If this runner could not read the volume for some time, does not count this time as the
+        hosts' time without a heartbeat."""
         if (away := now - self._polled) > AWAY_SECONDS:
             self._beats = {
                 host: (beat, min(changed + away, now))

@@ -230,7 +230,7 @@ class KubernetesExecution(EngineExecution):
             self._engine = self._read(now) if self._made else self._create()
         except (ClusterAway, ClusterRefused) as error:
             # While the API server does not answer, a running attempt keeps its last known state.
-            # Heartbeats show whether its ranks still run.
+            # Heartbeats show whether the attempt's ranks still run.
             self._next_ask = time.monotonic() + AWAY_POLL_SECONDS
             if not isinstance(self._engine, Running):
                 self._engine = Waiting(str(error))

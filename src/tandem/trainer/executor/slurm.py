@@ -148,8 +148,8 @@ class SlurmExecutor(EngineExecutor):
         return min(found, key=lambda one: one.ended, default=None)
 
     def lets_finish(self, job: Job) -> None:
-        """Records that the agents of the job's current attempt are done. Its Slurm job then has
-        FINISH_SECONDS to end by itself."""
+        """Records that the agents of the job's current attempt are done. The attempt's Slurm job
+        then has FINISH_SECONDS to end by itself."""
         self._finishing[self.batch.name(job)] = time.monotonic() + FINISH_SECONDS
 
     def _sweep(self) -> None:

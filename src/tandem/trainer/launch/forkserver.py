@@ -76,8 +76,8 @@ class ForkServer:
     name = "fork server"
 
     def __init__(self, entry: str, device: str, environment: dict[str, str]) -> None:
-        # With this variable torch looks for devices through NVML instead of the CUDA runtime, whose
-        # state does not survive a fork.
+        # With PYTORCH_NVML_BASED_CUDA_CHECK=1 torch looks for devices through NVML instead of the
+        # CUDA runtime, whose state does not survive a fork.
         environment = environment | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:

@@ -91,6 +91,7 @@ class Launcher:
             # The system may have removed the directory from /tmp while the runner was idle.
             self.scratch.mkdir(mode=0o700, exist_ok=True)
             empty_directory(self.scratch)  # removes the files of the previous attempt
+
         # The cache directories are checked again, because other users may have created them since
         # the runner's start.
         compiler_caches(os.environ)

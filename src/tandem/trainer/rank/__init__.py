@@ -14,11 +14,11 @@ training.
 
 A rank starts fast for these reasons:
 
-- A thread starts CUDA. Meanwhile, the ranks connect, and Megatron builds the model in host memory
-  without writing to it. After CUDA has started, `Policy.place` allocates the model's memory on the
-  device. Until CUDA has started, a rank uses no device memory and reports none.
+- A thread starts CUDA. While CUDA starts, the ranks connect, and Megatron builds the model in host
+  memory without writing to the memory. After CUDA has started, `Policy.place` allocates the model's
+  memory on the device. Until CUDA has started, a rank uses no device memory and reports none.
 
-- Base weights, the adapter and Adam's moments are one allocation each, because each call of the
+- Base weights, the adapter and Adam's moments have one allocation each, because each call of the
   driver blocks the other threads.
 
 - The rank reads the base weights as soon as their memory is allocated.

@@ -10,8 +10,7 @@ For a new model on a GPU:
 - Once the optimizer is made, the pool reads the checkpoint's state into model and optimizer.
 - Once the base weights are allocated, the pool connects them to the weights of the ranks that have
   the same base weights.
-- The pool loads cuBLAS, except on a rank that shares no layers, which does this in the warm-up
-  thread.
+- The pool loads cuBLAS. On a rank that shares no layers, the warm-up thread loads cuBLAS instead.
 - The warm-up thread connects the ranks that share layers, and then runs one layer on the model.
 """
 

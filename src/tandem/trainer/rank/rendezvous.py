@@ -30,6 +30,7 @@ class Assignment(Record):
     run: RunSpec
     job: JobSpec
     model: str  # directory of the base model
+
     # For each file of the base model: its name, its size in bytes, and the time of its last change
     # in ns.
     model_files: tuple[tuple[str, int, int], ...]
