@@ -225,8 +225,8 @@ def job_details(job: JobStatus) -> object:
 
 
 def memory(job: JobArgument, json: Json = False) -> None:
-    """Show the memory of each rank of a job after each phase, and what was left on the GPUs after
-    its end."""
+    """Show the memory of each rank of a job after each phase, and the memory left in use on the
+    GPUs after the job's end."""
     show(make_client().memory(job), json, lambda attempts: memory_report(job, attempts))
 
 

@@ -304,7 +304,7 @@ def track(
     from tandem.client.rl.samples import find_samples
     from tandem.client.track import track as start
 
-    # W&B writes its buffered rows when it is closed.
+    # SIGTERM raises KeyboardInterrupt, so that W&B is closed and then writes its buffered rows.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # `get_run` fails immediately if the controller's address or the run's name is wrong. The
     # tracking itself waits for the controller without a time limit.

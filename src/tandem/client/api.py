@@ -152,7 +152,7 @@ class Api(Requests):
             # After a rollback, `served` names a discarded step until vLLM loads another step.
             if served is not None and served.step >= step and status.served_in_chain:
                 return served
-            # The publisher refused all steps after the served step, up to the step `no`.
+            # The publisher refused all steps after the served step, up to step `no.step`.
             if (no := status.refused_step()) and step <= no.step <= status.newest_step:
                 reason = f"the publisher refused {run}@{no.step}: {no.reason}"
                 raise StepRefused(reason, served=served.step if served else None)

@@ -47,7 +47,7 @@ def load_tokenizer(path: str) -> Any:
     no torch. Raises InvalidInput if the tokenizer can't be loaded."""
     try:
         with _one_at_a_time:
-            # RL doesn't need transformers, and its import takes seconds.
+            # RL doesn't need transformers, and importing transformers takes seconds.
             from transformers import AutoTokenizer
 
             return AutoTokenizer.from_pretrained(path)

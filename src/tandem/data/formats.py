@@ -126,7 +126,7 @@ _CHOSEN_REJECTED = (
 _LISTS = {"messages", "conversations", "chosen", "rejected", "prompt", "completion"}
 _TEMPLATE = {"tools", "chat_template_kwargs", "enable_thinking"}
 # Format -> (kind, conversion, sets of required columns, optional columns). A record must have all
-# columns of one of the sets.
+# columns of at least one set of required columns.
 FORMATS: dict[str, tuple[Kind, Callable[[Record], Record], tuple[set[str], ...], set[str]]] = {
     "messages": ("sft", _messages, ({"messages"},), {"system", *_TEMPLATE}),
     "sharegpt": (

@@ -24,15 +24,15 @@ from tandem.spool.schema import Record
 # vLLM's log-probs come from a float32 log-softmax. Rounding may give a token of probability 1 a
 # log-prob slightly above 0.
 LOGPROB_SLACK = 1e-4
-# No sampler draws a token of a probability below e^-100. A lower log-prob would give a ratio that
-# the loss clamps, so nothing would be learned. The OpenAI server of vLLM writes -9999 if it has no
-# log-prob for the sampled token.
+# No sampler draws a token of a probability below e^-100. A log-prob below -100 would give a ratio
+# that the loss clamps, so nothing would be learned. The OpenAI server of vLLM writes -9999 if the
+# server has no log-prob for the sampled token.
 LOWEST_LOGPROB = -100.0
-# A weight below this number vanishes in float32, or its gradient is negligible compared with
-# Adam's eps.
+# A weight below LOWEST_WEIGHT vanishes in float32, or the weight's gradient is negligible compared
+# with Adam's eps.
 LOWEST_WEIGHT = 1e-6
-# Rewards of a group count as equal if they differ by at most this number: such a difference comes
-# from rounding in a sum.
+# Rewards of a group count as equal if they differ by at most EQUAL_REWARDS, because rounding in a
+# sum may cause such a difference.
 EQUAL_REWARDS = 1e-6
 MAX_TOKEN_ID = 2**31 - 1  # ids are stored as int32
 
@@ -209,8 +209,8 @@ class PackingSettings(Record):
 
 
 def _as_dict(response: Any) -> Mapping[str, Any]:
-    # The openai package does not validate responses, and would warn because vLLM's nulls don't
-    # match its types.
+    # The openai package does not validate responses. It would warn, because vLLM's nulls don't
+    # match the package's types.
     return response if isinstance(response, Mapping) else response.model_dump(warnings=False)
 
 

@@ -227,8 +227,8 @@ def turn_advantages(
     Without turn rewards, a token's advantage is the advantage of its trajectory: the given
     advantage, or the result of `group_advantages`. With turn rewards, a turn's return is the
     trajectory's reward plus the turn rewards from this turn on. A turn's return is compared with
-    the returns of the turns with the same index in the group's other trajectories. If no other
-    trajectory has a turn with this index, the turn gets the advantage of its trajectory's first
+    the returns of the turns with the same index in the group's other trajectories. If a turn's
+    index exists in no other trajectory, the turn gets the advantage of its trajectory's first
     return. A turn's own `advantage` replaces the computed advantage; its `advantages` are added.
     """
     returns = [trajectory.returns for trajectory in group.trajectories]

@@ -77,8 +77,8 @@ def _others_may_ask(asked: Asked) -> bool:
 
 
 def _judge(asked: Asked, variable: str, values: list[str], file: Path | None) -> Answer:
-    """The answer about a secret that is set. `values`: the secret's values; `file`: the file from
-    which the secret was read; None if it was read from a variable."""
+    """The answer about a secret that is set. `values`: the secret's values. `file`: the file from
+    which the secret was read, or None if the secret was read from a variable."""
     if file is not None and _open_to_all(file):
         remedy = (
             f"chmod 600 {file}; or 700 for its directory where a container of another uid reads"
@@ -334,7 +334,7 @@ def _automatic(settings: Settings) -> str:
 
 def damage(asked: Asked) -> Iterator[Answer]:
     """The damaged jobs and runs on the volume, and names that belong to no job. Lists of jobs and
-    runs leave damaged entries and such names out."""
+    runs do not contain damaged jobs and runs."""
     root = asked.settings.root
     if not (root / "spool.json").exists():
         return

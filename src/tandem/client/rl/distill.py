@@ -63,8 +63,8 @@ class Teacher:
         known: tuple[list[int], list[float]] = ([], [])
         for turn in reversed(trajectory.turns):
             tokens = [*turn.prompt_token_ids, *turn.token_ids]
-            # A later turn that begins with this turn's tokens has been scored already, so its
-            # log-probs are reused.
+            # If a later turn begins with this turn's tokens, the teacher has already scored the
+            # later turn, and the later turn's log-probs are reused.
             if known[0][: len(tokens)] != tokens:
                 known = tokens, await self._logprobs(tokens)
             theirs = known[1][len(turn.prompt_token_ids) - 1 : len(tokens) - 1]

@@ -63,7 +63,7 @@ class Loop:
         self._environments, self._file, self._from_served = environments, state_file, from_served
         self.bound, self._size = config.rl.max_off_policy_steps, config.rl.groups_per_step
         self.groups_in_flight = config.rl.groups_in_flight or (self.bound + 1) * self._size
-        # The next job's base step; the newest served step; the last step to make.
+        # `base`: the next job's base step. `served`: the newest served step. `last`: the last step.
         self.base = self.served = self.last = 0
         # Task -> the coroutine of its group, and the step that was served when the group began.
         self.running: dict[str, tuple[asyncio.Task[None], int]] = {}
@@ -207,7 +207,7 @@ class Loop:
                 self.running[task] = groups.create_task(self._roll_out(task)), self.served
 
     def _room(self) -> int:
-        """The number of groups that may begin now, so that a future job can still train them."""
+        """The number of groups that may begin now and can still be trained by a future job."""
         jobs = min(self.served + self.bound, self.last - 1) - self.base + 1
         return jobs * self._size - len(self.ready) - len(self.running)
 

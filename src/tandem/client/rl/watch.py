@@ -194,7 +194,7 @@ def _on_interrupts(first: Callable[[], object], second: Callable[[], object]) ->
 
     Python runs a signal handler in the main thread only, between two instructions. A signal that
     arrives immediately before a blocking system call therefore waits until the call ends. Python
-    writes the signal's number to the wakeup file descriptor at once, even before such a call.
+    writes the signal's number to the wakeup file descriptor at once, even if a system call follows.
     """
     reads, writes = os.pipe()
     os.set_blocking(writes, False)

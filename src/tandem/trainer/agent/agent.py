@@ -290,8 +290,8 @@ class HostAgent:
             self._lost = self._lost or tuple(network.lost_data(self._others).values())
 
     def _refuse(self, meeting: Meeting, error: TandemError | OSError) -> Leave:
-        """Writes the reason why this host can't train into this host's record, which all other
-        hosts read."""
+        """Writes into this host's record why this host can't train. All other hosts read the
+        record."""
         if isinstance(error, FileNotFoundError) and not meeting.is_open():
             return Leave(FENCED, "the attempt was ended")
         if isinstance(error, SpoolUnusable):

@@ -85,8 +85,8 @@ class AttemptWatch(threading.Thread):
         if now - self._answered > orphan:
             why = f"the volume has not answered for {orphan:g} s"
             return Leave(UNUSABLE, why, at_once=True)
-        # Only a successful read sets `_answered` and `_lease_changed`, so time in which the volume
-        # does not answer does not count as time without a sign of the runner.
+        # Only a successful read sets `_answered` and `_lease_changed`, so the silence of the volume
+        # does not count as silence of the runner.
         if self._answered - self._lease_changed > orphan:
             why = f"the runner has not renewed the job's lease for {orphan:g} s"
             error = JobError(type="runner_lost", message=why, retriable=True)

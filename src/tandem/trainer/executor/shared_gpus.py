@@ -1,4 +1,4 @@
-"""GPUs that the trainer shares with vLLM: getting them for a job and giving them back.
+"""Gets the GPUs that the trainer shares with vLLM, and gives the GPUs back after a job.
 
 The runner sends no request to vLLM. The runner asks for the GPUs by writing a hold, the record
 `jobs/hold.json`. The publisher puts vLLM to sleep and answers in a record, and the runner measures

@@ -1,4 +1,4 @@
-"""The ways to start the ranks of a job. A job gives the same results with each way, bit for bit.
+"""The ways to start the ranks of a job. A job's results do not depend on the way, bit for bit.
 
 `fork`, the default: a fork server forks a leader per job, and the leader forks the ranks
 (`forkserver.py`). The fork server has imported torch and Megatron, and has never used CUDA. Between

@@ -88,7 +88,7 @@ class Launcher:
         `listener`: see `ForkServer.launch`. If there are several hosts, TANDEM_LAUNCH must be
         `fork`."""
         if not self.holds_devices:
-            # The system may have removed the directory from /tmp while the runner was idle.
+            # The system may have removed `scratch` from /tmp while the runner was idle.
             self.scratch.mkdir(mode=0o700, exist_ok=True)
             empty_directory(self.scratch)  # removes the files of the previous attempt
 

@@ -1,8 +1,8 @@
 """Starts ranks under torchrun: new processes for each job, or ranks that stay between jobs.
 
 With `--standalone`, the agent's store listens on a port that the kernel chooses, and the ranks
-connect to this store. So no process has to reserve a port and close it before another process opens
-it.
+connect to this store. So no process has to reserve a port and then release the port for another
+process.
 """
 
 import os

@@ -27,11 +27,11 @@ A rank starts fast for these reasons:
   This warm-up pass loads the kernels.
 
 - The compiled attention is stored in files beside torch's own caches (`model/compiled.py`), so
-  later processes load it instead of compiling it.
+  later processes load the compiled attention from the files.
 
 - A row's mask and RoPE's sines are computed once for all layers.
 
-- Ranks exchange tensors in host memory through Gloo. So NCCL creates communicators only for the
+- Ranks exchange tensors in host memory through Gloo, so NCCL creates communicators only for the
   groups that the model and its gradients need.
 
 A session's job computes requests as they arrive (`session_loop.py`). `calls.py` applies the

@@ -56,9 +56,9 @@ def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
         # Importing compile_fx in advance saves each forked rank a second. The compiler is not
         # called in advance, because it would call CUDA.
         import_module("torch._inductor.compile_fx")
-        # The keys of compiled code are hashes of all sources of torch and Triton. Computing the
-        # hashes in advance saves each forked rank half a second. `torch_key` and `triton_key` cache
-        # the hashes.
+        # The cache keys of compiled code are hashes of all sources of torch and Triton. Computing
+        # the hashes in advance saves each forked rank half a second. `torch_key` and `triton_key`
+        # cache the hashes.
         for module, key in (
             ("torch._inductor.codecache", "torch_key"),
             ("triton.runtime.cache", "triton_key"),
@@ -111,7 +111,7 @@ def main(attempt: Attempt, settings: RankSettings, state: "RankState | None" = N
 def _record(error: BaseException) -> JobError:
     if isinstance(error, TandemError):
         return JobError(type=error.code, message=str(error), retriable=error.retriable)
-    # The types are compared by name, because torch may not be imported yet.
+    # The error's type is compared by name, because torch may not be imported yet.
     kind = "oom" if type(error).__name__ in ("OutOfMemoryError", "MemoryError") else "rank_error"
     tail = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
     return JobError(
