@@ -76,7 +76,7 @@ def up(
     stops everything.
 
     TANDEM_BASE_MODEL names the model; TANDEM_ROOT names the spool's directory. Exit status: 0
-    stopped; 1 the supervisor can't start; 2 wrong settings; 70 a program can't be started; 71 a
+    stopped; 1 `tandem up` can't start; 2 wrong settings; 70 a program can't be started; 71 a
     program crashes again and again; 72 supervisord ended.
     """
     # imported late: only this command needs supervisord

@@ -1,5 +1,5 @@
-"""`tandem plan`: the topologies that fit a model on a number of GPUs, and the expected speed of
-each."""
+"""`tandem plan`: the topologies in which a model fits on a number of GPUs, and the expected speed
+of each topology."""
 
 from typing import Annotated, Any
 

@@ -43,13 +43,14 @@ def rl(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Train a run by RL: roll out an environment's groups, train on them, sample from the new step,
-    and again.
+    """Train a run by RL: roll out an environment's groups, train on the groups, and repeat with the
+    new step.
 
     After Ctrl-C or a kill, the same command continues the training. TANDEM_INFERENCE_URL is vLLM's
     address (http://127.0.0.1:8000). Exit status 6: the publisher refused a trained step, so vLLM
     does not serve the step. The same command continues once vLLM serves the step, after a restart
-    of vLLM at the latest. With --from-served, it continues from the step that vLLM serves.
+    of vLLM at the latest. With --from-served, the same command continues from the step that vLLM
+    serves.
     """
 
     def stopped() -> None:

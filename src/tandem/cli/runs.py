@@ -98,7 +98,8 @@ def delete(
 ) -> None:
     """Delete a run with its checkpoints and ended jobs. There is no way back.
 
-    Refused while the run has queued or running jobs. vLLM unloads the run's steps.
+    The controller refuses the deletion while the run has queued or running jobs. vLLM unloads the
+    run's steps.
     """
     make_client().delete_run(run, cancel_jobs=cancel)
     show({"deleted": run}, json, lambda _: f"{run} is deleted")

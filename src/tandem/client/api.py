@@ -141,7 +141,7 @@ class Api(Requests):
         )
 
     async def wait_served(self, run: str, step: int, timeout: float = SERVED_SECONDS) -> Served:
-        """Wait until vLLM serves `step` or a later step, and the publisher has verified it.
+        """Wait until vLLM serves `step` or a later step, and the publisher has verified that step.
 
         Raises StepRefused if the publisher refused the step, and NotServed after `timeout` seconds.
         """

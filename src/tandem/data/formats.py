@@ -192,7 +192,7 @@ class Examples:
         path: a file, or a directory of the package datasets.
         format: one of `FORMATS`, or `auto` for the format of the first record.
         kind: "sft" for examples, "dpo" for pairs, None for either. Raises InvalidInput (field
-            `--format`) if the format is not of this kind.
+            `--format`) if the format is not of the kind `kind`.
         template_kwargs: chat template variables for all conversations.
     """
 
@@ -225,8 +225,8 @@ class Examples:
 
     @property
     def nulls(self) -> list[str]:
-        """The places of rows that lost a null that may have a meaning. Only rows read so far are
-        listed."""
+        """The places of rows from which a null was left out although the null may have a meaning.
+        Only rows read so far are listed."""
         return list(getattr(self._records, "nulls", ()))
 
     def __getitem__(self, index: int) -> tuple[str, dict[str, Any]]:

@@ -323,7 +323,7 @@ class Loop:
 
     async def _send(self) -> NothingToLearn | None:
         """Send the request in the state file. Returns the controller's refusal if the groups give
-        no gradient. After such a refusal, the groups' tasks are not handed out again."""
+        no gradient. After this refusal, the loop does not repeat the groups' tasks."""
         assert self.state.pending is not None
         refusal: NothingToLearn | None = None
         try:

@@ -1,6 +1,6 @@
 """Handles the obstacles to resuming a run. The functions raise an error for pending jobs of other
-programs, and for a job whose base step will not be made. They roll back a step that the publisher
-refused."""
+programs, and for a job whose base step will not be made. The function `discard_refused` rolls back
+a step that the publisher refused."""
 
 from collections.abc import Iterable
 from contextlib import suppress

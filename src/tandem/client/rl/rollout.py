@@ -246,7 +246,7 @@ def _at(error: Exception) -> str:
 
 def _check(trajectory: Trajectory, packing: PackingSettings) -> None:
     """Raises InvalidInput for a trajectory that the controller would refuse. The controller would
-    refuse the whole batch because of a single such trajectory."""
+    refuse the whole batch because of a single wrong trajectory."""
     if any(turn.policy_step is None for turn in trajectory.turns):
         raise InvalidInput("a turn has no policy_step; sample by sampler.chat and return finish()")
     row = packing.sequence_length

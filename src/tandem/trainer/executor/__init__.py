@@ -14,7 +14,8 @@ adopts the attempt. `hosts.py` uses agents that already run, so it starts no age
 makes a Kubernetes Job per attempt. `manifest.py` fills the chart's template for the Job,
 `cluster.py` calls the API server, and `job_state.py` reads the server's answers. `lingering.py`
 lists the Jobs whose pods stay for another attempt. `slurm.py` makes a Slurm job per attempt.
-`batch.py` writes the Slurm job's script and options, and `slurm_state.py` reads its states.
+`batch.py` writes the Slurm job's script and options, and `slurm_state.py` reads the Slurm job's
+state.
 """
 
 from collections.abc import Callable

@@ -318,8 +318,8 @@ class KubernetesExecution(EngineExecution):
 
     def _kill_engine(self) -> None:
         """Lets the pods stay if the agents of all hosts have agreed to stay. Deletes the Job if an
-        agent has not agreed. Pods on a lost node may run long after their Job's deletion. The fence
-        (`spool/fence.py`) keeps pods on a lost node from changing the run."""
+        agent has not agreed to stay. Pods on a lost node may run long after their Job's deletion.
+        The fence (`spool/fence.py`) keeps pods on a lost node from changing the run."""
         lingers = min((end.lingers for end in self._ends.values()), default=0.0)
         if lingers and len(self._ends) == self._plan.hosts:
             self._executor.lingers(self._name, self._order.job.spec.run, lingers)

@@ -1,4 +1,4 @@
-"""The ways to start the ranks of a job. A job's results do not depend on the way, bit for bit.
+"""The ways to start the ranks of a job. All ways give bit-identical results.
 
 `fork`, the default: a fork server forks a leader per job, and the leader forks the ranks
 (`forkserver.py`). The fork server has imported torch and Megatron, and has never used CUDA. Between
@@ -15,10 +15,10 @@ jobs, a rank releases the memory of parameters, gradients and optimizer state
 (`model/device/offload.py`). A resident rank drops the frozen base weights and reads them again from
 the page cache for the next job. Weights are read from the page cache as fast as they would be
 copied from pinned memory. A resident rank keeps the adapter and Adam's state in pinned buffers. The
-rank uses the buffers if the next job's first checkpoint has the content of the buffers. A rank that
-uses the buffers still verifies the checkpoint's hashes. Memory that a living process can't release
-is measured and reported in the job's event `released`. Resident ranks end after every job that does
-not succeed.
+rank uses the buffers if the next job starts from a checkpoint with the buffers' content. A rank
+that uses the buffers still verifies the checkpoint's hashes. Memory that a living process can't
+release is measured and reported in the job's event `released`. Resident ranks end after every job
+that does not succeed.
 
 `launcher.py` chooses the way to start ranks according to TANDEM_LAUNCH. If all ranks are on one
 host, their store listens on loopback. Every launcher process and every rank asks the kernel to be

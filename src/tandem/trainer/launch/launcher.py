@@ -162,8 +162,8 @@ def rank_environment(
 
 def threads_per_rank(settings: Settings) -> int:
     """The number of threads of each rank: OMP_NUM_THREADS, or by default this machine's cores
-    divided by its ranks. The number of threads affects the order of floating-point sums, so each
-    library gets this number instead of choosing its own.
+    divided by this machine's ranks. The number of threads affects the order of floating-point sums,
+    so each library gets this number instead of choosing a number itself.
     """
     with suppress(ValueError):
         return max(1, int(os.environ.get("OMP_NUM_THREADS", "")))

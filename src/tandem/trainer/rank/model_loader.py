@@ -267,7 +267,7 @@ def reference_policy(
     policy's trained tensors are kept in host memory and restored afterwards, bit for bit.
 
     Raises InvalidInput (field: `field`) if the reference's checkpoint does not exist, and
-    CheckpointDamaged if it is damaged.
+    CheckpointDamaged if the checkpoint is damaged.
 
     Args:
         base_model: the base model's directory.

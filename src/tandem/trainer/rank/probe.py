@@ -96,9 +96,9 @@ def choose_sequences(batch: PackedBatch) -> list[list[int]]:
 
 def choose_long(batch: PackedBatch, vocab_size: int) -> list[int]:
     """One sequence as long as a row, but with at most LONG_TOKENS tokens and LONG_LOGITS logits.
-    The sequence consists of the rows' tokens one after another. If the job has too few tokens, they
-    are repeated. Returns an empty list if the sequence would have fewer than 2 * MAX_TOKENS tokens,
-    because the short sequences are nearly as long.
+    The sequence consists of the rows' tokens one after another. If the job has too few tokens, the
+    tokens are repeated. Returns an empty list if the sequence would have fewer than 2 * MAX_TOKENS
+    tokens, because the short sequences are nearly as long.
     """
     length = min(batch.sequence_length, LONG_TOKENS, LONG_LOGITS // vocab_size)
     if length < 2 * MAX_TOKENS:

@@ -1,5 +1,5 @@
-"""The jobs that a runner is running: one job in the runner's own thread, or several jobs in one
-thread each."""
+"""The jobs that a runner is running: one job in the runner's own thread, or several jobs, each in
+its own thread."""
 
 from concurrent.futures import Future, wait
 from functools import partial
