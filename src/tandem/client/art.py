@@ -220,7 +220,7 @@ class TandemBackend:
     ) -> AsyncIterator[dict[str, float]]:
         """Train consecutive batches with the same learning rate as one job. Yields the metrics of
         each optimizer step."""
-        # ART's client renders the rollouts' prompts with the template variables in `_TEMPLATE`.
+        # ART's client renders the rollouts' prompts with the variables under the key `_TEMPLATE`.
         template = (model._internal_config or {}).get(_TEMPLATE) or {}
         size = _AUTO_BATCH if config.batch_size == "auto" else config.batch_size
         batches = list(batched((_example(one, template) for one in trajectories), size))

@@ -90,7 +90,7 @@ def outputs_to_groups(
 
 
 class VerifiersEnvironment:
-    """A taskset of `verifiers.v1` with an agent that plays its tasks. The file of `tandem rl` names
+    """A taskset of `verifiers.v1` with an agent that plays the tasks. The file of `tandem rl` names
     this class by `use = "verifiers:<taskset>"`, and has the other arguments under `arguments`.
 
     Args:

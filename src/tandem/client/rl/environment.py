@@ -21,8 +21,8 @@ from tandem.errors import InvalidInput, TandemError
 @dataclass(eq=False)
 class RolloutGroup:
     """The trajectories of a task, to be trained by a job. `oldest`: the oldest step from which a
-    turn was sampled. `informative`: whether the trajectories' returns differ, or the user's code
-    gave an advantage other than 0."""
+    turn was sampled. `informative`: whether the trajectories' returns differ, or a trajectory was
+    given an advantage other than 0."""
 
     task: str
     trajectories: list[Trajectory]
