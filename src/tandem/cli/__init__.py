@@ -75,9 +75,9 @@ def up(
     """Start controller, trainer, vLLM and publisher on this machine, in the foreground; Ctrl-C
     stops everything.
 
-    TANDEM_BASE_MODEL names the model, TANDEM_ROOT the spool's directory. Exit status: 0 stopped; 1
-    it can't start; 2 wrong settings; 70 a program can't be started; 71 it crashes again and again;
-    72 supervisord ended.
+    TANDEM_BASE_MODEL names the model; TANDEM_ROOT names the spool's directory. Exit status: 0
+    stopped; 1 `tandem up` can't start; 2 wrong settings; 70 a program can't be started; 71 a
+    program crashes again and again; 72 supervisord ended.
     """
     # imported late: only this command needs supervisord
     from tandem.supervise.up import up as start
@@ -155,7 +155,8 @@ def rank_agent(
         str | None, typer.Option(help="the Kubernetes Job of this pod, NAMESPACE/NAME")
     ] = None,
 ) -> None:
-    """Run one host's part of an attempt: start its ranks, watch them, measure what they leave.
+    """Run one host's part of an attempt: start the host's ranks, watch the ranks, and measure the
+    GPU memory that stays in use after the ranks end.
 
     TANDEM_ROOT is the spool's directory. Exit status: 0 the ranks are done; 1 ranks failed, or the
     host was refused; 75 stopped; 76 another agent has this host, or the attempt was ended; 77 the

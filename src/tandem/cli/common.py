@@ -232,7 +232,7 @@ def _line(text: str, loc: tuple[int | str, ...]) -> int:
             lines.setdefault(table, number)
         elif key := re.match(r"\s*([\w.-]+)\s*=", line):
             lines.setdefault((*table, *key[1].split(".")), number)
-    # If a setting is a list and the file has a single table for it, the table is the list's only
-    # item.
+    # If a setting is a list and the file has a single table for the setting, the table is the
+    # list's only item.
     loc = tuple(part for i, part in enumerate(loc) if part != 0 or (*loc[:i], 0) in lines)
     return next(lines[loc[:end]] for end in range(len(loc), -1, -1) if loc[:end] in lines)

@@ -33,8 +33,8 @@ def preflight(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Check the deployment's GPUs, secrets, volume and model before it starts. Exit status 1 on
-    fail.
+    """Check the deployment's GPUs, secrets, volume and model before the deployment starts. Exit
+    status 1 on fail.
 
     A full volume that has a spool is only a warning: the programs start, and wait for space.
     """

@@ -80,8 +80,8 @@ def show_job(job: JobArgument, json: Json = False) -> None:
 
 @app.command()
 def cancel(job: JobArgument, json: Json = False) -> None:
-    """Stop a job: a queued one at once, a running one within seconds. Its run keeps its newest
-    step."""
+    """Stop a job: a queued job at once, a running job within seconds. The job's run keeps its
+    newest step."""
     show(make_client().cancel(job), json, job_details)
 
 
@@ -95,8 +95,8 @@ def logs(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Print the output of a job's ranks. With -f also its events, until it ends; the exit status is
-    3 if it fails."""
+    """Print the output of a job's ranks. With -f, also print the job's events, until the job ends;
+    the exit status is 3 if the job fails."""
     tandem = make_client()
     if follow:
         _follow(tandem, job, json)
@@ -116,7 +116,7 @@ def _follow(tandem: Tandem, job: str, json: bool) -> None:
     decode = getincrementaldecoder("utf-8")("replace").decode  # log parts may split a character
     while True:
         # The state is read before the events and the log: if the job has ended, the whole log and
-        # all events are already there.
+        # all events have already been written.
         status = tandem.get_job(job)
         for event in tandem.job_events(job, last_seq):
             last_seq = event.seq
@@ -225,8 +225,8 @@ def job_details(job: JobStatus) -> object:
 
 
 def memory(job: JobArgument, json: Json = False) -> None:
-    """Show the memory of each rank of a job after each phase, and what was left on the GPUs after
-    its end."""
+    """Show the memory of each rank of a job after each phase, and the memory left in use on the
+    GPUs after the job's end."""
     show(make_client().memory(job), json, lambda attempts: memory_report(job, attempts))
 
 

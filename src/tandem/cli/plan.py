@@ -1,5 +1,5 @@
-"""`tandem plan`: the topologies that fit a model on a number of GPUs, and the expected speed of
-each."""
+"""`tandem plan`: the topologies in which a model fits on a number of GPUs, and the expected speed
+of each topology."""
 
 from typing import Annotated, Any
 
@@ -126,8 +126,8 @@ def _servers(best: Candidate, speed: float, share: float) -> dict[str, Any]:
 
 
 def _row(one: Candidate) -> dict[str, Any]:
-    """A topology as a row of the table. The memory in the row is the memory, in GiB, of the rank
-    that needs the most."""
+    """A topology as a row of the table. The row shows the memory, in GiB, of the rank that needs
+    the most memory."""
     needs, levels = one.memory, one.levels or (0, 0)
     parts = {
         "weights": needs.weights,

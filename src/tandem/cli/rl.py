@@ -43,13 +43,14 @@ def rl(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Train a run by RL: roll out an environment's groups, train on them, sample from the new step,
-    and again.
+    """Train a run by RL: roll out an environment's groups, train on the groups, and repeat with the
+    new step.
 
-    The same command goes on after Ctrl-C or a kill. TANDEM_INFERENCE_URL is vLLM's address
-    (http://127.0.0.1:8000). Exit status 6: the publisher refused a step, which is trained but not
-    served. The same command goes on once the step is served, after a restart of vLLM at the latest;
-    with --from-served it goes on from the step that is served.
+    After Ctrl-C or a kill, the same command continues the training. TANDEM_INFERENCE_URL is vLLM's
+    address (http://127.0.0.1:8000). Exit status 6: the publisher refused a trained step, so vLLM
+    does not serve the step. The same command continues once vLLM serves the step, after a restart
+    of vLLM at the latest. With --from-served, the same command continues from the step that vLLM
+    serves.
     """
 
     def stopped() -> None:
@@ -93,8 +94,8 @@ def samples(
     ] = None,
     json: Json = False,
 ) -> None:
-    """List what a step sampled, with rewards: of the last 1,000 rollouts, which `tandem rl` keeps
-    beside its state file."""
+    """List what a step sampled, with rewards. `tandem rl` keeps the samples of the last 1,000
+    rollouts beside its state file."""
     if state is None and Path(run).suffix == ".toml":
         state = Path(run).with_suffix(".state.json")
     file = samples_file(state) if state else find_samples(run, Path())

@@ -61,7 +61,7 @@ def create(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Create a run. Its step 0 equals the base model; `tandem train` makes the next ones."""
+    """Create a run. Step 0 of the run equals the base model; `tandem train` makes later steps."""
     if full and (rank is not None or alpha is not None or target):
         raise typer.BadParameter(
             "--full trains all weights; leave --rank, --alpha and --target out"
@@ -98,7 +98,8 @@ def delete(
 ) -> None:
     """Delete a run with its checkpoints and ended jobs. There is no way back.
 
-    Refused while the run has queued or running jobs. vLLM unloads what it serves of the run.
+    The controller refuses the deletion while the run has queued or running jobs. vLLM unloads the
+    run's steps.
     """
     make_client().delete_run(run, cancel_jobs=cancel)
     show({"deleted": run}, json, lambda _: f"{run} is deleted")
@@ -227,8 +228,8 @@ def unpin(run: RunArgument, step: StepArgument, json: Json = False) -> None:
 
 @checkpoints.command()
 def rollback(run: RunArgument, step: StepArgument, json: Json = False) -> None:
-    """Make STEP the newest again: later steps leave the chain. Refused while the run has queued or
-    running jobs."""
+    """Make STEP the run's newest step again, and discard later steps. A rollback is refused while
+    the run has queued or running jobs."""
     done = make_client().rollback(run, step)
     gone = ", ".join(map(str, done.discarded)) or "none"
     show(done, json, lambda _: f"{run} is at step {done.newest_step}; discarded: {gone}")
@@ -253,7 +254,7 @@ def export(
     when the model is complete.
     """
     with data_extra("tandem export"):
-        # imported late: only this command needs NumPy.
+        # The import is here, because only this command needs NumPy.
         from tandem.inference.merged_model import write_merged_model
 
     with partial_directory(dest) as directory:
@@ -295,16 +296,16 @@ def track(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write a run's metrics to experiment trackers, each optimizer step once, and with each
-    checkpoint a table of what was sampled.
+    """Write a run's metrics to experiment trackers, once for each optimizer step, and write a table
+    of samples for each checkpoint.
 
-    Started again, also after a kill, it goes on where it stopped. Keys come from the environment
-    (WANDB_API_KEY, ...).
+    The same command continues after the last row that it wrote, even after a kill. Keys come from
+    the environment (WANDB_API_KEY, ...).
     """
     from tandem.client.rl.samples import find_samples
     from tandem.client.track import track as start
 
-    # W&B writes its buffered rows when it is closed.
+    # SIGTERM raises KeyboardInterrupt, so that W&B is closed and then writes its buffered rows.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # `get_run` fails immediately if the controller's address or the run's name is wrong. The
     # tracking itself waits for the controller without a time limit.

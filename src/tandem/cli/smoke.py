@@ -60,8 +60,8 @@ def reach(
         float, typer.Option(help="Seconds within which each must answer.")
     ] = PATIENCE_SECONDS,
 ) -> None:
-    """Test that controller, vLLM and exporters answer, and that vLLM lists the base model or,
-    merged, a step. The first service that does not answer ends the test."""
+    """Test that controller, vLLM and exporters answer, and that vLLM lists the base model or, with
+    merged weights, a step. The first service that does not answer ends the test."""
     asked = Asked(
         Command.REACH,
         inference=inference,
@@ -121,8 +121,8 @@ def job(
     ] = 1800,
 ) -> None:
     """Train a small SFT job, wait until its step is served, and sample from it. With merged weights
-    vLLM serves only one run: if a run exists, the test trains nothing; otherwise it creates a run
-    and deletes it afterwards."""
+    vLLM serves only one run. If another run exists, the test trains nothing. If the test creates a
+    run, the test deletes the run afterwards."""
     vllm = services.inference_url(Asked(Command.REACH, inference=inference))
     with Tandem() as tandem, ExitStack() as behind:
         try:

@@ -267,7 +267,7 @@ def job(
 
 
 def read_request(text: str) -> dict[str, Any]:
-    """The training request in a file's text; raises InvalidInput with the line as its field."""
+    """The training request in a file's text. The field of an InvalidInput names the line."""
     whole = {"groups": "rl", "examples": "sft", "pairs": "dpo"}
     try:
         content = jsonlib.loads(text)

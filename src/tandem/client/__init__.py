@@ -73,7 +73,7 @@ def sampling_options(**extra_body: Any) -> dict[str, Any]:
 
     `extra_body` is passed on to vLLM. Raises InvalidInput for options that change the sampled
     distribution (`top_k`, `top_p`, `min_p`, penalties, ...). The trainer computes the model's own
-    distribution, so its log-probs would not agree with the sampled log-probs.
+    distribution, so the trainer's log-probs would not agree with the sampled log-probs.
     """
     if refused := distorting(extra_body):
         raise InvalidInput(refused[1], field=refused[0])

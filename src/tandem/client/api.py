@@ -1,4 +1,4 @@
-"""The client's methods: `AsyncTandem` inherits them, and `Tandem` runs them over blocking I/O."""
+"""The clients' methods, which `AsyncTandem` inherits and `Tandem` runs over blocking I/O."""
 
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -34,12 +34,12 @@ from tandem.spool.schema import TERMINAL, Event, JobState, LoraShape, Manifest, 
 JOB_SECONDS = 24 * 3600.0
 SERVED_SECONDS = 600.0
 DELETE_SECONDS = 120.0
-# The controller answers a training request once it has packed all batches up to the request's.
+# The controller answers once it has packed the batch of the request and all earlier batches.
 _PACKING_SECONDS = 900.0
 _FORK_SECONDS = 4 * 3600.0  # the controller copies and hashes the checkpoint before it answers
 _SERVED_POLL_SECONDS = 0.25
 _ENDED_POLL_SECONDS = 0.05
-# The controller sends a keep-alive every 10 s; after 35 s without one the connection is dead.
+# The controller sends a keep-alive every 10 s; after 35 s without one, the connection is broken.
 _SILENCE = httpx.Timeout(35.0, connect=CONNECT_SECONDS)
 # Pause before reopening a stream that the controller ended, for example because it restarts.
 _REOPEN_SECONDS = 0.5
@@ -62,11 +62,11 @@ class Api(Requests):
         seed: int | None = None,
     ) -> RunStatus:
         """Create a run. Step 0 of the run equals the base model. Creating the same run again
-        changes nothing. An argument that is None has the controller's default.
+        changes nothing. For an argument that is None, the controller uses its default.
 
         Args:
             trainable: "full": all weights are trained, and `lora` must be None.
-            weights: "adapter": vLLM loads adapters; "merged": vLLM's own weights become the run's.
+            weights: "adapter": vLLM loads adapters; "merged": vLLM serves the run's merged weights.
             seed: seeds step 0's adapter and the order of each job's rows; from 0 to 2^63 - 1.
         """
         if isinstance(lora, LoraShape):
@@ -141,7 +141,7 @@ class Api(Requests):
         )
 
     async def wait_served(self, run: str, step: int, timeout: float = SERVED_SECONDS) -> Served:
-        """Wait until vLLM serves `step` or a later step, and the publisher has verified it.
+        """Wait until vLLM serves `step` or a later step, and the publisher has verified that step.
 
         Raises StepRefused if the publisher refused the step, and NotServed after `timeout` seconds.
         """
@@ -152,7 +152,7 @@ class Api(Requests):
             # After a rollback, `served` names a discarded step until vLLM loads another step.
             if served is not None and served.step >= step and status.served_in_chain:
                 return served
-            # The publisher refused all steps after the served step, up to the step `no`.
+            # The publisher refused all steps after the served step, up to step `no.step`.
             if (no := status.refused_step()) and step <= no.step <= status.newest_step:
                 reason = f"the publisher refused {run}@{no.step}: {no.reason}"
                 raise StepRefused(reason, served=served.step if served else None)
@@ -245,7 +245,7 @@ class Api(Requests):
     async def render(
         self, examples: Sequence[SFTExample] = (), pairs: Sequence[PreferencePair] = ()
     ) -> list[Rendering]:
-        """Previews of the training of examples, then of pairs; at most 1000 of each kind."""
+        """How each example, and then each pair, would be trained; at most 1000 of each kind."""
         body = {
             name: [one.model_dump(exclude_none=True) for one in ones]
             for name, ones in (("examples", examples), ("pairs", pairs))
@@ -315,7 +315,7 @@ class Api(Requests):
                             after, ended = event.seq, ended or event.type in TERMINAL
                             yield event
                         if not ended and time.monotonic() > until:
-                            break  # checked also after keep-alives
+                            break  # The check also runs after keep-alives.
                 # The writer of the events was killed before it wrote the terminal event.
                 if not ended and (await self.get_job(job)).state in TERMINAL:
                     ended = True
@@ -338,7 +338,7 @@ class Api(Requests):
         return events_of(response.content)
 
     async def memory(self, job: str) -> list[AttemptMemory]:
-        """The memory of each attempt: per rank and phase, and what stays in use on the devices."""
+        """Each attempt's memory per rank and phase, and the memory left in use on the devices."""
         return by_attempt(await self.job_events(job))
 
     async def logs(self, job: str) -> str:

@@ -3,8 +3,8 @@
 model = art.TrainableModel(name="my-run", project="p", base_model="Qwen/Qwen3-8B")
 await model.register(TandemBackend())
 
-Rollouts go through the rollout door (vLLM's path /rollout/v1), so each `Choice` of a trajectory
-has its sampled token ids and log-probs. Nothing is tokenised again.
+Rollouts are sampled through vLLM's path /rollout/v1, so each `Choice` of a trajectory has its
+sampled token ids and log-probs. Nothing is tokenised again.
 """
 
 import re
@@ -52,7 +52,7 @@ _PEFT_NEUTRAL: list[tuple[str, object]] = [
     ("layers_pattern", None),
     ("modules_to_save", None),
 ]
-# Options that do not change what is trained; they are ignored.
+# Options that Tandem ignores, because they do not change what is trained.
 _PEFT_SPEED = ("random_state", "use_gradient_checkpointing", "max_seq_length", "temporary_location")
 _PEFT_NAMES = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
 _PEFT_DEFAULTS = {"rank": 8, "alpha": 16}
@@ -220,7 +220,7 @@ class TandemBackend:
     ) -> AsyncIterator[dict[str, float]]:
         """Train consecutive batches with the same learning rate as one job. Yields the metrics of
         each optimizer step."""
-        # ART's client renders the rollouts' prompts with these variables of the chat template.
+        # ART's client renders the rollouts' prompts with the variables under the key `_TEMPLATE`.
         template = (model._internal_config or {}).get(_TEMPLATE) or {}
         size = _AUTO_BATCH if config.batch_size == "auto" else config.batch_size
         batches = list(batched((_example(one, template) for one in trajectories), size))
@@ -260,7 +260,7 @@ class TandemBackend:
 
     async def _arrived(self, model: Any, step: int) -> int:
         """Waits until vLLM serves `step`, and returns `step`. Makes a directory for the checkpoint,
-        because ART finds the checkpoints that it may delete by their directories."""
+        because ART lists only checkpoints that have a directory."""
         await self._tandem.wait_served(_run(model), step)
         self._served[_run(model)] = step
         _marker(model, step).mkdir(parents=True, exist_ok=True)
@@ -334,7 +334,7 @@ def _job_settings(
     kind = "ppo" if take("ppo", False) else take("loss_fn", "cispo")
     if kind not in _POLICIES:
         raise InvalidInput(f"{kind!r}: Tandem has {', '.join(_POLICIES)}", field="loss_fn")
-    # ART divides the advantages by their mean size before it adds its KL term.
+    # ART divides the advantages by their mean size, and adds its KL term afterwards.
     loss: dict[str, Any] = {
         "policy": _POLICIES[kind],
         "normalisation": "trajectory",

@@ -37,8 +37,8 @@ class Chain:
             if isinstance(config.held_out, str)
             else str(config.held_out)
         )
-        # The names of jobs do not depend on the settings that a user may change to continue a
-        # training after a refusal.
+        # After a refusal, a user may change `sequence_length`, `too_long` and the limits, and
+        # continue the training. So the names of jobs do not depend on these settings.
         settings = config.model_dump_json(
             exclude={"data", "held_out", "sequence_length", "too_long", *LIMITS}
         )
@@ -97,7 +97,7 @@ class Chain:
                     lambda event: on_step(_steps(part, event), event),  # noqa: B023
                 )
             except Conflict:
-                # Raises JobFailed if the job failed before the next job was submitted.
+                # `wait_job` raises JobFailed if the job failed before the next job was submitted.
                 tandem.wait_job(job.id, math.inf)
                 raise
             except JobFailed:

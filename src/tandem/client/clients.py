@@ -1,5 +1,5 @@
-"""The two clients: `AsyncTandem` has the coroutines of `tandem.client.api`, `Tandem` runs them over
-blocking I/O."""
+"""The two clients: `AsyncTandem` has the coroutines of `tandem.client.api`; `Tandem` runs these
+coroutines over blocking I/O."""
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from functools import wraps
@@ -72,10 +72,10 @@ def _blocking[**P, T](
 
 
 class Tandem:
-    """Talks to a controller; several threads may use it.
+    """A client of a controller; several threads may use one client.
 
     A refusal of the controller is raised as a class of `tandem.errors`, with the offending
-    `field`. Raises Unreachable when `patience` is exhausted.
+    `field`. Raises Unreachable when the controller has not answered for `patience` seconds.
 
     Args:
         base_url: the controller's address; None: TANDEM_URL, else http://127.0.0.1:8080.

@@ -24,7 +24,7 @@ from tandem.system.api_keys import split_name
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
-# Statuses of a controller, or of a proxy before it, that can't answer now but may answer soon.
+# HTTP statuses of a controller or proxy that can't answer now, but may answer soon.
 _RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 _CLASSES = [
     kind
@@ -174,7 +174,7 @@ class Backoff:
         self._until: float | None = None
 
     def next(self, error: Exception) -> float:
-        """Seconds to wait before the next attempt; raises `error` when patience is exhausted."""
+        """Seconds to wait before the next attempt; raises `error` after `patience` seconds."""
         pause = self._pause * random.uniform(0.75, 1.25)
         self._pause = min(2 * self._pause, self._longest)
         now = time.monotonic()
@@ -186,8 +186,8 @@ class Backoff:
 
 
 class AsyncHttp:
-    """I/O that suspends the coroutine. `arguments` are the arguments of `httpx.Client.request`, and
-    errors are httpx's."""
+    """I/O that suspends the coroutine. `arguments` are the arguments of `httpx.Client.request`. The
+    methods raise httpx's errors."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
@@ -213,8 +213,8 @@ class AsyncHttp:
 
 
 class BlockingHttp:
-    """The same I/O as `AsyncHttp`, except that each call blocks the thread. A coroutine that does
-    only this I/O is never suspended."""
+    """The same I/O as `AsyncHttp`, except that each call blocks the thread. A coroutine that awaits
+    only calls of `BlockingHttp` is never suspended."""
 
     def __init__(self, client: httpx.Client) -> None:
         self._client = client

@@ -24,7 +24,9 @@ class AttemptMemory(BaseModel):
     optimizer step that are missing in `ranks`."""
     released: bool = False  # whether the ranks have ended; until then `most` and `left` are empty
     processes: int = 0  # number of processes that survived SIGKILL
-    # UUID of a device -> the most bytes in use on it while ranks ran, by all processes together.
+
+    # UUID of a device -> the most bytes that all processes together used on the device while ranks
+    # ran.
     most: dict[str, int] = Field(default_factory=dict)
     # UUID of a device -> bytes in use after the ranks ended, minus the bytes in use before the
     # ranks started; None: not measured.

@@ -1,10 +1,10 @@
 """Turns rollouts of the package verifiers into groups for `train_rl`.
 
 Version 0.4 (`verifiers.v1`): `VerifiersEnvironment` runs an agent on a taskset, and
-`trace_to_trajectory` converts any trace. The old API (versions 0.1 to 0.2, and `verifiers.legacy`
-in 0.3): the environment samples through vLLM's path /rollout/v1, and `outputs_to_groups` converts
-its outputs. With both APIs, groups contain the tokens that vLLM sampled and the log-probs that vLLM
-computed.
+`trace_to_trajectory` converts any trace. With the old API (versions 0.1 to 0.2, and
+`verifiers.legacy` in 0.3), the environment samples through vLLM's path /rollout/v1, and
+`outputs_to_groups` converts the environment's outputs. With both APIs, groups contain the tokens
+that vLLM sampled and the log-probs that vLLM computed.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ def trace_to_trajectory(trace: Any) -> dict[str, Any] | None:
     trainable branch of the trace is a turn.
 
     Returns None for a trace that failed, for a trace of an agent that is not trained, and for a
-    trace without a sampled token. Raises InvalidInput for a trace without token ids: it was not
+    trace without a sampled token. Raises InvalidInput for a trace without token ids, which was not
     sampled through a TrainClientConfig.
     """
     if trace.has_error or not trace.agent.trainable:
@@ -60,8 +60,8 @@ def outputs_to_groups(
     one group per example.
 
     `step`: the step of the run from which the rollouts were sampled. Rollouts with an error are
-    left out. Raises InvalidInput for a part of a trajectory without token ids: it was not sampled
-    through vLLM's path /rollout/v1.
+    left out. Raises InvalidInput if a part of a trajectory has no token ids, because the part was
+    not sampled through vLLM's path /rollout/v1.
     """
     groups: dict[Any, list[dict[str, Any]]] = {}
     rollouts = outputs["outputs"] if isinstance(outputs, Mapping) else outputs
@@ -90,8 +90,8 @@ def outputs_to_groups(
 
 
 class VerifiersEnvironment:
-    """A taskset of `verifiers.v1` with an agent that plays it. In the file of `tandem rl` it is
-    `use = "verifiers:<taskset>"`, and the other arguments are under `arguments`.
+    """A taskset of `verifiers.v1` with an agent that plays the tasks. The file of `tandem rl` names
+    this class by `use = "verifiers:<taskset>"`, and has the other arguments under `arguments`.
 
     Args:
         name: the taskset's id, or a taskset.

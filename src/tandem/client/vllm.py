@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 VARIABLE = "TANDEM_INFERENCE_URL"
 DEFAULT = "http://127.0.0.1:8000"
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 3600.0
-# Seconds after which the client closes an idle connection. vLLM closes it after 5 s, and a request
-# that is sent at that moment would fail.
+# Seconds after which the client closes an idle connection. vLLM's limit for an idle connection is
+# 5 s. A request that is sent while vLLM closes the connection would fail.
 _KEPT_SECONDS = 4.0
 START_PATIENCE = 30.0
 """Seconds within which vLLM must list the run. The wait is needed because a vLLM that has just

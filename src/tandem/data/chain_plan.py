@@ -55,9 +55,11 @@ class TrainingConfig(Record):
     trainable: Trainable = "lora"  # the run is created with `trainable` and `lora`
     lora: LoraShape | None = None
     optimizer: OptimizerSettings = OptimizerSettings()  # Adam's other settings
+
     # The chat template's variables for all records; a record's own variables override them.
     chat_template_kwargs: JsonObject = Field(default_factory=dict)
     seed: int = Field(default=0, strict=True)  # seed of the examples' order
+
     # `deadline_seconds`, `stall_seconds` and `max_attempts` limit each job.
     deadline_seconds: float = Field(default=86400.0, gt=0)
     stall_seconds: float = Field(default=600.0, gt=0)

@@ -31,6 +31,7 @@ _COMMENT, _GENERATION = (
     re.compile(r"\{%-?\s*generation\s*-?%\}"),
 )
 _SHORT = 64  # characters
+
 # transformers' imports and its tracking of {% generation %} blocks are not thread-safe.
 _one_at_a_time = threading.Lock()
 
@@ -46,7 +47,7 @@ def load_tokenizer(path: str) -> Any:
     no torch. Raises InvalidInput if the tokenizer can't be loaded."""
     try:
         with _one_at_a_time:
-            # RL doesn't need transformers, and its import takes seconds.
+            # RL doesn't need transformers, and importing transformers takes seconds.
             from transformers import AutoTokenizer
 
             return AutoTokenizer.from_pretrained(path)
@@ -104,13 +105,15 @@ class Renderer:
             number for number in tokenizer("").input_ids if number == tokenizer.bos_token_id
         ]
         self.shows_tools = False  # whether the template is known to render tools
+
         # Tuples (template, role, whether the message is the first) for which the template renders a
         # message's content. Some templates render a role only in the first message.
         self._shown = set[tuple[str, str, bool]]()
         # (Template, whether the turn has calls) -> the text from the end of a turn up to the next
         # token at which vLLM stops.
         self._after = dict[tuple[str, bool], str]()
-        # Most short texts are a few common words, such as "assistant\n", so they are cached.
+        # The tokens of short texts are cached, because most short texts are a few common words,
+        # such as "assistant\n".
         self._encode_short = lru_cache(maxsize=4096)(self.encoder.encode)
 
     def text(self, prompt: str, completion: str, name: str) -> SequenceText:
@@ -260,7 +263,8 @@ class Renderer:
         return completion[:end] if begin < end else completion
 
     def ends_answers(self) -> bool:
-        """Whether the template ends an answer without calls with a token at which vLLM stops."""
+        """Whether the template writes a token at which vLLM stops after an answer that has no
+        calls."""
         said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         messages = [Message.model_validate(one) for one in said]
         try:
@@ -387,5 +391,5 @@ def _sequence(
 
 @lru_cache(maxsize=2)
 def renderer(tokenizer: Any) -> Renderer:
-    """The renderer of a tokenizer. Later calls return the same renderer."""
+    """The renderer of a tokenizer. The renderers of the last two tokenizers are cached."""
     return Renderer(tokenizer)

@@ -58,8 +58,8 @@ def chat(value: Any, field: str) -> Any:
 
 
 def _messages(item: Any, field: str) -> list[tuple[Any, bool]]:
-    """The messages of one item of a conversation. Each message comes with a flag: whether it has
-    only calls. The caller adds the calls of a message with only calls to a preceding message of the
+    """The messages of one item of a conversation, each with a flag: whether the message has only
+    calls. If a message has only calls, the caller adds its calls to a preceding message of the
     assistant."""
     if not isinstance(item, dict) or (
         item.keys() == {"role", "content"}
@@ -114,8 +114,8 @@ def _called(item: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _written(item: dict[str, Any]) -> list[dict[str, Any]]:
-    """Turns calls and tools' answers between Hermes tags in a message's text into messages. If the
-    text between tags is not a call, the message is returned unchanged."""
+    """Makes messages from a message whose text has calls or tools' answers between Hermes tags. If
+    the text between tags is not a call, the message is returned unchanged."""
     text = item["content"]
     if item["role"] == "assistant" and "tool_calls" not in item:
         calls = [_literal(one) for one in _ONE_CALL.findall(text)]

@@ -88,8 +88,8 @@ def call(value: Any) -> Any:
 
 def tool(value: Any) -> Any:
     """A tool in the form in which vLLM renders it: fixed keys in a fixed order, null for an absent
-    key. The key `strict` is left out, because the rollout door (vLLM's path /rollout/v1) removes
-    it. A plain `{name, parameters}` and Anthropic's form are accepted too."""
+    key. The key `strict` is left out, because vLLM's path /rollout/v1 removes the key. A plain
+    `{name, parameters}` and Anthropic's form are accepted too."""
     value = decoded(value)
     if not isinstance(value, dict):
         return value

@@ -273,7 +273,7 @@ class PreferencePair(Record):
     """Two completions of a prompt: `chosen` is better than `rejected`. `prompt`, `chosen` and
     `rejected` are all texts, or all lists of messages. Without `prompt`, the common beginning of
     `chosen` and `rejected` is the prompt. A completion that is a list of messages begins and ends
-    with an assistant's message; the tools' answers in it are context.
+    with an assistant's message. Tools' answers inside a completion are context.
     """
 
     prompt: TextOrMessages | None = None

@@ -126,7 +126,7 @@ _CHOSEN_REJECTED = (
 _LISTS = {"messages", "conversations", "chosen", "rejected", "prompt", "completion"}
 _TEMPLATE = {"tools", "chat_template_kwargs", "enable_thinking"}
 # Format -> (kind, conversion, sets of required columns, optional columns). A record must have all
-# columns of one of the sets.
+# columns of at least one set of required columns.
 FORMATS: dict[str, tuple[Kind, Callable[[Record], Record], tuple[set[str], ...], set[str]]] = {
     "messages": ("sft", _messages, ({"messages"},), {"system", *_TEMPLATE}),
     "sharegpt": (
@@ -192,7 +192,7 @@ class Examples:
         path: a file, or a directory of the package datasets.
         format: one of `FORMATS`, or `auto` for the format of the first record.
         kind: "sft" for examples, "dpo" for pairs, None for either. Raises InvalidInput (field
-            `--format`) if the format is not of this kind.
+            `--format`) if the format is not of the kind `kind`.
         template_kwargs: chat template variables for all conversations.
     """
 
@@ -225,7 +225,8 @@ class Examples:
 
     @property
     def nulls(self) -> list[str]:
-        """Places of the rows read so far in which a null with a possible meaning was left out."""
+        """The places of rows from which a null was left out although the null may have a meaning.
+        Only rows read so far are listed."""
         return list(getattr(self._records, "nulls", ()))
 
     def __getitem__(self, index: int) -> tuple[str, dict[str, Any]]:

@@ -24,17 +24,18 @@ from tandem.spool.schema import Record
 # vLLM's log-probs come from a float32 log-softmax. Rounding may give a token of probability 1 a
 # log-prob slightly above 0.
 LOGPROB_SLACK = 1e-4
-# No sampler draws a token of a probability below e^-100. A lower log-prob would give a ratio that
-# the loss clamps, so nothing would be learned. The OpenAI server of vLLM writes -9999 if it has no
-# log-prob for the sampled token.
+# No sampler draws a token of a probability below e^-100. A log-prob below -100 would give a ratio
+# that the loss clamps, so nothing would be learned. The OpenAI server of vLLM writes -9999 if the
+# server has no log-prob for the sampled token.
 LOWEST_LOGPROB = -100.0
-# A weight below this number vanishes in float32, or its gradient is negligible compared with
-# Adam's eps.
+# A weight below LOWEST_WEIGHT vanishes in float32, or the weight's gradient is negligible compared
+# with Adam's eps.
 LOWEST_WEIGHT = 1e-6
-# Rewards of a group count as equal if they differ by at most this number: such a difference comes
-# from rounding in a sum.
+# Rewards of a group count as equal if they differ by at most EQUAL_REWARDS, because rounding in a
+# sum may cause such a difference.
 EQUAL_REWARDS = 1e-6
 MAX_TOKEN_ID = 2**31 - 1  # ids are stored as int32
+
 # The largest number of float32, and its smallest positive normal number.
 MAX_FLOAT32, MIN_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-126
 
@@ -88,8 +89,7 @@ class Turn(Record):
         `routed_experts`: for a mixture of experts, the experts that vLLM's router chose for each
             token except the last token. Training uses the same experts as sampling. The form is
             base64 of a file in NumPy's format, integers [tokens - 1, layers, experts per token].
-            With
-                `--enable-return-routed-experts`, vLLM returns the experts in this form.
+            With `--enable-return-routed-experts`, vLLM returns the experts in this form.
         `reward`: the reward of this turn, in addition to the trajectory's reward.
         `advantage`: replaces the computed advantage.
         `advantages`: for each sampled token a number that is added to the turn's advantage.
@@ -209,8 +209,8 @@ class PackingSettings(Record):
 
 
 def _as_dict(response: Any) -> Mapping[str, Any]:
-    # The openai package does not validate responses, and would warn because vLLM's nulls don't
-    # match its types.
+    # The openai package does not validate responses. It would warn, because vLLM's nulls don't
+    # match the package's types.
     return response if isinstance(response, Mapping) else response.model_dump(warnings=False)
 
 
@@ -220,9 +220,9 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
     `response`: an object of the openai package, or the object as a dict. A chat completion has
     `prompt_token_ids` beside `choices`, and log-probs in `choices[i].logprobs.content[j].logprob`.
     A text completion has `prompt_token_ids` in the choice, and log-probs in
-    `choices[i].logprobs.token_logprobs`. A single choice is accepted if it was sampled through the
-    rollout door (vLLM's path /rollout/v1). Raises InvalidInput (field: the path in the response) if
-    data is missing.
+    `choices[i].logprobs.token_logprobs`. A single choice is accepted if it was sampled through
+    vLLM's path /rollout/v1. Raises InvalidInput (field: the path in the response) if data is
+    missing.
     """
     data = _as_dict(response)
     choices, where = (

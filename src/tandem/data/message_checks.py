@@ -1,4 +1,5 @@
-"""Refuses messages from which training would learn something other than their content."""
+"""Refuses trained messages that are blank, and trained messages whose calls or reasoning the chat
+template leaves out."""
 
 from typing import Any
 

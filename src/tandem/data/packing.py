@@ -19,7 +19,7 @@ import numpy as np
 from tandem.data.packed_format import Arrays, Float32, Int16, Int32, check_size
 
 # The number of a split group's last rows in which the group's next sequence may be placed. The
-# number limits the comparisons per sequence.
+# constant limits the number of rows that are compared for each sequence.
 OPEN_ROWS = 8
 
 

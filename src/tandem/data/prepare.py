@@ -155,8 +155,8 @@ def prepare_dpo(
     batch_size: int | None = None,
     day: date | None = None,
 ) -> PackedData:
-    """Like `prepare_sft`, but for `pairs`. A pair is a group of two trajectories in one row, which
-    share their common beginning. Fields of errors are `pairs.<i>...`."""
+    """Like `prepare_sft`, but for `pairs`. A pair is a group of two trajectories in one row; their
+    common beginning is stored once. Fields of errors are `pairs.<i>...`."""
     everything, fields = _listed(pairs, held_out, "pairs")
     tokenizer = load_tokenizer(tokenizer_path)
     rendered = render(tokenizer, everything, fields, day)
@@ -227,9 +227,9 @@ def turn_advantages(
     Without turn rewards, a token's advantage is the advantage of its trajectory: the given
     advantage, or the result of `group_advantages`. With turn rewards, a turn's return is the
     trajectory's reward plus the turn rewards from this turn on. A turn's return is compared with
-    the returns of the turns with the same index in the group's other trajectories. A turn with an
-    index that no other trajectory has gets the advantage of its trajectory's first return. A turn's
-    own `advantage` replaces the computed advantage; its `advantages` are added.
+    the returns of the turns with the same index in the group's other trajectories. If a turn's
+    index exists in no other trajectory, the turn gets the advantage of its trajectory's first
+    return. A turn's `advantage` replaces the computed advantage; a turn's `advantages` are added.
     """
     returns = [trajectory.returns for trajectory in group.trajectories]
     whole = group_advantages(

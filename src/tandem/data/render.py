@@ -19,6 +19,7 @@ from tandem.data.template_variables import options, prints_date
 from tandem.errors import InvalidInput
 
 _CHUNK = 256  # examples that are tokenised together
+
 # If a prompt ends with an open `<think>`, the tag is within the prompt's last 24 characters.
 _OPENED = 24
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
@@ -91,8 +92,8 @@ def check_vocabulary(
 def check_ends(
     tokenizer: Any, items: Sequence[Item], rendered: Sequence[Sequence[LinearSequence]], field: str
 ) -> None:
-    """Refuses conversations if the chat template ends none of their trained turns with a token at
-    which vLLM stops. Raises InvalidInput.
+    """Refuses conversations if none of their trained turns ends with a token at which vLLM stops.
+    Raises InvalidInput.
 
     Args:
         tokenizer: may be None if no item is a conversation.

@@ -40,7 +40,7 @@ class Stop:
         until: str = "the volume is back",
     ) -> T | None:
         """The result of `action`. If `action` raises one of `errors`, `action` is called again
-        after a pause. Typical reasons are a volume that is full, gone or read-only.
+        after a pause. Typical errors come from a volume that is full, unreachable or read-only.
 
         Returns None if `action` fails after the runner was asked to stop. An error that is not
         retriable is raised immediately. An OSError that the volume did not cause is raised after

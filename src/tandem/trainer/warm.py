@@ -25,7 +25,7 @@ BLOCK_BYTES = 8 * 2**20
 def read_model(model: str, done: Event) -> int:
     """Reads all files of the model's directory, or of the hub model's local snapshot. Returns the
     number of bytes read. Ends early once `done` is set. Downloads nothing. Raises InvalidInput if
-    the files are not on this node, and OSError."""
+    the files are not on this node, and OSError if a file can't be read."""
     block, size = bytearray(BLOCK_BYTES), 0
     for path in base_model_files(model_directory(model, cached=True)):
         with open_plain(path, links="any") as file:

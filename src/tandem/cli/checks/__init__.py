@@ -1,5 +1,5 @@
 """All checks of `tandem doctor`, `tandem preflight` and `tandem smoke reach`. Each check has a
-question, the commands that ask the question, and a remedy. A check runs only in these commands."""
+question, a remedy, and a list of the commands that run the check."""
 
 from collections.abc import Iterator
 
@@ -91,8 +91,8 @@ def answers(asked: Asked) -> Iterator[Answer]:
 
 
 def _full(check: Check, asked: Asked, error: VolumeFull) -> Answer:
-    """The answer of a check that found the volume full. `tandem preflight` only warns if the volume
-    has a spool, because the programs start and wait for space."""
+    """The answer of a check that found the volume full. If the full volume has a spool, the answer
+    in `tandem preflight` is a warning, because the programs start and wait for space."""
     if asked.command is Command.PREFLIGHT and (asked.settings.root / "spool.json").exists():
         remedy = "the programs start, and wait until there is space"
         return Answer("warn", check.name, error.message, remedy)

@@ -77,8 +77,8 @@ def _others_may_ask(asked: Asked) -> bool:
 
 
 def _judge(asked: Asked, variable: str, values: list[str], file: Path | None) -> Answer:
-    """The answer about a secret that is set. `values`: the secret's values; `file`: the file from
-    which the secret was read; None if it was read from a variable."""
+    """The answer about a secret that is set. `values`: the secret's values. `file`: the file from
+    which the secret was read, or None if the secret was read from a variable."""
     if file is not None and _open_to_all(file):
         remedy = (
             f"chmod 600 {file}; or 700 for its directory where a container of another uid reads"
@@ -244,8 +244,8 @@ def _served(settings: Settings, arch: Arch, model: str) -> Iterator[Answer]:
 
 
 def weights(asked: Asked) -> Iterator[Answer]:
-    """Answers about how vLLM gets the weights of a run, and which setting chooses this way. Another
-    answer names the runs that the deployment can't serve."""
+    """Answers about the way in which vLLM gets the weights of a run, and the setting that chooses
+    the way. One answer names the runs that the deployment can't serve."""
     settings = asked.settings
     if settings.weights == "adapter":
         found = (
@@ -306,7 +306,7 @@ _TRANSPORTS: dict[Way, str] = {
 
 
 def _second_copy(settings: Settings) -> str:
-    """The place where vLLM keeps the second copy of the weights, and the reason."""
+    """The place where vLLM keeps the second copy of the weights, and the reason for this place."""
     ordered = ordered_copy(settings)
     with suppress(InvalidInput):  # vLLM is on another machine
         if serving_device(settings) == "cpu":
@@ -334,7 +334,7 @@ def _automatic(settings: Settings) -> str:
 
 def damage(asked: Asked) -> Iterator[Answer]:
     """The damaged jobs and runs on the volume, and names that belong to no job. Lists of jobs and
-    runs leave these entries out."""
+    runs do not contain damaged jobs and runs."""
     root = asked.settings.root
     if not (root / "spool.json").exists():
         return

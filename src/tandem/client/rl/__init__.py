@@ -4,6 +4,6 @@ number of steps.
 `loop.py` rolls groups out, submits jobs and follows the jobs. The user's environment runs in this
 process: `rollout.py` runs one rollout, `groups.py` a group of rollouts, and `watch.py` names code
 that blocks the event loop. `evaluation.py` evaluates steps, and `distill.py` gets a teacher's
-log-probs. `limits.py` ends a loop in which nothing is learnt. `record.py` writes the state with
+log-probs. `limits.py` ends a loop in which nothing is learnt. `record.py` writes the state from
 which the same command resumes. `samples.py` writes the sampled texts, for people.
 """

@@ -49,19 +49,21 @@ class DistillSection(Record):
 
 
 class EvalSection(Record):
-    """An evaluation every `every` steps, at step 0 and at the end. An evaluation has `samples`
+    """Evaluations at step 0, every `every` steps, and at the end. An evaluation has `samples`
     rollouts of each of the first `groups` tasks. If there are several sections, only the first
-    decides which step is the best, and only the first may have `stop_after`."""
+    section decides which step is the best, and only the first section may have `stop_after`."""
 
     name: str = Field(default="", pattern=r"^[\w.-]{0,64}$")
     every: int = Field(default=10, ge=1)
     groups: int = Field(default=8, ge=1)
     samples: int = Field(default=1, ge=1)
     environment: EnvironmentSection | None = None  # None: the first of [[rl.environment]]
+
     # Options of vLLM; each replaces the option of the same name in [rl.sampling].
     sampling: dict[str, Any] = Field(default_factory=dict)
     pass_at: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
     passes: float = 1.0  # the lowest reward of an answer that passes
+
     # The training ends after `stop_after` evaluations in a row that are no better than an earlier
     # one.
     stop_after: int | None = Field(default=None, ge=1)

@@ -63,8 +63,8 @@ class Teacher:
         known: tuple[list[int], list[float]] = ([], [])
         for turn in reversed(trajectory.turns):
             tokens = [*turn.prompt_token_ids, *turn.token_ids]
-            # A later turn that begins with this turn's tokens has been scored already, so its
-            # log-probs are reused.
+            # If a later turn begins with this turn's tokens, the teacher has already scored the
+            # later turn, and the later turn's log-probs are reused.
             if known[0][: len(tokens)] != tokens:
                 known = tokens, await self._logprobs(tokens)
             theirs = known[1][len(turn.prompt_token_ids) - 1 : len(tokens) - 1]
@@ -113,8 +113,8 @@ class Teacher:
 
 def reverse_kl(sampled: Sequence[float], teacher: Sequence[float]) -> list[float]:
     """The difference log p(token) - log q(token) of each sampled token, in nats, for the policy p
-    and the teacher q. The mean of these differences over p is KL(p || q). The mean of their product
-    with the score, grad log p, is the gradient of the KL."""
+    and the teacher q. The mean of the differences over p is KL(p || q). The mean over p of the
+    difference times the score, grad log p, is the gradient of the KL."""
     return [ours - theirs for ours, theirs in zip(sampled, teacher, strict=True)]
 
 

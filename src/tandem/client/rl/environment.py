@@ -21,8 +21,8 @@ from tandem.errors import InvalidInput, TandemError
 @dataclass(eq=False)
 class RolloutGroup:
     """The trajectories of a task, to be trained by a job. `oldest`: the oldest step from which a
-    turn was sampled. `informative`: whether returns differ, or an advantage that was given is not
-    0."""
+    turn was sampled. `informative`: whether the trajectories' returns differ, or a trajectory was
+    given an advantage other than 0."""
 
     task: str
     trajectories: list[Trajectory]
@@ -47,9 +47,9 @@ class RolloutGroup:
 
 
 class Tasks:
-    """Tasks by number. After a restart of the program, each number still names the same task. A
-    sequence is shuffled anew in each epoch. Any other iterable keeps its own order and starts over
-    when it ends."""
+    """Tasks by number. After a restart of the program, each task keeps its number. A sequence is
+    shuffled anew in each epoch. Any other iterable keeps its own order and starts over when it
+    ends."""
 
     def __init__(self, source: Iterable[Any], seed: int) -> None:
         self._seed = seed if isinstance(source, Sequence) else None

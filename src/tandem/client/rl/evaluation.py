@@ -28,7 +28,7 @@ class Evaluations:
         first: the environment of the sections that name no environment.
         own: the environments named in sections of the config, in the order of the sections.
         rollouts: samples the groups.
-        record: the file of the results. The file also says which evaluations are done.
+        record: the file of the results, which also says which evaluations are done.
         patience: returns the seconds for which every rollout of an evaluation may fail.
         pauses: the shortest and the longest pause between tries, in seconds.
     """

@@ -64,8 +64,8 @@ class Rollouts:
         Args:
             of: the environment.
             size: the number of rollouts.
-            step: the step that all rollouts sample from. None: they sample from the newest served
-                step, and are trained.
+            step: the step that all rollouts sample from. None: the rollouts sample from the newest
+                served step, and are trained.
             options: vLLM's sampling options; None: the options of [rl.sampling]. A `seed` grows by
                 1 with each rollout.
         """

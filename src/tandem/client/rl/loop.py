@@ -41,7 +41,7 @@ _SAMPLE_EVERY = 10  # every tenth step's record has a sample
 
 
 class Loop:
-    """The loop. `environments`: the entries of [[rl.environment]], then those of [eval]."""
+    """The loop. `environments`: the environments of [[rl.environment]], then of [eval]."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Loop:
         self._environments, self._file, self._from_served = environments, state_file, from_served
         self.bound, self._size = config.rl.max_off_policy_steps, config.rl.groups_per_step
         self.groups_in_flight = config.rl.groups_in_flight or (self.bound + 1) * self._size
-        # The next job's base step; the newest served step; the last step to make.
+        # `base`: the next job's base step. `served`: the newest served step. `last`: the last step.
         self.base = self.served = self.last = 0
         # Task -> the coroutine of its group, and the step that was served when the group began.
         self.running: dict[str, tuple[asyncio.Task[None], int]] = {}
@@ -207,7 +207,7 @@ class Loop:
                 self.running[task] = groups.create_task(self._roll_out(task)), self.served
 
     def _room(self) -> int:
-        """The number of groups that may begin now, so that a future job can still train them."""
+        """The number of groups that may begin now and can still be trained by a future job."""
         jobs = min(self.served + self.bound, self.last - 1) - self.base + 1
         return jobs * self._size - len(self.ready) - len(self.running)
 
@@ -323,7 +323,7 @@ class Loop:
 
     async def _send(self) -> NothingToLearn | None:
         """Send the request in the state file. Returns the controller's refusal if the groups give
-        no gradient. After such a refusal, the groups' tasks are not handed out again."""
+        no gradient. After this refusal, the loop does not repeat the groups' tasks."""
         assert self.state.pending is not None
         refusal: NothingToLearn | None = None
         try:
@@ -363,7 +363,7 @@ class Loop:
             self._idle_since = self.record.step(
                 job, await self._tandem.job_events(job.id), self._idle_since
             )
-            # A kill during the evaluation does not lose it, because the state still has the job.
+            # A kill during the evaluation loses no evaluation, because the state still has the job.
             await self._evaluation
             self.state.jobs.remove(job)
             self._write_down(self.state.pending)

@@ -1,5 +1,6 @@
-"""Handles the obstacles to resuming a run. Pending jobs of other programs raise an error, and so
-does a job whose base step will not be made. A step that the publisher refused is rolled back."""
+"""Handles the obstacles to resuming a run. The functions raise an error for pending jobs of other
+programs, and for a job whose base step will not be made. The function `discard_refused` rolls back
+a step that the publisher refused."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -16,7 +17,7 @@ def raise_unless_free(status: RunStatus, state: State, bound: int) -> None:
     shared GPUs, vLLM sleeps during a job.
 
     Args:
-        bound: `rl.max_off_policy_steps`; 0: the loop does not sample during jobs.
+        bound: the value of `rl.max_off_policy_steps`; 0: the loop does not sample during jobs.
     """
     if not state.jobs and status.num_pending:
         problem = f"run {state.run!r} has queued or running jobs; wait until they end"

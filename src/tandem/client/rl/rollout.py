@@ -75,8 +75,8 @@ async def _limited(
     rollout: Callable[..., Any], task: Any, sampler: Any, seconds: float, watch: Watch
 ) -> Any:
     """The rollout's return value. Raises TandemError after `seconds`. Seconds during which another
-    rollout blocked the event loop do not count. At the limit a coroutine is cancelled. A thread, or
-    a coroutine that does not end, keeps running unobserved."""
+    rollout blocked the event loop do not count towards `seconds`. At the limit a coroutine is
+    cancelled. A thread, or a coroutine that does not end, keeps running unobserved."""
     clock, stalled, threads = asyncio.get_running_loop().time, watch.stalled, list[int]()
     running = asyncio.create_task(_run(rollout, task, sampler, threads))
     watch.follow(running, seconds)
@@ -246,7 +246,7 @@ def _at(error: Exception) -> str:
 
 def _check(trajectory: Trajectory, packing: PackingSettings) -> None:
     """Raises InvalidInput for a trajectory that the controller would refuse. The controller would
-    refuse the whole batch because of a single such trajectory."""
+    refuse the whole batch because of a single wrong trajectory."""
     if any(turn.policy_step is None for turn in trajectory.turns):
         raise InvalidInput("a turn has no policy_step; sample by sampler.chat and return finish()")
     row = packing.sequence_length

@@ -33,8 +33,8 @@ class Sampler:
         pin: the step to sample from. None: each request samples from the newest served step at the
             time of the request.
         options: vLLM's options for each message.
-        group: the name of the rollouts of one task, whose prompts are the same. None: no name is
-            sent.
+        group: a name that all rollouts of one task share; these rollouts have the same prompt.
+            None: no name is sent.
     """
 
     def __init__(

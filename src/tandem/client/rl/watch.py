@@ -190,11 +190,11 @@ def run_to_the_end[T](main: Coroutine[Any, Any, T], stopped: Callable[[], object
 
 def _on_interrupts(first: Callable[[], object], second: Callable[[], object]) -> Callable[[], None]:
     """Calls `first` at the first Ctrl-C and `second` at the second, each in a thread of its own.
-    The result restores the earlier handling of Ctrl-C.
+    The returned function restores the earlier handling of Ctrl-C.
 
     Python runs a signal handler in the main thread only, between two instructions. A signal that
-    arrives immediately before a blocking system call therefore waits until the call ends. The
-    wakeup file descriptor has no such gap.
+    arrives immediately before a blocking system call therefore waits until the call ends. Python
+    writes the signal's number to the wakeup file descriptor at once, even if a system call follows.
     """
     reads, writes = os.pipe()
     os.set_blocking(writes, False)

@@ -33,8 +33,8 @@ def track(
     """Write the run's rows to `places`. Returns the number of rows written to each place; with
     `follow`, the function does not return. A later call continues after the last row written.
 
-    Raises InvalidInput, Conflict if another process writes to a place, and TrackerFailed with a
-    tracker's own message.
+    Raises InvalidInput if a place can't be used, Conflict if another process writes to a place, and
+    TrackerFailed with a tracker's own message.
 
     Args:
         run: the run's name.

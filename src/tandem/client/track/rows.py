@@ -51,6 +51,7 @@ class Row:
     time: float  # Unix seconds
     values: dict[str, float]
     parameters: dict[str, str]  # settings of the run and the job
+
     # Only for a checkpoint's row: the samples from the step that the job started from, if `tandem
     # rl` keeps samples.
     samples: Sequence[Mapping[str, Any]] = ()
@@ -177,6 +178,7 @@ def _checkpoint(job: JobStatus, events: list[Event], end: Event) -> dict[str, An
     """Statistics of the job's data, the bytes of its checkpoint, the seconds from the last claim to
     the event `end`, and the peak memory of all ranks."""
     found = {event.type: event for event in events}  # the last event of each type
+
     # If there is no event `checkpoint`, the rank that writes it died right after the commit.
     written = found["checkpoint"].data if "checkpoint" in found else {}
     ranks = by_attempt(events)[-1].ranks.values()

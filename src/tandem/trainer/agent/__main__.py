@@ -74,5 +74,5 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # `os._exit` does not wait for threads: a thread may wait for ever for a volume that is gone.
+    # `os._exit` does not wait for threads: a thread may wait for ever if the volume is unreachable.
     os._exit(status)

@@ -48,7 +48,7 @@ TERMINATE_SECONDS = 12.0
 run 10 s after SIGTERM."""
 KILL_SECONDS = 10.0
 RELEASE_SECONDS = 10.0
-"""Seconds that a device's memory may take to be free after the device's last process is gone."""
+"""Seconds that a device's memory may take to be free after the device's last process has ended."""
 CONNECT_SECONDS = 5.0
 
 
@@ -161,9 +161,9 @@ class HostAgent:
         return network.host_address(self.settings.host_address)
 
     def prepare(self) -> None:
-        """Start the processes that can be started ahead of an attempt. Before the first attempt,
-        the options of these processes come from the settings. Later, the options come from the
-        `AgentOrder` of the previous attempt."""
+        """Start the processes that can be started ahead of an attempt. Ahead of the first attempt,
+        the processes are started with options from the settings. Ahead of a later attempt, they are
+        started with options from the `AgentOrder` of the previous attempt."""
         if self._launcher is not None:
             self._launcher.prepare()
             return
@@ -194,7 +194,8 @@ class HostAgent:
         known: dict[str, object],
     ) -> list[HostRecord]:
         """Write this host's record once the host can start ranks, then wait for the other hosts.
-        Returns all hosts' records. May first download the base model. Raises LeavingError."""
+        Returns all hosts' records. The agent may first download the base model. Raises
+        LeavingError."""
         turn = partial(self._turn, watch)
         devices = Devices(settings, "trainer")
         if devices.uuids and len(devices.uuids) < settings.ranks_per_host:
@@ -289,8 +290,8 @@ class HostAgent:
             self._lost = self._lost or tuple(network.lost_data(self._others).values())
 
     def _refuse(self, meeting: Meeting, error: TandemError | OSError) -> Leave:
-        """Writes the reason why this host can't train into this host's record, which all other
-        hosts read."""
+        """Writes into this host's record why this host can't train. All other hosts read the
+        record."""
         if isinstance(error, FileNotFoundError) and not meeting.is_open():
             return Leave(FENCED, "the attempt was ended")
         if isinstance(error, SpoolUnusable):

@@ -25,9 +25,9 @@ from tandem.trainer.launch import DEFAULT_ENTRY, HOSTS, RankSettings
 from tandem.trainer.launch.launcher import threads_per_rank
 
 DONE, FAILED, STOPPED, FENCED, UNUSABLE = 0, 1, 75, 76, 77
-"""Exit statuses of an agent: its ranks are done; they failed, or the host was refused; SIGTERM, or
-the runner asked; its ticket is taken, or the attempt was ended, or its runner is gone; the volume
-is unusable."""
+"""Exit statuses of an agent: the ranks are done; the ranks failed, or the host was refused; SIGTERM
+or the runner stopped the agent; the agent's ticket is taken, the attempt was ended, or the runner
+has died; the volume is unusable."""
 
 
 TAKE_SECONDS = 60.0
@@ -101,8 +101,8 @@ class HostEnd(Record):
 
 class Meeting:
     """The files of an attempt's hosts. Methods raise OSError and SpoolUnusable if the volume is
-    unusable. After the attempt has ended, methods write nothing, because the attempt's directory is
-    gone."""
+    unusable. After the attempt has ended, methods write nothing, because the attempt's directory
+    no longer exists."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt

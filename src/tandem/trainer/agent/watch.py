@@ -1,6 +1,6 @@
-"""Reads the files of an agent's attempt on the volume, to find out when its ranks have to end. A
-thread reads the volume, because a read of a volume that is gone may wait for ever. The agent must
-be able to end its ranks even while a read of the volume waits."""
+"""Reads the files of an agent's attempt on the volume, to find out when the agent's ranks have to
+end. A thread reads the volume, because a read of an unreachable volume may wait for ever. The agent
+must be able to end its ranks even while a read of the volume waits."""
 
 import threading
 import time
@@ -22,9 +22,9 @@ from tandem.trainer.agent.hosts import (
 
 LOOK_SECONDS = 0.5
 FROZEN_SECONDS = 7.0
-"""The agent calls `leave` far more often than this. A longer pause between two calls means that the
-agent's processes were frozen. The frozen time does not count as silence of the runner or the
-volume."""
+"""The agent calls `leave` at much shorter intervals than FROZEN_SECONDS. A longer pause between two
+calls means that the agent's processes were frozen. The frozen time does not count as silence of the
+runner or the volume."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class AttemptWatch(threading.Thread):
         if now - self._answered > orphan:
             why = f"the volume has not answered for {orphan:g} s"
             return Leave(UNUSABLE, why, at_once=True)
-        # Only a successful read sets these times, so a silent volume does not count as a silent
-        # runner.
+        # Only a successful read sets `_answered` and `_lease_changed`, so the silence of the volume
+        # does not count as silence of the runner.
         if self._answered - self._lease_changed > orphan:
             why = f"the runner has not renewed the job's lease for {orphan:g} s"
             error = JobError(type="runner_lost", message=why, retriable=True)

@@ -14,7 +14,8 @@ adopts the attempt. `hosts.py` uses agents that already run, so it starts no age
 makes a Kubernetes Job per attempt. `manifest.py` fills the chart's template for the Job,
 `cluster.py` calls the API server, and `job_state.py` reads the server's answers. `lingering.py`
 lists the Jobs whose pods stay for another attempt. `slurm.py` makes a Slurm job per attempt.
-`batch.py` writes the Slurm job's script and options, and `slurm_state.py` reads its states.
+`batch.py` writes the Slurm job's script and options, and `slurm_state.py` reads the Slurm job's
+state.
 """
 
 from collections.abc import Callable
@@ -107,7 +108,7 @@ class Executor(Protocol):
     def start(self, order: Order) -> Execution:
         """Starts the attempt's processes, or finds the processes that an earlier runner started. If
         the attempt can't start, returns an execution in the state `Ended`, with the reason. Raises
-        an error of the volume or of the job only if it would also stop another attempt."""
+        an error of the volume or of the job only if the error would also stop another attempt."""
 
     def close(self) -> None:
         """Ends the processes that stay between jobs."""

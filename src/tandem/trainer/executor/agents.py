@@ -100,8 +100,8 @@ class AgentsExecution:
         return self._state
 
     def _forgive(self, now: float) -> None:
-        """Excludes the time in which this runner could not read the volume from the hosts' time
-        without a heartbeat."""
+        """Time in which this runner could not read the volume does not count as time in which a
+        host wrote no heartbeat."""
         if (away := now - self._polled) > AWAY_SECONDS:
             self._beats = {
                 host: (beat, min(changed + away, now))
@@ -203,8 +203,8 @@ class AgentsExecution:
         return lines
 
     def _ended(self, now: float) -> Ended | None:
-        """The attempt's end, once every host has reported its end or can't report any more; None
-        before."""
+        """The attempt's end. Returns None until every host has reported its end or can't report any
+        more."""
         failed = any(end.status != DONE for end in self._ends.values())
         if failed and self._failed_since is None:
             self._failed_since = now

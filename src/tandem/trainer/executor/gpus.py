@@ -1,6 +1,7 @@
 """The GPUs that jobs run on. This module waits until the GPUs are free, gets them for a job, and
-measures the memory that the job left in use. All sizes are the bytes in use of all processes, by
-device UUID, as the driver reports them. A size is None if the driver gives no answer.
+measures the memory that the job left in use. A size is the number of bytes that all processes
+together use on a device, as the driver reports it. Sizes are keyed by device UUID. A size is None
+if the driver gives no answer.
 """
 
 import time

@@ -47,8 +47,8 @@ class Seen:
 
 @dataclass
 class JobStates:
-    """Derives one attempt's state from the results of successive polls. All times are by the
-    runner's own clock."""
+    """Derives one attempt's state from the results of successive polls. All times are measured by
+    the runner's own clock."""
 
     grace_seconds: float
     ran: bool = False
@@ -100,8 +100,9 @@ class JobStates:
         return (self._disruption(seen.job) or found) if stopped else found
 
     def _disruption(self, job: Object | None) -> Ended | None:
-        """The disruption of a pod that is gone. If no earlier poll has seen the disruption, the
-        Job's message names it: the Job's failure policy makes the Job fail after a disruption."""
+        """The disruption of a pod that no longer exists. If no earlier poll has seen the
+        disruption, the Job's message names the disruption: the Job's failure policy makes the Job
+        fail after a disruption."""
         if self._disrupted is not None:
             return self._disrupted
         conditions = _true_conditions(job or {})

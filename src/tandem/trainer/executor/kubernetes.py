@@ -230,7 +230,7 @@ class KubernetesExecution(EngineExecution):
             self._engine = self._read(now) if self._made else self._create()
         except (ClusterAway, ClusterRefused) as error:
             # While the API server does not answer, a running attempt keeps its last known state.
-            # Heartbeats show whether its ranks still run.
+            # Heartbeats show whether the attempt's ranks still run.
             self._next_ask = time.monotonic() + AWAY_POLL_SECONDS
             if not isinstance(self._engine, Running):
                 self._engine = Waiting(str(error))
@@ -318,8 +318,8 @@ class KubernetesExecution(EngineExecution):
 
     def _kill_engine(self) -> None:
         """Lets the pods stay if the agents of all hosts have agreed to stay. Deletes the Job if an
-        agent has not agreed. Pods on a lost node may run long after their Job's deletion. The fence
-        (`spool/fence.py`) keeps pods on a lost node from changing the run."""
+        agent has not agreed to stay. Pods on a lost node may run long after their Job's deletion.
+        The fence (`spool/fence.py`) keeps pods on a lost node from changing the run."""
         lingers = min((end.lingers for end in self._ends.values()), default=0.0)
         if lingers and len(self._ends) == self._plan.hosts:
             self._executor.lingers(self._name, self._order.job.spec.run, lingers)

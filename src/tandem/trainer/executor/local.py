@@ -101,7 +101,7 @@ class LocalExecutor:
 
 class LocalExecution:
     """An `Execution`. The job's terminal event comes after the events `slept`, `released` and
-    `woken`. So vLLM never wakes while the job uses memory."""
+    `woken`, so vLLM never wakes while the job uses memory."""
 
     def __init__(
         self, order: Order, launch: Launch, launcher: Launcher, gpus: JobGpus, stop: Stop
@@ -138,7 +138,7 @@ class LocalExecution:
             self._gpus.vllm_sleeps(result.devices)
             order.say(f"vLLM sleeps after {result.seconds:.1f} s; bytes in use: {result.devices}")
             order.tell("slept", vars(result))
-            # Writing the event may have waited long for the volume. While the runner waits, it does
+            # The event's write may have waited long for the volume. While the runner waits, it does
             # not renew its hold, the request for vLLM's GPUs.
             result = self._stop.retry("renew the hold", shared.renew)
         return order.interrupted() or result
@@ -160,8 +160,8 @@ class LocalExecution:
             self._survivors = self._handle.kill_all(KILL_SECONDS)
 
     def give_back(self) -> list[tuple[EventType, dict[str, object]]]:
-        # No event is written before vLLM is awake. Writing an event waits while the volume is gone
-        # or read-only, and vLLM must not sleep during such a wait.
+        # No event is written before vLLM is awake. Writing an event waits while the volume is
+        # unreachable or read-only, and vLLM must not sleep during such a wait.
         events = list[tuple[EventType, dict[str, object]]]()
         if self._has_gpus:
             left = self._gpus.measure_release(self._order.job, self._survivors)

@@ -1,6 +1,6 @@
-"""GPUs that the trainer shares with vLLM: getting them for a job and giving them back.
+"""Gets the GPUs that the trainer shares with vLLM, and gives the GPUs back after a job.
 
-The runner does not talk to vLLM. The runner asks for the GPUs by writing a hold, the record
+The runner sends no request to vLLM. The runner asks for the GPUs by writing a hold, the record
 `jobs/hold.json`. The publisher puts vLLM to sleep and answers in a record, and the runner measures
 the memory. For each job, the runner and the publisher take these steps:
 
@@ -16,7 +16,7 @@ the memory. For each job, the runner and the publisher take these steps:
    than half of the bytes that were in use while vLLM was awake. The last measured number of bytes
    is called the floor. If more than 256 MiB beyond the floor are in use, another program uses the
    GPU. The ranks start only after the runner has measured the floor.
-4. When the ranks are gone and the memory is measured to be back at the floor, the runner removes
+4. When the ranks have ended and the memory is measured to be back at the floor, the runner removes
    the hold. The publisher wakes vLLM and reports in `jobs/vllm.json` that vLLM is awake. Once vLLM
    is reported awake, the job gets its terminal state. If vLLM does not wake, the job gets its
    terminal state after 60 s.
@@ -51,8 +51,8 @@ STOPPING_WAKE_SECONDS = 15.0
 STOP_SECONDS = STOPPING_WAKE_SECONDS + 10.0
 """The most seconds that this module adds to the time that the runner needs to stop."""
 SILENT_SECONDS = 10.0
-"""If the publisher's record is older than this, the publisher is busy with loading weights, or is
-gone."""
+"""If the publisher's record is older than SILENT_SECONDS, the publisher is busy with loading
+weights, or has died."""
 KEPT_SHARE = 0.5
 """A sleeping vLLM keeps its CUDA context, graphs and communicators, 1 to 8 GB. A vLLM that keeps
 more than this share of the bytes that it used while awake has not freed its memory."""
@@ -279,8 +279,8 @@ class SharedGpus:
         return True
 
     def _wait_until_awake(self, since: float) -> bool:
-        """Wait until the publisher says that vLLM is awake; False if vLLM is gone or does not wake
-        in time."""
+        """Wait until the publisher reports that vLLM is awake. Returns False if vLLM has died or
+        does not wake in time."""
         end, logged = since + WAKE_SECONDS, False
         while (state := self._vllm(since)) != "awake":
             if state == "gone":

@@ -72,7 +72,7 @@ class Slurm:
                 " apt-get install slurm-client) with the cluster's slurm.conf and munge.key",
                 field="TANDEM_EXECUTOR",
             )
-        # If the runner is itself in a Slurm job, Slurm has set variables with these prefixes.
+        # If the runner is itself in a Slurm job, Slurm has set variables with a prefix in `own`.
         own = ("SLURM_", "SBATCH_", "SQUEUE_", "SCANCEL_")
         self._environment = {
             name: value
@@ -148,8 +148,8 @@ class SlurmExecutor(EngineExecutor):
         return min(found, key=lambda one: one.ended, default=None)
 
     def lets_finish(self, job: Job) -> None:
-        """Records that the agents of the job's current attempt are done. Its Slurm job then has
-        FINISH_SECONDS to end by itself."""
+        """Records that the agents of the job's current attempt are done. The attempt's Slurm job
+        then has FINISH_SECONDS to end by itself."""
         self._finishing[self.batch.name(job)] = time.monotonic() + FINISH_SECONDS
 
     def _sweep(self) -> None:
@@ -207,7 +207,7 @@ class SlurmExecution(EngineExecution):
             self._engine = self._read(now)
         except SlurmAway as error:
             # While Slurm does not answer, a running attempt keeps its last known state. Heartbeats
-            # show whether its ranks still run.
+            # show whether the attempt's ranks still run.
             self._next_ask = time.monotonic() + AWAY_POLL_SECONDS
             if not isinstance(self._engine, Running):
                 self._engine = Waiting(str(error))

@@ -1,4 +1,4 @@
-"""The ways to start the ranks of a job. All ways give the same results, bit for bit.
+"""The ways to start the ranks of a job. All ways give bit-identical results.
 
 `fork`, the default: a fork server forks a leader per job, and the leader forks the ranks
 (`forkserver.py`). The fork server has imported torch and Megatron, and has never used CUDA. Between
@@ -13,12 +13,12 @@ chooses (`torchrun.py`). No process stays between jobs.
 keep CUDA's context, NCCL's buffers, and the model object, whose device memory is released. Between
 jobs, a rank releases the memory of parameters, gradients and optimizer state
 (`model/device/offload.py`). A resident rank drops the frozen base weights and reads them again from
-the page cache for the next job. Reading them from the page cache is as fast as copying them from
-pinned memory. A resident rank keeps the adapter and Adam's state in pinned buffers. The rank uses
-the buffers if the next job starts from the checkpoint with the same content. A rank that uses the
-buffers still verifies the checkpoint's hashes. Memory that a living process can't release is
-measured and reported in the job's event `released`. Resident ranks end after every job that does
-not succeed.
+the page cache for the next job. Weights are read from the page cache as fast as they would be
+copied from pinned memory. A resident rank keeps the adapter and Adam's state in pinned buffers. The
+rank uses the buffers if the next job starts from a checkpoint with the buffers' content. A rank
+that uses the buffers still verifies the checkpoint's hashes. Memory that a living process can't
+release is measured and reported in the job's event `released`. Resident ranks end after every job
+that does not succeed.
 
 `launcher.py` chooses the way to start ranks according to TANDEM_LAUNCH. If all ranks are on one
 host, their store listens on loopback. Every launcher process and every rank asks the kernel to be
@@ -183,8 +183,9 @@ def write_exits(path: Path, exits: dict[int, int]) -> None:
 
 def read_exits(work: Path) -> dict[int, int]:
     """The exit status of each rank that failed by itself, in the order of the failures. A status of
-    -N means that signal N ended the rank. Ranks that their parent ended after the first failure are
-    left out. The result is empty if no rank failed, or if the ranks' parent was killed.
+    -N means that signal N ended the rank. The result leaves out the ranks that their parent ended
+    after the first failure. The result is empty if no rank failed, or if the ranks' parent was
+    killed.
     """
     exits: dict[int, int] = {}
     for path in (work / EXITS, *sorted((work / HOSTS).glob(f"*.{EXITS}"))):

@@ -71,8 +71,8 @@ def stay(entry: str, device: str, control: str) -> int:
 
 
 def main() -> int:
-    # The agent's pid is passed on, because the agent may have died during the imports. This
-    # process's parent is then the process that adopts orphans.
+    # If the agent died during the imports, `os.getppid()` returns the process that adopts orphans.
+    # So the agent passes its own pid in TANDEM_AGENT_PID.
     die_with_parent(int(os.environ.get("TANDEM_AGENT_PID") or os.getppid()))
     if len(sys.argv) > 2:
         return stay(*sys.argv[1:])

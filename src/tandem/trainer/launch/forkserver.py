@@ -76,8 +76,8 @@ class ForkServer:
     name = "fork server"
 
     def __init__(self, entry: str, device: str, environment: dict[str, str]) -> None:
-        # With this variable torch looks for devices through NVML instead of the CUDA runtime, whose
-        # state does not survive a fork.
+        # With PYTORCH_NVML_BASED_CUDA_CHECK=1 torch looks for devices through NVML instead of the
+        # CUDA runtime, whose state does not survive a fork.
         environment = environment | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -176,8 +176,8 @@ def main() -> None:
 
 
 def lead(launch: Launch, runner: socket.socket, listener: socket.socket | None) -> int:
-    """Act as the parent of this host's ranks: fork them, run their store if it is on this host, and
-    wait. Returns 0 if all ranks exited with 0.
+    """Act as the parent of this host's ranks: fork the ranks, run the ranks' store if this host has
+    the store, and wait. Returns 0 if all ranks exited with 0.
 
     Args:
         listener: the store's socket, if other hosts use the store.
@@ -196,8 +196,8 @@ def lead(launch: Launch, runner: socket.socket, listener: socket.socket | None) 
         for rank in launch.own_ranks
     }
     store = None if listener is None else _store(address, port, listener)
-    # Exit status of each rank that failed before the others were ended, in the order of the
-    # failures.
+    # Exit status of each rank that failed before the leader ended the other ranks, in the order of
+    # the failures.
     failures: dict[int, int] = {}
     kill_time: float | None = None
     while ranks:

@@ -88,9 +88,10 @@ class Launcher:
         `listener`: see `ForkServer.launch`. If there are several hosts, TANDEM_LAUNCH must be
         `fork`."""
         if not self.holds_devices:
-            # The system may have removed the directory from /tmp while the runner was idle.
+            # The system may have removed `scratch` from /tmp while the runner was idle.
             self.scratch.mkdir(mode=0o700, exist_ok=True)
             empty_directory(self.scratch)  # removes the files of the previous attempt
+
         # The cache directories are checked again, because other users may have created them since
         # the runner's start.
         compiler_caches(os.environ)
@@ -161,8 +162,8 @@ def rank_environment(
 
 def threads_per_rank(settings: Settings) -> int:
     """The number of threads of each rank: OMP_NUM_THREADS, or by default this machine's cores
-    divided by its ranks. The number of threads affects the order of floating-point sums, so each
-    library gets this number instead of choosing its own.
+    divided by this machine's ranks. The number of threads affects the order of floating-point sums,
+    so each library gets this number instead of choosing a number itself.
     """
     with suppress(ValueError):
         return max(1, int(os.environ.get("OMP_NUM_THREADS", "")))

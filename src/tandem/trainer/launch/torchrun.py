@@ -1,8 +1,8 @@
 """Starts ranks under torchrun: new processes for each job, or ranks that stay between jobs.
 
 With `--standalone`, the agent's store listens on a port that the kernel chooses, and the ranks
-connect to this store. So no process has to reserve a port and close it before another process opens
-it.
+connect to this store. So no process has to reserve a port and then release the port for another
+process.
 """
 
 import os
@@ -130,8 +130,8 @@ class ResidentRanks(Torchrun):
             rank.send(self._launch.model_dump_json().encode())
 
     def poll(self) -> int | None:
-        """Returns 0 after every rank has answered that the job is done. Every other exit status is
-        the agent's."""
+        """Returns 0 after every rank has answered that the job is done. Any other result is the
+        exit status of torchrun's agent."""
         if self._exit is not None or self._launch is None:
             return self._exit
         while readable := select.select([self._listener, *self._busy], [], [], 0)[0]:

@@ -2,8 +2,8 @@
 
     python -m tandem.trainer.launch.torchrun_agent <directory> <torchrun's arguments>
 
-The exit status of torchrun is 1 after every failure of every rank. This program calls torchrun's
-own `main` and writes the failures that it raises to `exits.json` in `directory`.
+The exit status of torchrun is 1 after any failure of any rank. This program calls torchrun's own
+`main` and writes the failures that `main` raises to `exits.json` in `directory`.
 
 The stores of torchrun listen on all interfaces, without authentication, and the agent unpickles
 values from one of these stores. So anybody who reaches the store's port could run code in the
@@ -58,8 +58,8 @@ def own_failures(failures: dict[int, ProcessFailure]) -> dict[int, int]:
 
 def main(work: str, *arguments: str) -> None:
     os.environ["TANDEM_AGENT_PID"] = str(os.getpid())
-    # `c10d_rendezvous_backend` makes the store of the rendezvous, `distributed` the store of the
-    # ranks.
+    # `c10d_rendezvous_backend` makes the store of the rendezvous; `distributed` makes the store of
+    # the ranks.
     for module in (c10d_rendezvous_backend, distributed):
         vars(module)["TCPStore"] = LoopbackStore
     try:

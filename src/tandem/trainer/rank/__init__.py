@@ -14,11 +14,11 @@ training.
 
 A rank starts fast for these reasons:
 
-- A thread starts CUDA. Meanwhile, the ranks connect, and Megatron builds the model in host memory
-  without writing to it. After CUDA has started, `Policy.place` allocates the model's memory on the
-  device. Until CUDA has started, a rank uses no device memory and reports none.
+- A thread starts CUDA. While CUDA starts, the ranks connect, and Megatron builds the model in host
+  memory without writing to the memory. After CUDA has started, `Policy.place` allocates the model's
+  memory on the device. Until CUDA has started, a rank uses no device memory and reports none.
 
-- Base weights, the adapter and Adam's moments are one allocation each, because each call of the
+- Base weights, the adapter and Adam's moments have one allocation each, because each call of the
   driver blocks the other threads.
 
 - The rank reads the base weights as soon as their memory is allocated.
@@ -27,11 +27,11 @@ A rank starts fast for these reasons:
   This warm-up pass loads the kernels.
 
 - The compiled attention is stored in files beside torch's own caches (`model/compiled.py`), so
-  later processes load it instead of compiling it.
+  later processes load the compiled attention from the files.
 
 - A row's mask and RoPE's sines are computed once for all layers.
 
-- Ranks exchange tensors in host memory through Gloo. So NCCL creates communicators only for the
+- Ranks exchange tensors in host memory through Gloo, so NCCL creates communicators only for the
   groups that the model and its gradients need.
 
 A session's job computes requests as they arrive (`session_loop.py`). `calls.py` applies the

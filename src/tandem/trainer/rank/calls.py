@@ -173,8 +173,8 @@ class ModelCalls:
     def _add(self, seq: int, *, backward: bool) -> "_Passed":
         """Computes the losses of this rank's rows of a pass. With `backward`, adds the losses'
         gradients to the accumulated gradients. A rank that shares no layers may have to repeat this
-        method alone, after running out of memory. So for such ranks the method has no collective
-        operation."""
+        method alone, after running out of memory. For ranks that share no layers, the method
+        therefore has no collective operation."""
         request = self.spool.requests.get(self.run.name, seq).request
         assert isinstance(request, PassRequest)
         kept: dict[int, np.ndarray] = {}

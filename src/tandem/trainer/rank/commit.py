@@ -26,7 +26,7 @@ class NewCheckpoint:
         versions: dict[str, str],
         thread: ThreadPoolExecutor,
     ) -> None:
-        """Starts the clock for the `seconds` of the event `checkpoint`.
+        """Starts to measure the time for the field `seconds` of the event `checkpoint`.
 
         Args:
             model: the loaded model, whose weights `write` reads.

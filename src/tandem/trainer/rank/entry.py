@@ -24,7 +24,7 @@ from tandem.trainer.rank.way_to_vllm import choose_interface
 if TYPE_CHECKING:
     from tandem.trainer.rank.state import RankState
 
-# Seconds that a rank waits before it reports that another rank is gone, so that the other rank's
+# Seconds that a rank waits before it reports that another rank has died, so that the other rank's
 # own error is reported first.
 PEER_GRACE_SECONDS = 3.0
 _TRACEBACK_CHARACTERS = 4000
@@ -38,9 +38,9 @@ def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
     # clutter a job's log.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=SyntaxWarning)
-    # The imported objects live as long as the process, so they are frozen. The garbage collector
-    # would otherwise search all of these objects in each job, and each forked rank would copy their
-    # memory.
+    # `gc.freeze` excludes the imported objects, which live as long as the process. Without the
+    # freeze, the garbage collector would search all imported objects in each job, and each forked
+    # rank would copy their memory.
     gc.disable()
     import_module("tandem.trainer.rank.train")
     # The first call of torch.use_deterministic_algorithms imports torch._inductor.config.
@@ -56,9 +56,9 @@ def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
         # Importing compile_fx in advance saves each forked rank a second. The compiler is not
         # called in advance, because it would call CUDA.
         import_module("torch._inductor.compile_fx")
-        # The keys of compiled code are hashes of all sources of torch and Triton. Computing the
-        # hashes in advance saves each forked rank half a second. `torch_key` and `triton_key` cache
-        # the hashes.
+        # The cache keys of compiled code are hashes of all sources of torch and Triton. Computing
+        # the hashes in advance saves each forked rank half a second. `torch_key` and `triton_key`
+        # cache the hashes.
         for module, key in (
             ("torch._inductor.codecache", "torch_key"),
             ("triton.runtime.cache", "triton_key"),
@@ -111,7 +111,7 @@ def main(attempt: Attempt, settings: RankSettings, state: "RankState | None" = N
 def _record(error: BaseException) -> JobError:
     if isinstance(error, TandemError):
         return JobError(type=error.code, message=str(error), retriable=error.retriable)
-    # The types are compared by name, because torch may not be imported yet.
+    # The error's type is compared by name, because torch may not be imported yet.
     kind = "oom" if type(error).__name__ in ("OutOfMemoryError", "MemoryError") else "rank_error"
     tail = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
     return JobError(

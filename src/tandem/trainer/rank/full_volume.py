@@ -21,7 +21,7 @@ def wait_for_space(spool: Spool, run: str, step: int, *, beat: Callable[[], None
 
     Args:
         step: the number of the checkpoint that the job starts from. The next checkpoint is at least
-            as large.
+            as large as this checkpoint.
         beat: called twice a second during the wait.
     """
     files = spool.checkpoints.manifest(run, step).files

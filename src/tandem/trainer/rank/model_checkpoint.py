@@ -2,8 +2,8 @@
 
 The checkpoint's directory is a Hugging Face model that transformers and vLLM can load unchanged.
 Each directory `optimizer/<tensor>/` has one tensor per weight, with the weight's name and shape
-(`ShardedAdam.tensors`). These tensors are one of Adam's moments in fp32 or, for bfloat16 weights,
-the int16 remainders of the master values. `optimizer/adam.json` has the number of optimizer steps.
+(`ShardedAdam.tensors`). A directory has one of Adam's moments in fp32 or, for bfloat16 weights, the
+int16 remainders of the master values. `optimizer/adam.json` has the number of optimizer steps.
 Ranks of any topology can read the checkpoint's files. Step 0 has no files, because it is the base
 model.
 """

@@ -164,7 +164,7 @@ class ModelFiles:
         width = torch.Size(entry.shape[1:]).numel() * self._dtype.itemsize  # bytes of a row
         left = box[1].start * self._dtype.itemsize if len(box) > 1 else 0
         rows = values.contiguous().view(len(values), -1).view(torch.uint8)
-        # Whole rows are consecutive in the file, so one write is enough for all of them.
+        # Whole rows are consecutive in the file, so one write is enough for all rows.
         for first, end in pairwise(
             [0, len(rows)] if rows.shape[1] == width else range(len(rows) + 1)
         ):

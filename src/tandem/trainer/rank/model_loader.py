@@ -8,10 +8,9 @@ For a new model on a GPU:
 - The pool waits for CUDA, allocates the base weights, and reads them from files.
 - The pool loads the softmax's kernels.
 - Once the optimizer is made, the pool reads the checkpoint's state into model and optimizer.
-- Once the base weights are allocated, the pool connects them to the weights of the ranks that have
-  the same base weights.
-- The pool loads cuBLAS, except on a rank that shares no layers, which does this in the warm-up
-  thread.
+- Once the base weights are allocated, the pool connects this rank's weights to the weights of the
+  ranks that have the same base weights.
+- The pool loads cuBLAS. On a rank that shares no layers, the warm-up thread loads cuBLAS instead.
 - The warm-up thread connects the ranks that share layers, and then runs one layer on the model.
 """
 
@@ -76,9 +75,9 @@ class ModelLoader:
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(4)
-        # The pool has a single thread, because ranks that share layers must run the warm-up's
-        # collective operations in the same order. The thread ends when loading ends, because each
-        # living thread keeps a cuBLAS handle.
+        # The warm-up has a single thread, because ranks that share layers must run the warm-up's
+        # collective operations in the same order. The warm-up thread ends when loading ends,
+        # because each living thread keeps a cuBLAS handle.
         self._warm_up_thread = ThreadPoolExecutor(1)
         self._weights_tasks: list[Future[None]] = []
         self._warm_ups: list[Future[None]] = []
@@ -268,7 +267,7 @@ def reference_policy(
     policy's trained tensors are kept in host memory and restored afterwards, bit for bit.
 
     Raises InvalidInput (field: `field`) if the reference's checkpoint does not exist, and
-    CheckpointDamaged if it is damaged.
+    CheckpointDamaged if the checkpoint is damaged.
 
     Args:
         base_model: the base model's directory.

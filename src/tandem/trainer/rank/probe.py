@@ -96,9 +96,9 @@ def choose_sequences(batch: PackedBatch) -> list[list[int]]:
 
 def choose_long(batch: PackedBatch, vocab_size: int) -> list[int]:
     """One sequence as long as a row, but with at most LONG_TOKENS tokens and LONG_LOGITS logits.
-    The sequence consists of the rows' tokens one after another, repeated if the job has too few.
-    Returns an empty list if the sequence would have fewer than 2 * MAX_TOKENS tokens, because the
-    short sequences are nearly as long.
+    The sequence consists of the rows' tokens one after another. If the job has too few tokens, the
+    tokens are repeated. Returns an empty list if the sequence would have fewer than 2 * MAX_TOKENS
+    tokens, because the short sequences are nearly as long.
     """
     length = min(batch.sequence_length, LONG_TOKENS, LONG_LOGITS // vocab_size)
     if length < 2 * MAX_TOKENS:
@@ -159,8 +159,8 @@ def logprobs(
 
 def _scores(policy: Policy, row: RowTensors) -> torch.Tensor:
     """The items' log-probs, fp32, on the CPU of every rank. Raises NonFinite if a log-prob is NaN
-    or infinite. A manifest can't contain such a value, and vLLM must not serve weights that give
-    it."""
+    or infinite. A manifest can't contain NaN or infinity, and vLLM must not serve weights that give
+    such log-probs."""
     values = policy.stage.from_last(policy(row, temperature=1.0).logprobs.float().cpu())
     if wrong := int((~values.isfinite()).sum()):
         raise NonFinite(

@@ -77,8 +77,8 @@ class Publication:
 
     def __post_init__(self) -> None:
         self._rank, self._sizes = self.policy.topology.rank, self.policy.topology.sizes
-        # Whether ranks send the weights to vLLM's workers over NCCL. If not, the ranks write the
-        # weights to files.
+        # True: ranks send the weights to vLLM's workers over NCCL; False: ranks write the weights
+        # to files.
         self._meets = self.settings.way == "nccl"
         # The linear layers that are trained; None: all weights are trained.
         self._targets = list(self.policy.lora.targets) if self.policy.lora else None

@@ -30,6 +30,7 @@ class Assignment(Record):
     run: RunSpec
     job: JobSpec
     model: str  # directory of the base model
+
     # For each file of the base model: its name, its size in bytes, and the time of its last change
     # in ns.
     model_files: tuple[tuple[str, int, int], ...]
@@ -59,8 +60,8 @@ def meet(
     """Connect to the other ranks through the store that the ranks' parent runs, and get the job.
     Without torchrun's environment, this process is the only rank.
 
-    Rank 0, and the ranks on other hosts, download the base model if it is on the hub and not in
-    their cache. The download may take longer than any limit on a wait, so all ranks send heartbeats
+    Rank 0, and the ranks on other hosts, download a base model that is on the hub and not in their
+    cache. The download may take longer than any limit on a wait, so all ranks send heartbeats
     during the download. Only the job's `deadline_seconds` limits the download.
 
     Returns the assignment, and a function that joins torch's default process group with the job's

@@ -3,7 +3,8 @@ ends when no request has arrived for a while.
 
 Rank 0 looks for the next request and sends it to the other ranks. If a rank dies, the next
 attempt's ranks read all requests since the newest checkpoint from the log, and compute them again.
-The repeated results are the same, bit for bit. Results that already exist are not written again.
+The repeated computation gives bit-identical results. Results that already exist are not written
+again.
 """
 
 import time

@@ -35,8 +35,8 @@ class RankProgress:
 
 
 class Heartbeats:
-    """Follows `beat.<rank>` files. A rank makes progress when its file changes; the time is
-    measured by this process's clock."""
+    """Follows `beat.<rank>` files. A rank makes progress when its file `beat.<rank>` changes; the
+    time of the change is measured by this process's clock."""
 
     def __init__(self, attempt: Attempt, ranks: int) -> None:
         self._attempt = attempt

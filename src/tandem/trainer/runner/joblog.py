@@ -103,8 +103,8 @@ class JobLog:
                     seen = min(self._copied[name], len(lines))
                     self._copied[name] -= seen
                     self._write([f"[{name}] {line}" for line in lines[seen:]])
-                    # Later calls copy the other lines, so that the runner can watch its jobs
-                    # between the calls.
+                    # Later calls of `collect` copy the remaining lines, so that the runner can
+                    # watch its jobs between the calls.
                     if not final:
                         break
             if final:

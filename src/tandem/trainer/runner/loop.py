@@ -46,8 +46,8 @@ class Runner:
         self._settings, self._entry = settings, entry
         # Maps a job's id to the monotonic time from which the job may be claimed again.
         self._waiting: dict[str, float] = {}
-        # The name contains a random part, because a restarted container has the same host name and
-        # pid as before.
+        # The runner's name contains a random part, because a restarted container has the same host
+        # name and pid as before.
         self._name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self.stop = Stop()
 

@@ -1,5 +1,5 @@
-"""The jobs that a runner is running: one job in the runner's own thread, or several jobs in one
-thread each."""
+"""The jobs that a runner is running: one job in the runner's own thread, or several jobs, each in
+its own thread."""
 
 from concurrent.futures import Future, wait
 from functools import partial
@@ -48,8 +48,8 @@ class RunningJobs:
         return len(self._running) >= self._most
 
     def start(self, run: JobRun) -> None:
-        """Starts the job's attempt. More than `most` jobs may run, if an earlier runner left so
-        many."""
+        """Starts the job's attempt. More than `most` jobs may run, if an earlier runner left more
+        attempts than `most`."""
         future = Future[float]()
         attempt = partial(liveness.settle, future, run.run)
         self._running[future] = run
@@ -59,7 +59,7 @@ class RunningJobs:
             attempt()
 
     def ended(self) -> dict[str, float]:
-        """The jobs whose attempts have ended since the last call, each with the seconds that it
-        should wait before its next attempt. Raises the error that ended an attempt's thread."""
+        """The jobs whose attempts have ended since the last call, each with the seconds that the
+        job should wait before its next attempt. Raises the error that ended an attempt's thread."""
         ended = [future for future in self._running if future.done()]
         return {self._running.pop(one).job.spec.id: one.result() for one in ended}
