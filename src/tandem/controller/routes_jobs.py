@@ -17,8 +17,8 @@ from tandem.system.plain_files import NotPlainError, open_plain
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 LOG_PART_BYTES = 2**20
 KEEP_ALIVE_SECONDS = 10.0
-# Seconds that a stream gets to end by itself when the process stops. A stream ends after at most
-# one more poll of its file.
+# After a stop signal, the process waits at most this many seconds for the end of its streams. After
+# the stop, a stream checks its file at most once more and then ends.
 STOP_SECONDS = 5.0
 _EVENT_FIELDS = {name: {"type": "string"} for name in ("id", "event", "data")}
 _EVENTS = {

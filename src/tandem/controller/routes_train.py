@@ -45,7 +45,7 @@ MEMORY_BYTES = 256 * 2**10
 # Bodies that take more than LARGE_WEIGHT bytes of memory after parsing are parsed one at a time.
 LARGE_WEIGHT = 128 * 2**20
 # A parsed body may take at most MOST_WEIGHT * TANDEM_MAX_REQUEST_BYTES bytes of memory: 3 GiB by
-# default. The controller has 4 GiB by default.
+# default. By default, the controller may use 4 GiB of memory.
 MOST_WEIGHT = 12
 # Bytes of memory that a sequence of a few tokens takes while it is packed (measured: 2,800 to
 # 3,160).
@@ -205,7 +205,7 @@ def _fingerprint(run: str, request: AnyRequest) -> str:
 
 
 def _check(deployment: Deployment, request: AnyRequest) -> None:
-    """Checks the request against the deployment. The run's state is not needed for these checks."""
+    """Checks the request against the deployment. The checks do not read the run's state."""
     _check_sequences(request, deployment.settings)
     longest = deployment.arch.max_positions
     if request.packing.sequence_length > longest:

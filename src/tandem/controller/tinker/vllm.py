@@ -17,10 +17,10 @@ from tandem.data.packed_format import Float32
 from tandem.errors import InvalidInput, TandemError
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 3600.0
-# Seconds after which an idle connection is closed. vLLM would close it after 5 s.
+# Seconds after which this program closes an idle connection. The limit of vLLM itself is 5 s.
 _KEPT_SECONDS = 4.0
-# Seconds for which a request is repeated while vLLM does not answer. A restart or a sleep of vLLM
-# takes less time, so the client sees only a slow request.
+# Seconds for which a request is repeated while vLLM does not answer. vLLM restarts or sleeps for
+# less than PATIENCE_SECONDS, so the client sees only a slow request.
 PATIENCE_SECONDS = 600.0
 # Seconds for which a request is repeated while vLLM does not have the model, for example because
 # vLLM has just started and still loads adapters.
@@ -72,7 +72,8 @@ class VllmSampler:
 
         Args:
             model: the model's name in vLLM.
-            want: asks the publisher to load the model; awaited when vLLM does not have the model.
+            want: asks the publisher to load the model. `sample` calls `want` when vLLM does not
+                have the model.
         """
         tokens = [token for chunk in request.prompt.chunks for token in chunk.tokens]
         begin, missing = time.monotonic(), None
@@ -165,7 +166,7 @@ def completion(
     """The request to vLLM.
 
     Args:
-        room: the number of tokens that fit after the prompt.
+        room: the number of tokens that vLLM's context has left after the prompt.
     """
     asked = request.sampling_params
     body: dict[str, Any] = {

@@ -6,11 +6,12 @@
 whole weights needs.
 
 vLLM (0.32) reads the files of an evicted adapter again when a request needs the adapter. If the
-files are gone, vLLM's engine crashes. So vLLM loads adapters from copies on its own machine. A
-rollback or an unreachable volume does not affect the copies. A copy's path contains a hash of its
-content. vLLM lists the path of each adapter. The path shows a restarted publisher which checkpoint
-vLLM has, even if a rollback has replaced the checkpoint. vLLM's prefix cache also distinguishes the
-old and the new checkpoint by the path (`VllmClient.prefix_cache_keyed_by_path`).
+files no longer exist, vLLM's engine crashes. The publisher therefore copies adapters to vLLM's
+machine, and vLLM loads the copies. A rollback or an unreachable volume does not affect the copies.
+A copy's path contains a hash of its content. vLLM lists the path of each adapter. From the path, a
+restarted publisher knows which checkpoint vLLM has, even if a rollback has replaced the checkpoint.
+vLLM's prefix cache also distinguishes the old and the new checkpoint by the path
+(`VllmClient.prefix_cache_keyed_by_path`).
 """
 
 import hashlib
@@ -171,9 +172,10 @@ def _have_sizes(directory: Path, files: Manifest) -> bool:
 
 
 class LoraTransport:
-    """The adapters of one vLLM server. `listed`: name -> path of each model that vLLM listed at the
-    last `refresh`, with this object's changes since; `name`: the transport's name in records;
-    `identity`: the name of the vLLM model that step 0 must equal."""
+    """The adapters of one vLLM server. `listed` maps each model that vLLM lists to the model's
+    path. `refresh` reads the list from vLLM, and the other methods of this class update `listed`.
+    `name`: the transport's name in records; `identity`: the name of the vLLM model that step 0 must
+    equal."""
 
     name, identity = "lora", BASE_MODEL_NAME
 
@@ -181,8 +183,8 @@ class LoraTransport:
         self._client = client
         self.copies = copies
         self.listed: dict[str, str] = {}
-        # Name -> path that was last loaded under this name since vLLM started; None if the loads
-        # are unknown.
+        # Name -> the path that vLLM last loaded under this name since vLLM started. None if these
+        # loads are unknown, because this object has not seen vLLM's start.
         self._loaded: dict[str, str] | None = None
 
     def refresh(self) -> bool:
@@ -196,8 +198,8 @@ class LoraTransport:
         self.listed, self._loaded = {}, {}
 
     def load(self, name: str, path: Path, _run: RunSpec, _checkpoint: Manifest) -> dict[str, float]:
-        """Load a copied adapter under a name that is not listed yet. Returns no durations, because
-        the load of an adapter has no separate parts."""
+        """Load a copied adapter under a name that is not listed yet. Returns an empty dict of
+        durations, because the load of an adapter has no separate parts."""
         self._flush_prefix_cache(name, path)
         self._client.load_lora(name, str(path))
         self.listed[name] = str(path)
@@ -235,7 +237,8 @@ class LoraTransport:
 class MergedTransport:
     """vLLM's own weights, which belong to one checkpoint at a time. If the job's ranks offer whole
     weights, the weights come from the ranks or from the files that the ranks have written. If the
-    ranks offer no weights, vLLM's workers merge the adapter, or read a whole model's files."""
+    ranks offer no weights, vLLM's workers merge the adapter into the base model, or read a whole
+    model from files."""
 
     # vLLM has no second model to compare with, so `identity` is empty. The comparison of rows
     # verifies the weights.
@@ -254,9 +257,9 @@ class MergedTransport:
         self._waits = 0.0, ""
 
     def refresh(self) -> bool:
-        """Asks vLLM which merged weights it has. Weights that were not announced, or that are torn
-        (the workers have different versions), count as missing: `load` writes and checks such
-        weights again."""
+        """Asks vLLM which merged weights it has. Weights count as missing if they were not
+        announced, or if they are torn (the workers have different versions). `load` writes and
+        checks missing weights again."""
         before, state = self._refreshed, self._client.merged()
         self.name = state["transport"]
         self.listed = {state["name"]: state["path"]} if state["phase"] == "served" else {}
@@ -326,8 +329,9 @@ class MergedTransport:
 
     def _order(self, swap: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """vLLM's answer to `swap`. With TANDEM_SWAP_REQUESTS=wait, new requests wait until the
-        running requests have ended. If the running requests do not end in time, the next swap is
-        delayed by as long as this attempt took. vLLM answers new requests during this delay."""
+        running requests have ended. If the running requests do not end in time, the attempt fails.
+        The next swap is then delayed by the duration of the failed attempt, and vLLM answers new
+        requests during this delay."""
         begin = time.monotonic()
         try:
             return _alive(swap)
@@ -362,7 +366,8 @@ class MergedTransport:
                 way = offer["transport"]
                 sources.append({**offer, "way": way, "meeting": str(meeting), "server": server})
         try:
-            # `merged.find` hashes all files, so the liveness beats continue meanwhile.
+            # `merged.find` hashes all files and may take long, so `_alive` sends liveness beats
+            # meanwhile.
             if (
                 run.lora is not None
                 and (files := _alive(partial(self._spool.merged.find, checkpoint))) is not None
@@ -373,8 +378,9 @@ class MergedTransport:
         return sources
 
     def _offer(self, job: str) -> dict[str, Any]:
-        """The offer of the job's ranks to send weights. The offer is empty if the ranks made none,
-        no longer run, or have ended the transfer (event `sent`)."""
+        """The offer of the job's ranks to send weights. The offer is empty if the ranks made no
+        offer, if the ranks no longer run, or if the ranks have ended the transfer (event
+        `sent`)."""
         offers = [
             event for event in self._spool.events.read(job) if event.type in ("offered", "sent")
         ]

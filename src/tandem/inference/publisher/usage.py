@@ -79,8 +79,9 @@ class Retention:
         wanted: Collection[str],
         existing: Collection[str],
     ) -> list[str]:
-        """The names in `listed` that can be unloaded now. A name that is not `<run>@<step>` with a
-        run in `runs` belongs to another program and stays loaded.
+        """The names in `listed` that can be unloaded now. If a name does not have the form
+        `<run>@<step>`, or if its run is not in `runs`, the adapter belongs to another program and
+        stays loaded.
 
         Args:
             existing: the names of the steps that are in the checkpoint chains of `runs`.
