@@ -61,7 +61,7 @@ def adapter_file(directory: Path, arch: Arch, lora: LoraShape, model: str) -> Te
     form an adapter of shape `lora` for `arch`.
 
     Args:
-        model: the name of the model with this architecture, for the message.
+        model: the model's name, which the error message contains.
     """
     path = directory / WEIGHTS_FILE
     try:

@@ -17,8 +17,8 @@ If there are several inference servers, each vLLM has its own publisher. A vLLM 
 have the same name, `TANDEM_REPLICA`. The last publisher to verify a step announces the step, and
 writes the event `served` to the step's job (`spool/replicas.py`). vLLM answers requests only with
 permission from its publisher. A publisher's permission to answer requests is valid for 15 s, and
-the publisher renews it. The other publishers consider a publisher dead if it has not written its
-record for 30 s. A dead publisher's vLLM loses its permission before the other publishers consider
+the publisher renews it. The other publishers consider a publisher dead if its record has not
+changed for 30 s. A dead publisher's vLLM loses its permission before the other publishers consider
 the publisher dead. Each process measures the 15 s and the 30 s with its own monotonic clock,
 because the hosts' clocks differ and may be changed. To take its replica out of service, a publisher
 first withdraws vLLM's permission, and then records that the replica isn't ready. A replica that

@@ -45,8 +45,8 @@ class InFlight:
             self.swaps.append((name, mine))
         elif not in_engine:
             self.first = name
-        # If the request was in the engine but `tokens` has none of its sequences, these sequences
-        # had ended before the swap.
+        # If a request in the engine has no sequence in `tokens`, all sequences of the request had
+        # ended before the swap.
 
     def _of_this_request(self, tokens: dict[str, int]) -> dict[Sequence, int]:
         """Selects the sequences of this request. vLLM names a sequence `chatcmpl-<id>`,

@@ -31,9 +31,9 @@ class MergedWorker:
     tandem_weights: MergedWeights | LandingWeights
 
     def tandem_call(self, method: str, *args: Any) -> dict[str, Any]:
-        """Calls the method `method` of the weights object. An error is returned as an answer
-        instead of raised. vLLM's executor stops at the first worker that raises an error, and takes
-        the other workers' answers for answers to the next call."""
+        """Calls the method `method` of the weights object. An error is not raised but returned as
+        an answer. After an error that a worker raises, vLLM's executor would mistake the other
+        workers' answers for answers to the next call."""
         try:
             return {"result": getattr(self.tandem_weights, method)(*args)}
         except Exception as error:
@@ -156,8 +156,8 @@ def _tend(core: Any, name: str) -> dict[str, int]:
         for r in scheduler.requests.values()
     }
     patches.replace_hash_root()
-    # With speculative decoding, it is not known yet how many of the drafted tokens in flight will
-    # be accepted.
+    # With speculative decoding, the number of drafted tokens in flight that will be accepted is not
+    # known yet.
     drafted = getattr(scheduler, "num_spec_tokens", 0) and any(
         r.num_output_placeholders for r in scheduler.running
     )
@@ -170,10 +170,10 @@ def _tend(core: Any, name: str) -> dict[str, int]:
         for request in queue:
             patches.hash_again(request)
             # vLLM 0.32 sets `num_output_placeholders` to 0 when it evicts a request, but still
-            # delivers the tokens in flight, whose number is not known. So the tokens in flight are
-            # discarded and sampled again from the new weights. If vLLM returns routed experts, the
-            # tokens in flight are kept: the connector for routed experts can't take a request back
-            # before it has seen these tokens.
+            # delivers the tokens in flight, whose number is not known. The tokens in flight are
+            # therefore discarded and sampled again from the new weights. If vLLM returns routed
+            # experts, the tokens in flight are kept, because the connector for routed experts can't
+            # take a request back before it has received the tokens in flight.
             stale = getattr(request, "num_stale_output_tokens", 0)
             if stale and getattr(scheduler, "aux_output_connector", None) is None:
                 request.drop_stale_output = True

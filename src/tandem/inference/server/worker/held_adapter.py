@@ -27,11 +27,11 @@ class Held(NamedTuple):
 
     `name`: the names of module and matrix in the file.
 
-    `buffer`: [..., rows, columns] in vLLM's slot; larger than the matrix if the adapter's rank is
-    below vLLM's maximum.
+    `buffer`: the tensor [..., rows, columns] in vLLM's slot. If the adapter's rank is below vLLM's
+    maximum rank, the buffer is larger than the matrix.
 
-    `matrix`: the file's matrix after vLLM's cast, scale and cut. None if the file lacks the matrix,
-    in which case the buffer must be zero.
+    `matrix`: the file's matrix, cast, scaled and cut in the same way as vLLM does. If the file
+    lacks the matrix, `matrix` is None and the buffer must be zero.
     """
 
     name: str
