@@ -27,8 +27,8 @@ def write_merged_model(directory: Path, base_model: Path, adapter: Path, lora: L
 
     Raises:
         InvalidInput (field `base_model`): the base model can't be read, or lacks an adapted weight.
-        The error is also raised if an adapted weight has a dtype that can't be merged, or a shape
-        that contradicts config.json.
+        InvalidInput is also raised if an adapted weight has a dtype that can't be merged, or a
+        shape that contradicts config.json.
         CheckpointDamaged: the adapter is not of shape `lora` for this base model, or a merged
         weight is not finite.
     """

@@ -126,9 +126,9 @@ removal until the volume confirms that the attempt's directory no longer exists.
 rename out of the attempt's directory, so either the commit or the fence succeeds, never both. The
 fence also stops a rank that was suspended and continues a day later. The NFS client of a suspended
 rank may still have the old names in its cache. After the fence, a program looks for the attempt's
-checkpoint again. If the checkpoint exists, the job has succeeded. A rank whose attempt was ended
-can't append events (`Attempt.event`). Readers of events skip events that an attempt wrote after its
-end.
+checkpoint again. If the attempt's checkpoint exists, the job has succeeded. A rank whose attempt
+was ended can't append events (`Attempt.event`). Readers of events skip events that an attempt wrote
+after its end.
 
 Locks are fcntl locks on separate files (`locks.py`): `runs/<run>/lock`, `jobs/locks/`. The runner
 holds `jobs/runner.lock`, and a second runner is refused. The publisher holds

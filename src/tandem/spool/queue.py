@@ -132,10 +132,10 @@ class Queue:
         return job, True
 
     def _next_created(self, run: str, now: float) -> float:
-        """The creation time of a new job: `now`, or a time just after the newest `created` of the
-        run's live jobs, whichever is later. A live job's `created` may be later than `now`, because
-        the clock of another host may be ahead of this host's clock. A new job must sort after all
-        live jobs, so that a reader that has already read these jobs finds the new job.
+        """The creation time of a new job. The time is `now`, or just after the newest `created` of
+        the run's live jobs, whichever is later. A live job's `created` may be later than `now`,
+        because the clock of another host may be ahead of this host's clock. A new job must sort
+        after all live jobs, so that a reader that has already read these jobs finds the new job.
         """
         newest = [entry.key for entry in islice(self._index.newest_live(run), 1)]
         pending = [*newest, *(key for key in self._index.active() if key.run == run)]

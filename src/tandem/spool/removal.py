@@ -36,8 +36,8 @@ def delete_run(spool: Spool, run: str) -> Path:
     although some of its ended jobs are already removed. Another call completes the removal."""
     with spool.runs.lock(run):
         spool.jobs.check_none_pending(run, "run")
-        # A job that has just ended may still be in `jobs/live/`, because the move of the directory
-        # is the last action of the end.
+        # A job that has just ended may still be in `jobs/live/`, because the job's directory is
+        # moved last.
         for entry in spool.jobs.index.newest_live(run):
             spool.queue.settle(entry.key)
         for entries in spool.jobs.index.ended().values():
@@ -148,8 +148,8 @@ def _needed(spool: Spool, run: str) -> dict[int, str]:
 
 
 def _set_aside(directories: Sequence[Path]) -> list[Path]:
-    """Durably renames directories to temporary names. All of these directories must have the same
-    parent. Returns the new paths."""
+    """Durably renames directories to temporary names. All directories must have the same parent.
+    Returns the new paths."""
     doomed = []
     for directory in directories:
         target = fs.temporary_beside(directory)

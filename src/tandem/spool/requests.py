@@ -171,8 +171,8 @@ class RequestLog:
         return seq if self.has(run, seq) else None
 
     def first_pass(self, run: str, after: int) -> int | None:
-        """The number of the first `PassRequest` after request `after`. None if there is no such
-        `PassRequest` before the first missing number."""
+        """The number of the first `PassRequest` after request `after`, but before the first missing
+        number. None if there is no such `PassRequest`."""
         seq = after + 1
         while self.has(run, seq):
             if isinstance(self.get(run, seq).request, PassRequest):

@@ -325,9 +325,8 @@ class Tuner:
 
     def _change(self, tuning: Tuning, **update: Any) -> None:
         """Changes the record, unless the client has paused, resumed or cancelled the fine-tuning
-        since the record was read. A pause or a cancellation changes the states of jobs. The thread
-        derives its change of the record from these states, so the change may be wrong after such a
-        request."""
+        since the record was read. A pause or a cancellation changes the states of jobs. A change of
+        the record that was derived from the earlier states of jobs may therefore be wrong."""
 
         def changed(now: Tuning) -> Tuning:
             same = _steered(now) == _steered(tuning)

@@ -27,8 +27,8 @@ class _Sampling:
     session: str
     digest: bytes  # of the request
     task: asyncio.Task[bytes]
-    # The monotonic time, in seconds, after which the sample is forgotten. None while the sample is
-    # computed, or while a client waits for the sample.
+    # The monotonic time, in seconds, after which the sample is forgotten. The value is None while
+    # the sample is computed, or while a client waits for the sample.
     forget: float | None = None
     waiting: int = 0
     touched: float = field(default_factory=time.monotonic)

@@ -17,7 +17,8 @@ from tandem.data.packed_format import Float32
 from tandem.errors import InvalidInput, TandemError
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 3600.0
-# Seconds after which this program closes an idle connection. The limit of vLLM itself is 5 s.
+# Seconds after which this program closes an idle connection. vLLM itself closes an idle connection
+# after 5 s.
 _KEPT_SECONDS = 4.0
 # Seconds for which a request is repeated while vLLM does not answer. vLLM restarts or sleeps for
 # less than PATIENCE_SECONDS, so the client sees only a slow request.

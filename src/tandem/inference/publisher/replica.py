@@ -80,7 +80,7 @@ class Member:
         # ready.
         self._asked = self._joined = ""
         # Run -> step -> a monotonic time, for the newer steps that only other replicas serve. The
-        # time is the time at which this replica first saw that it lacks the step.
+        # stored time is the time at which this replica first saw that it lacks the step.
         self._behind: dict[str, dict[int, float]] = {}
         # For each run, the verified steps for which the event `served` was written to the step's
         # job.

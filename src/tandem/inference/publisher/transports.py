@@ -6,12 +6,11 @@
 whole weights needs.
 
 vLLM (0.32) reads the files of an evicted adapter again when a request needs the adapter. If the
-files no longer exist, vLLM's engine crashes. The publisher therefore copies adapters to vLLM's
-machine, and vLLM loads the copies. A rollback or an unreachable volume does not affect the copies.
-A copy's path contains a hash of its content. vLLM lists the path of each adapter. From the path, a
-restarted publisher knows which checkpoint vLLM has, even if a rollback has replaced the checkpoint.
-vLLM's prefix cache also distinguishes the old and the new checkpoint by the path
-(`VllmClient.prefix_cache_keyed_by_path`).
+files no longer exist, vLLM's engine crashes. vLLM therefore loads adapters from local copies. A
+rollback or an unreachable volume does not affect the copies. A copy's path contains a hash of its
+content. vLLM lists the path of each adapter. A restarted publisher knows from the path which
+checkpoint vLLM has, even after a rollback. vLLM's prefix cache also distinguishes the old and the
+new checkpoint by the path (`VllmClient.prefix_cache_keyed_by_path`).
 """
 
 import hashlib
@@ -172,10 +171,9 @@ def _have_sizes(directory: Path, files: Manifest) -> bool:
 
 
 class LoraTransport:
-    """The adapters of one vLLM server. `listed` maps each model that vLLM lists to the model's
-    path. `refresh` reads the list from vLLM, and the other methods of this class update `listed`.
-    `name`: the transport's name in records; `identity`: the name of the vLLM model that step 0 must
-    equal."""
+    """The adapters of one vLLM server. `listed`: the path of each model that vLLM lists, read by
+    `refresh` and updated by `load` and `unload`; `name`: the transport's name in records;
+    `identity`: the name of the vLLM model that step 0 must equal."""
 
     name, identity = "lora", BASE_MODEL_NAME
 
@@ -183,8 +181,8 @@ class LoraTransport:
         self._client = client
         self.copies = copies
         self.listed: dict[str, str] = {}
-        # Name -> the path that vLLM last loaded under this name since vLLM started. None if these
-        # loads are unknown, because this object has not seen vLLM's start.
+        # Name -> the path that vLLM last loaded under this name since vLLM started. None if vLLM
+        # may have loaded models before this object existed.
         self._loaded: dict[str, str] | None = None
 
     def refresh(self) -> bool:
@@ -237,8 +235,7 @@ class LoraTransport:
 class MergedTransport:
     """vLLM's own weights, which belong to one checkpoint at a time. If the job's ranks offer whole
     weights, the weights come from the ranks or from the files that the ranks have written. If the
-    ranks offer no weights, vLLM's workers merge the adapter into the base model, or read a whole
-    model from files."""
+    ranks offer no weights, vLLM's workers merge the adapter, or read a whole model's files."""
 
     # vLLM has no second model to compare with, so `identity` is empty. The comparison of rows
     # verifies the weights.
@@ -329,9 +326,8 @@ class MergedTransport:
 
     def _order(self, swap: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """vLLM's answer to `swap`. With TANDEM_SWAP_REQUESTS=wait, new requests wait until the
-        running requests have ended. If the running requests do not end in time, the attempt fails.
-        The next swap is then delayed by the duration of the failed attempt, and vLLM answers new
-        requests during this delay."""
+        running requests have ended. If the running requests do not end in time, the next swap is
+        delayed by the duration of this attempt. vLLM answers new requests during this delay."""
         begin = time.monotonic()
         try:
             return _alive(swap)
@@ -366,8 +362,7 @@ class MergedTransport:
                 way = offer["transport"]
                 sources.append({**offer, "way": way, "meeting": str(meeting), "server": server})
         try:
-            # `merged.find` hashes all files and may take long, so `_alive` sends liveness beats
-            # meanwhile.
+            # While `merged.find` hashes all files, `_alive` sends liveness beats.
             if (
                 run.lora is not None
                 and (files := _alive(partial(self._spool.merged.find, checkpoint))) is not None
@@ -378,9 +373,8 @@ class MergedTransport:
         return sources
 
     def _offer(self, job: str) -> dict[str, Any]:
-        """The offer of the job's ranks to send weights. The offer is empty if the ranks made no
-        offer, if the ranks no longer run, or if the ranks have ended the transfer (event
-        `sent`)."""
+        """The offer of the job's ranks to send weights. The result is empty if the ranks made no
+        offer, no longer run, or have ended the transfer (event `sent`)."""
         offers = [
             event for event in self._spool.events.read(job) if event.type in ("offered", "sent")
         ]

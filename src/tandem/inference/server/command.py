@@ -157,8 +157,8 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *("--tensor-parallel-size", str(settings.inference_tensor_parallel)),
         *(_lora_arguments(settings) if settings.weights == "adapter" else _MERGED_ARGUMENTS),
         *family_arguments(model, serving_dtype(settings), on_cpu=device == "cpu"),
-        # vLLM returns log-probs after temperature, top-k and top-p. These are the log-probs of the
-        # distribution from which the tokens were sampled.
+        # vLLM returns log-probs after temperature, top-k and top-p. The log-probs therefore belong
+        # to the distribution from which the tokens were sampled.
         *("--logprobs-mode", "processed_logprobs"),
         # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k
         # in that file would make the sampling policy differ from the trained policy.

@@ -18,9 +18,9 @@ around five faults of vLLM 0.32, mostly with functions of `patches.py`:
   and tokens of an adapter, vLLM applies the adapter in the last slot to the base model's tokens.
   The base model's slot is -1, which torch takes as the index of the last slot. The plugin
   multiplies each adapter once with all of its tokens.
-- If a worker raises an error, vLLM's executor does not read the answers of the later workers. In
-  the next call, the executor mistakes these answers for answers to that call. A worker that can't
-  load an adapter therefore returns the error as its answer.
+- If a worker raises an error, vLLM's executor does not read the answers of the later workers. The
+  executor then mistakes the unread answers for answers to the next call. A worker that can't load
+  an adapter therefore returns the error as its answer.
 - FlashInfer compiles its kernels with nvcc, which container images and many machines do not have.
   Even without nvcc, vLLM chooses FlashInfer's kernels for the sums over tensor-parallel GPUs (0.26
   did not), and for attention on Blackwell. The first use of a kernel that can't be compiled crashes

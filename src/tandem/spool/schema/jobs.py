@@ -125,8 +125,8 @@ class Job(Record):
     spec: JobSpec
     state: JobState = "queued"  # The state is terminal as soon as the job has its result.
     attempt: int = 0  # Number of attempts started so far.
-    # Number of attempts that ended because the runner or a host stopped. These attempts don't count
-    # against max_attempts.
+    # Number of attempts that don't count against max_attempts, because they ended when the runner
+    # or a host stopped.
     stopped: int = 0
     last_error: JobError | None = None  # error of the previous attempt
     result: JobResult | None = None

@@ -140,19 +140,19 @@ class LongProbe(Record):
 
 class Probe(Record):
     """The trainer's log-probs of fixed token sequences. The publisher compares vLLM's log-probs
-    with these log-probs.
+    with the trainer's log-probs.
 
     The trainer computes all three kinds of log-probs: `logprobs`, `previous` and `base`. The
-    log-probs of all three kinds contain the same rounding errors of the trainer. These errors
-    cancel in the difference of two kinds.
+    log-probs of all three kinds contain the same rounding errors of the trainer. The rounding
+    errors cancel in the difference of two kinds of log-probs.
     """
 
     tokens: list[list[int]]  # Token sequences.
     # `logprobs[i][j]` is log p(tokens[i][j + 1] | tokens[i][: j + 1]) in nats under this
     # checkpoint, at temperature 1.
     logprobs: list[list[float]]
-    previous: list[list[float]]  # The same log-probs under the previous checkpoint.
-    # The same log-probs without the adapter; equal to `previous` if the run trains all weights.
+    previous: list[list[float]]  # Like `logprobs`, but under the previous checkpoint.
+    # Like `logprobs`, but without the adapter; equal to `previous` if the run trains all weights.
     base: list[list[float]]
     long: LongProbe | None = None  # None if the job's rows are not longer than `tokens`
 

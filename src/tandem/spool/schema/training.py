@@ -69,9 +69,9 @@ class RLLoss(Record):
     # default is used (see `mean_over`).
     normalisation: Literal["token", "trajectory", "group", "constant", "sum"] | None = None
     normalisation_constant: float | None = Field(default=None, gt=0)
-    # The log-probs in the denominator of the ratio. They come from the sampler, or from a pass of
-    # the trainer before the first optimizer step. Importance weights between trainer and sampler
-    # (`tis_*`) need the trainer's log-probs.
+    # The log-probs in the denominator of the ratio. The denominator's log-probs come from the
+    # sampler, or from a pass of the trainer before the first optimizer step. Importance weights
+    # between trainer and sampler (`tis_*`) need the trainer's log-probs.
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
     # The importance weight of an item: the weight of the token, or the product of the weights of
     # the token's sequence. The weight is truncated at `tis_cap`, and is 0 below `tis_mask_low` or
@@ -222,7 +222,7 @@ class PreferenceLoss(Record):
 
     reference_field: ClassVar[str] = "loss.reference"
     kind: Literal["dpo", "ipo", "simpo"] = "dpo"
-    beta: float | None = Field(default=None, gt=0)  # None: 0.1 for DPO and IPO, 2 for SimPO.
+    beta: float | None = Field(default=None, gt=0)  # By default 0.1 for DPO and IPO, 2 for SimPO.
     # DPO and SimPO: the assumed share of pairs whose preference is wrong.
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     # SimPO: the margin by which the reward of the chosen answer should exceed the reward of the
@@ -345,8 +345,8 @@ class PackedData(Record):
     dropped_trajectories: int = Field(default=0, ge=0)
     truncated_trajectories: int = Field(default=0, ge=0)  # Trajectories cut to a row's length.
     # The number of examples or pairs that are only evaluated. The counts num_rows,
-    # dropped_trajectories and truncated_trajectories include these examples; the other counts do
-    # not.
+    # dropped_trajectories and truncated_trajectories include evaluated examples; the other counts
+    # do not.
     num_held_out: int = Field(default=0, ge=0)
     # Reinforcement learning: the step of the oldest checkpoint that sampled a turn; None if this
     # step is unknown.

@@ -3,16 +3,16 @@
 A request passes the middlewares in this order (`_arguments` in `server/command.py`), and then
 reaches vLLM's own routes:
 
-1. `api_keys.py` replaces a known key by vLLM's own key. This middleware is loaded only if there are
+1. `api_keys.py` replaces a known key by vLLM's own key. `api_keys.py` is loaded only if there are
    several API keys or named API keys.
 2. `guard.py` protects the admin routes.
 3. `fine_tuned.py` accepts OpenAI's form of the names of fine-tuned models.
 4. `rollout.py` has the routes of the rollout door, which record the sampled tokens of clients that
    are not made for training.
-5. `readiness.py` decides whether this server answers requests. This middleware is loaded only if
+5. `readiness.py` decides whether this server answers requests. `readiness.py` is loaded only if
    there are several servers.
 6. `merged_server.py` executes the publisher's orders, and makes requests wait during a swap of
-   weights. This middleware is loaded only with merged weights.
+   weights. `merged_server.py` is loaded only with merged weights.
 
 The other modules help these middlewares. `asgi.py` has the functions that several middlewares use.
 For the rollout door, `dialects.py` reads requests and answers, `sessions.py` keeps the turns of

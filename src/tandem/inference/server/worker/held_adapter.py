@@ -30,8 +30,8 @@ class Held(NamedTuple):
     `buffer`: the tensor [..., rows, columns] in vLLM's slot. If the adapter's rank is below vLLM's
     maximum rank, the buffer is larger than the matrix.
 
-    `matrix`: the file's matrix, cast, scaled and cut in the same way as vLLM does. If the file
-    lacks the matrix, `matrix` is None and the buffer must be zero.
+    `matrix`: the file's matrix, which was cast, scaled and cut in the same way as in vLLM. If the
+    file lacks the matrix, `matrix` is None and the buffer must be zero.
     """
 
     name: str
