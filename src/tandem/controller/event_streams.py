@@ -102,7 +102,7 @@ class EventStreams:
         part contains the terminal event.
 
         The part is returned as bytes, because it stays in memory until the client has received it.
-        Parsed events would take many times the memory.
+        Parsed events would take many times as much memory as the bytes.
         """
         events, end, size = self._spool.events.since(job, offset, PART_BYTES)
         block = b"".join(_formatted(event) for event in events if event.seq > after)

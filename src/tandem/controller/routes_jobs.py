@@ -139,6 +139,7 @@ def get_log(
 
 @router.post("/{job}/cancel", status_code=202)
 def cancel_job(job: JobId, deployment: CurrentDeployment) -> JobStatus:
-    """Stop a job: a queued one at once, a running one soon; a job that has ended stays as it is."""
+    """Stop a job: a queued job ends at once, and a running job ends soon; an ended job is not
+    changed."""
     deployment.spool.queue.cancel(job)
     return job_status(deployment, *deployment.spool.jobs.get(job))

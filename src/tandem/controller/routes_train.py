@@ -75,7 +75,7 @@ async def train(
     run: RunName, request: Request, response: Response, deployment: CurrentDeployment
 ) -> JobStatus:
     """Queue a job that makes the run's next step. The job starts after all jobs that were queued
-    earlier, from the run's newest step at the job's start."""
+    earlier. The job trains the step that is the run's newest step when the job starts."""
 
     def submit(body: bytes) -> tuple[JobStatus, bool]:
         job, new = queue_job(deployment, run, body)
@@ -110,8 +110,8 @@ async def render_data(request: Request, deployment: CurrentDeployment) -> list[R
 
 
 async def _with_body[T](deployment: Deployment, request: Request, work: Callable[[bytes], T]) -> T:
-    """The result of `work` on the body. `work` runs in a thread, because parsing and packing a
-    large batch would block all other requests."""
+    """Calls `work` with the request's body, and returns the result. `work` runs in a thread,
+    because parsing and packing a large batch would block all other requests."""
     if (
         request.headers.get("content-type", "").partition(";")[0].strip().lower()
         != "application/json"

@@ -167,7 +167,7 @@ class Checkpoints:
 
         Args:
             staged_dir: any directory under the root.
-            sha256: file name -> SHA-256, for files whose writers computed the hash. All other files
+            sha256: file name -> SHA-256, for files whose writers computed the hash; all other files
                 are read to compute their hashes.
             check: called right before the rename; it may raise an error to refuse the commit.
             details: the values of further fields of the manifest.

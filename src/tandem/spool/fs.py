@@ -201,9 +201,9 @@ def staging(parent: Path) -> Iterator[Path]:
 
 
 def in_made_dir[T](directory: Path, action: Callable[[], T]) -> T:
-    """The result of `action`, which puts a file into `directory`. Creates `directory` before it
-    calls `action`. If another process removes the empty directory at the same moment, creates the
-    directory and calls `action` again."""
+    """Calls `action`, which puts a file into `directory`, and returns the result. Creates
+    `directory` before it calls `action`. If another process removes the empty directory at the same
+    moment, creates the directory and calls `action` again."""
     with volume_errors(directory):
         for _ in range(20):
             with suppress(FileNotFoundError):
@@ -312,8 +312,8 @@ def read_bytes(path: Path, *, sure: bool = True, most: int = RECORD_BYTES) -> by
     b"" as a damaged file.
 
     Args:
-        sure: if true, the function opens the directory and looks a second time for a missing file.
-            An NFS client that has not opened the directory may not see a new file yet.
+        sure: if true, the function opens the directory and looks a second time for a missing file,
+            because an NFS client that has not opened the directory may not see a new file yet.
         most: the maximum size in bytes.
     """
     for more in (4, 3, 2, 1, 0):

@@ -184,7 +184,7 @@ class Jobs:
             states: list only jobs in these states; None or empty: list jobs in all states.
             limit: return only the newest `limit` jobs; None: all.
             before: list only jobs submitted before the job with this id. Raises NotFound (field
-                `before`) if no job has this id.
+                `before`) if there is no job with the id `before`.
         """
         wanted = frozenset(states or _STATES)
         bound = None

@@ -79,22 +79,20 @@ class Queue:
         now: Callable[[], float] = time.time,
     ) -> tuple[Job, bool]:
         """Queues a job. Returns the job, and whether the job is new. If `submit` or `make` fails,
-        no file of the job stays on the volume.
+        no file of the job stays on the volume. If a job with the id `job_id` and the same run and
+        fingerprint exists, that job is returned. Raises Conflict (field `id`) if the existing job
+        has another run or fingerprint. Raises Conflict (field `base_step`) if the client expects
+        another step than `next_base(run)`. Raises InvalidInput (field `max_off_policy_steps`) if
+        the oldest turn was sampled more than `most_behind` steps before the base step.
 
-        If a job with this id, run and fingerprint exists, that job is returned.
+        `make(id, base_step, directory)` writes the job's data into `directory` and returns the
+        job's specification. Then `submit` sets the specification's `base_step`, `created` and
+        `data.path`, because another job may be queued while `make` runs.
 
         Args:
-            make: `make(id, base_step, directory)` writes the job's data into `directory` and
-                returns the job's specification. `submit` sets the specification's `base_step`,
-                `created` and `data.path`, because another job may be queued while `make` runs.
-            job_id: the client's id, or None for a new one. Raises Conflict (field `id`) if a job
-                with this id has another run or fingerprint.
-            base_step: the step that the client expects to start from. Raises Conflict (field
-                `base_step`) if `base_step` is not `next_base(run)`.
-            most_behind: the maximum number of steps between the job's base step and the step that
-                sampled its oldest turn. Raises InvalidInput (field `max_off_policy_steps`) if the
-                oldest turn was sampled more than `most_behind` steps before the base step.
-            now: Unix seconds.
+            job_id: the client's id, or None for a new id.
+            base_step: the step that the client expects to start from; None: any step.
+            now: returns the present time in Unix seconds.
         """
         spec_of_run = self._runs.get(run)
         if job_id is None:

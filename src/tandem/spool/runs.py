@@ -30,8 +30,8 @@ def write_manifest(
     its field, if the directory holds anything but plain files and directories.
 
     Args:
-        sha256: path relative to `directory` -> SHA-256, for files whose writers computed the hash.
-            All other files are read to compute their hashes.
+        sha256: path relative to `directory` -> SHA-256, for files whose writers computed the hash;
+            all other files are read to compute their hashes.
     """
     paths = {}
     for path in sorted(directory.rglob("*")):
@@ -123,7 +123,7 @@ class Runs:
         exists. The run appears completely or not at all.
 
         Args:
-            write_files: `write_files(directory)` writes the files of the checkpoint of step 0.
+            write_files: writes the files of the checkpoint of step 0 into a given directory.
             sha256: the known hashes of files, as for `write_manifest`.
             details: the values of further fields of the manifest.
         """

@@ -15,9 +15,9 @@ the swap until they have ended (`TANDEM_SWAP_REQUESTS`).
 
 If there are several inference servers, each vLLM has its own publisher. A vLLM and its publisher
 have the same name, `TANDEM_REPLICA`. The last publisher to verify a step announces the step, and
-writes the event `served` to the step's job (`spool/replicas.py`). vLLM answers requests only with
-permission from its publisher. A publisher's permission to answer requests is valid for 15 s, and
-the publisher renews it. The other publishers consider a publisher dead if its record has not
+writes the event `served` to the step's job (`spool/replicas.py`). Each vLLM answers requests only
+with permission from its publisher. A publisher's permission to answer requests is valid for 15 s,
+and the publisher renews it. The other publishers consider a publisher dead if its record has not
 changed for 30 s. A dead publisher's vLLM loses its permission before the other publishers consider
 the publisher dead. Each process measures the age of permissions and records with its own monotonic
 clock, because the hosts' clocks differ and may be changed. To take its replica out of service, a

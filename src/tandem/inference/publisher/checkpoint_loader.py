@@ -111,8 +111,8 @@ class CheckpointLoader:
         """Load and verify a checkpoint, unless it is already loaded and verified. Raises
         CheckpointRefused.
 
-        Raises CheckpointNotVisible for a new checkpoint whose files are missing. The publisher
-        tries to load a checkpoint with missing files again in every pass of its loop. A refused
+        Raises CheckpointNotVisible for a new checkpoint whose files are missing. In every pass of
+        its loop, the publisher tries again to load a checkpoint whose files are missing. A refused
         checkpoint is tried again when its files change, or when vLLM's server is lost. A checkpoint
         that was refused because of vLLM's status 500 is also tried again after a pause.
 

@@ -83,7 +83,7 @@ class Publisher:
         self._usage = Usage(client, self._transport.copies.usage_file)
         self._retention = Retention(client, grace, most=4 * settings.max_loras)
         self._specs: dict[str, RunSpec] = {}
-        # Whether nothing listens at vLLM's address and no record of a served step is left.
+        # True if nothing listens at vLLM's address and no record of a served step is left.
         self._gone = False
         # Whether the records were compared with vLLM since vLLM last started.
         self._records_checked = False

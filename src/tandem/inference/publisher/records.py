@@ -25,7 +25,7 @@ class Records(Protocol):
         """
 
     def tell(self, run: str, served: ServedCheckpoint) -> None:
-        """Records in the events of the step's job that vLLM serves the step."""
+        """Records, in the events of the step's job, that vLLM serves the step."""
 
     def keep(self, run: str) -> set[str]:
         """The names of steps that must stay loaded, even if the publisher would unload them."""

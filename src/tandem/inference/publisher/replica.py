@@ -74,7 +74,7 @@ class Member:
             why="it starts",
         )
         # The time of the record's last write and the end of vLLM's permission, on this machine's
-        # monotonic clock. vLLM on the same machine uses the same clock.
+        # monotonic clock. The vLLM on the same machine uses the same clock.
         self._beaten = self._lease = 0.0
         # The ids of two vLLM processes: the process that answered last, and the process that became
         # ready.

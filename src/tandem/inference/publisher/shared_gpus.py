@@ -1,4 +1,4 @@
-"""Controls a vLLM that shares its GPUs with the trainer. vLLM sleeps while a trainer holds the
+"""Controls a vLLM that shares its GPUs with the trainer. The vLLM sleeps while a trainer holds the
 GPUs, and is awake at all other times.
 
 Only the publisher puts vLLM to sleep and wakes it. The runner asks for the GPUs by writing a hold,

@@ -2,15 +2,15 @@
 (`MergedTransport`).
 
 `TANDEM_WEIGHTS` chooses the transport. The methods of both classes may raise the errors of
-`VllmClient`. docs/architecture.md, "How to add something", lists the parts that a new transport for
-whole weights needs.
+`VllmClient`. The section "How to add something" of docs/architecture.md lists the parts that a new
+transport for whole weights needs.
 
 vLLM (0.32) reads the files of an evicted adapter again when a request needs the adapter. If the
 files no longer exist, vLLM's engine crashes. vLLM therefore loads adapters from local copies. A
 rollback or an unreachable volume does not affect the copies. A copy's path contains a hash of its
 content. vLLM lists the path of each adapter. A restarted publisher knows from the path which
-checkpoint vLLM has, even after a rollback. vLLM's prefix cache also distinguishes the old and the
-new checkpoint by the path (`VllmClient.prefix_cache_keyed_by_path`).
+checkpoint vLLM has, even after a rollback. The path also separates old and new blocks in vLLM's
+prefix cache (`VllmClient.prefix_cache_keyed_by_path`).
 """
 
 import hashlib
@@ -133,8 +133,8 @@ class AdapterCopies:
 
         Args:
             listed: the paths of the models that vLLM lists.
-            in_use: returns the names of models that running requests use. The copies of models in
-                use stay, because vLLM may read them again.
+            in_use: returns the names of models that running requests use; the copies of models in
+                use stay, because vLLM may read the copies again.
             older_than: seconds since vLLM last used a copy.
         """
         unused = []
@@ -327,7 +327,7 @@ class MergedTransport:
     def _order(self, swap: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """vLLM's answer to `swap`. With TANDEM_SWAP_REQUESTS=wait, new requests wait until the
         running requests have ended. If the running requests do not end in time, the next swap is
-        delayed by the duration of this attempt. vLLM answers new requests during this delay."""
+        delayed by the duration of this attempt. During this delay, vLLM answers new requests."""
         begin = time.monotonic()
         try:
             return _alive(swap)

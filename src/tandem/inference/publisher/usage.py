@@ -61,8 +61,8 @@ class Retention:
 
     An older step is unloaded once it has had no request for `grace` consecutive seconds. The grace
     period covers the pause between two turns of a conversation. If there are more than `most` older
-    steps, the grace period is ignored. (The newest step of each run is not counted, so that unused
-    runs don't displace steps that clients sample.) A step that a rollback discarded is unloaded
+    steps, the grace period is ignored. The newest step of each run is not counted, so that unused
+    runs don't displace steps that clients sample. A step that a rollback discarded is unloaded
     immediately.
     """
 

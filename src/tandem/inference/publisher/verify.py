@@ -48,10 +48,10 @@ amount, but wrong weights change all tokens.
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of a verification. `error`: mean |served - expected| over all log-probs, in nats;
-    `tokens`: the number of log-probs; `allowed`: the limit for the mean error of the closest
-    tokens, in nats. The closest tokens are those with the smallest errors; their share of all
-    tokens is COMPARED."""
+    """The result of a verification. `error` is the mean of |served - expected| over all log-probs,
+    in nats. `tokens` is the number of log-probs. `allowed` is the limit for the mean error of the
+    closest tokens, in nats. The closest tokens are those with the smallest errors; their share of
+    all tokens is COMPARED."""
 
     error: float
     allowed: float
@@ -82,9 +82,9 @@ class Tolerance:
         return cls(ROUNDING[serving_dtype(settings)], settings.verify_tolerance or math.inf)
 
     def allowed(self, base_error: float, moved: float) -> float:
-        """The limit for a checkpoint in nats. `base_error`: vLLM's mean error of the base model, 0
-        if vLLM does not serve the base model; `moved`: mean distance between the checkpoint's and
-        the base model's log-probs. `base_error` and `moved` are in nats."""
+        """The limit for a checkpoint in nats. `base_error` is vLLM's mean error of the base model,
+        in nats; 0 if vLLM does not serve the base model. `moved` is the mean distance between the
+        checkpoint's and the base model's log-probs, in nats."""
         return min(max(self.rounding, BASE_ERRORS * base_error) + MOVED_SHARE * moved, self.limit)
 
 

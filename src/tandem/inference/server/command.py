@@ -1,5 +1,5 @@
-"""Builds vLLM's command line and environment from Tandem's settings. vLLM 0.26 to 0.33 have every
-option that this module uses."""
+"""Builds vLLM's command line and environment from Tandem's settings. Every option that this module
+uses exists in vLLM 0.26 to 0.33."""
 
 import json
 import os
@@ -310,7 +310,7 @@ def _environment(
         defaults["TORCH_COMPILE_DISABLE"] = "1"
         if settings.inference_tensor_parallel == 1:
             # vLLM on the CPU keeps the "uni" executor only with VLLM_ENABLE_V1_MULTIPROCESSING=0.
-            # vLLM's engine runs in its own process in spite of this setting.
+            # Despite this setting, the engine runs in its own process.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     env = {**defaults, **environ}
     # VLLM_SERVER_DEV_MODE and VLLM_ALLOW_RUNTIME_LORA_UPDATING make vLLM serve the admin routes.

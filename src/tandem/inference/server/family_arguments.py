@@ -18,7 +18,7 @@ def family_arguments(model: str, dtype: str, *, on_cpu: bool) -> list[str]:
     this device in `dtype`.
 
     Args:
-        model: a directory or a hub name. If the hub's cache lacks the model's configuration, the
+        model: a directory or a hub name; if the hub's cache lacks the model's configuration, the
             result is empty.
         dtype: the dtype in which vLLM computes, such as "bfloat16".
         on_cpu: whether vLLM computes on the CPU.

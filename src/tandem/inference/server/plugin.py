@@ -1,5 +1,5 @@
-"""A vLLM plugin (entry point `vllm.general_plugins`). vLLM calls `register` in every process that
-it starts.
+"""A vLLM plugin (entry point `vllm.general_plugins`). In every process that vLLM starts, vLLM calls
+`register`.
 
 The plugin limits the headers and waiting times of HTTP requests, makes the API server collect
 garbage less often, and installs the code for merged weights (`worker/`). The plugin also works

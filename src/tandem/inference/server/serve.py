@@ -2,8 +2,8 @@
 that the settings describe.
 
 Before vLLM starts, this process kills the processes that an earlier vLLM left, and waits until
-vLLM's GPUs are free. vLLM allocates a share of a GPU's total memory, and fails after a minute of
-loading if another process uses this memory.
+vLLM's GPUs are free. A starting vLLM allocates a share of a GPU's total memory, and fails after a
+minute of loading if another process uses this memory.
 """
 
 import fcntl
@@ -60,7 +60,7 @@ def main() -> None:
         )
     _withdraw_records(settings)
     log.info("starting vLLM", command=" ".join(command.shown[1:]))
-    # A killed vLLM leaves sockets and files in its TMPDIR. vLLM's compiled code is kept
+    # A killed vLLM leaves sockets and files in its TMPDIR. The compiled code of vLLM is kept
     # elsewhere.
     key = hashlib.sha256(marker[_MARKER].encode()).hexdigest()[:12]
     scratch = {"TMPDIR": str(scratch_directory(f"vllm-{key}"))}
@@ -68,9 +68,9 @@ def main() -> None:
 
 
 def check_plugin() -> None:
-    """Raises InvalidInput if vLLM would not find Tandem's plugin. vLLM finds the plugin by its
-    entry point in the metadata of the installed package. Without the plugin, adapters are not
-    compared with their files, and weights can't be merged."""
+    """Raises InvalidInput if vLLM would not find Tandem's plugin. To find the plugin, vLLM reads
+    the plugin's entry point in the metadata of the installed package. Without the plugin, adapters
+    are not compared with their files, and weights can't be merged."""
     if not entry_points(group="vllm.general_plugins", name="tandem"):
         raise InvalidInput(
             "tandem-rl is not installed for this Python, so vLLM would not load its plugin; install"

@@ -1,4 +1,5 @@
-"""ASGI middlewares inside vLLM's API server. vLLM loads them by its option `--middleware`.
+"""ASGI middlewares inside vLLM's API server. The option `--middleware` makes vLLM load the
+middlewares.
 
 A request passes the middlewares in this order (`_arguments` in `server/command.py`), and then
 reaches vLLM's own routes:

@@ -5,8 +5,9 @@ For each request, vLLM renders the whole history of messages. The client sends b
 sampled tokens, and the chat template may render this text differently. Possible differences are
 `False` in place of `false` in a tool call, different white space, missing thoughts, and a missing
 stop string. If the session has the tokens of the history's last answer, the prompt contains these
-tokens instead of the rendered text of the answer. vLLM renders the history with a mark in place of
-the last answer. The text after the mark is tokenized and appended to the sampled tokens.
+tokens instead of the rendered text of the answer. To build the prompt, vLLM renders the history
+with a mark in place of the last answer. The text after the mark is tokenized and appended to the
+sampled tokens.
 
 Each request's `Recording` is a context variable, because vLLM's code between the rollout door and
 the engine runs in the request's context on every route.

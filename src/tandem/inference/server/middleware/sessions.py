@@ -135,7 +135,8 @@ def digest_with(before: bytes, message: Mapping[str, Any]) -> bytes:
 
 
 def reasoning_of(message: Message) -> str | None:
-    """An assistant's reasoning, from the key that vLLM or another server or client uses for it."""
+    """The reasoning in an assistant's message, under any of the keys that vLLM, other servers and
+    clients use."""
     names = ("reasoning", "reasoning_content", "thinking")
     texts = (message.get(name) for name in names)
     return next((text for text in texts if isinstance(text, str) and text), None)

@@ -49,7 +49,7 @@ class InFlight:
         # ended before the swap.
 
     def _of_this_request(self, tokens: dict[str, int]) -> dict[Sequence, int]:
-        """Selects the sequences of this request. vLLM names a sequence `chatcmpl-<id>`,
+        """Selects the sequences of this request. The name of a sequence in vLLM is `chatcmpl-<id>`,
         `generate-tokens-<id>` or `cmpl-<id>-<prompt>`. The name has a prefix `<sample>_` if there
         are several samples, and a suffix of 8 random hexadecimal digits."""
         of = re.escape(self.id)

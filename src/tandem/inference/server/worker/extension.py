@@ -41,9 +41,9 @@ class MergedWorker:
 
 
 def attach(worker: Any) -> None:
-    """Give a worker that has just loaded its model the second copy of the weights. vLLM sizes the
-    KV cache later, so it leaves space for the copy and for the memory that a swap needs. The copy's
-    tensors on the GPU come from the allocator's current memory pool.
+    """Give a worker that has just loaded its model the second copy of the weights. Later, vLLM
+    sizes the KV cache, and leaves space for the copy and for the memory that a swap needs. The
+    copy's tensors on the GPU come from the allocator's current memory pool.
     """
     options = json.loads(os.environ[MERGED_VARIABLE])
     runner = worker.model_runner
@@ -70,8 +70,8 @@ def attach(worker: Any) -> None:
     )
     if on_gpu:
         # vLLM 0.26 adds up the memory that it has registered, so the memory of the copy must be
-        # added to this sum. vLLM 0.32 measures the memory in use. Neither version of vLLM accounts
-        # for the memory that a swap needs.
+        # added to this sum. In contrast, vLLM 0.32 measures the memory in use. Neither version of
+        # vLLM accounts for the memory that a swap needs.
         runner.model_memory_usage += weights.device_bytes
         worker.requested_memory -= weights.spare_bytes
 
@@ -117,13 +117,13 @@ def swap(
     name: str,
     deadline: float,
 ) -> dict[str, Any]:
-    """Swaps the weights. The swap runs in the engine's process, between two engine steps. Unless
-    the result is `torn`, all workers have the weights of `version` after the swap, or all workers
-    have the old weights.
+    """Swaps the weights. The swap runs in the engine's process, between two engine steps. After the
+    swap, either all workers have the weights of `version` or all workers have the old weights,
+    except after the result `torn`.
 
     Returns `seconds` and `tokens` if the swap succeeded; `tokens` is the number of tokens that each
     sequence has from the old weights. Returns `late` if the deadline has passed, or if vLLM sleeps.
-    vLLM sleeps during a swap only if the program that ordered the swap has died and a trainer has
+    During a swap, vLLM sleeps only if the program that ordered the swap has died and a trainer has
     the GPU. Returns `error` if the swap failed and the old weights are restored. Returns `torn`,
     and ends all requests, if the old weights can't be restored.
 

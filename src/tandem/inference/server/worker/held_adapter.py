@@ -1,7 +1,8 @@
 """Compares a worker's adapter, bit for bit, with the adapter's file.
 
 Log-probs can't prove that the adapter is complete: rounding to bfloat16 changes log-probs more than
-a missing layer does. vLLM silently ignores an adapter's tensors if their names are unexpected.
+a missing layer does. If the names of an adapter's tensors are unexpected, vLLM silently ignores the
+tensors.
 """
 
 import json

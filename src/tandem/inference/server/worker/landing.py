@@ -114,7 +114,7 @@ class LandingWeights(ModelWeights):
         copy is lost.
 
         Args:
-            source: the source of whole weights. If `source` is None, the weights are merged from
+            source: the source of whole weights; if `source` is None, the weights are merged from
                 the base model's files and the adapter in the directory `version` (for BASE: without
                 an adapter).
         """

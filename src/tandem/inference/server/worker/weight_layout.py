@@ -2,7 +2,8 @@
 
 vLLM fuses the projections q, k and v of a layer into one parameter, and the projections gate and up
 into another. For a mixture of experts, `w13_weight` contains gate and up of all experts of a layer,
-and `w2_weight` contains down of all experts. vLLM cuts parameters over its tensor-parallel workers.
+and `w2_weight` contains down of all experts. The parameters are cut over vLLM's tensor-parallel
+workers.
 """
 
 from collections.abc import Iterator
