@@ -171,9 +171,9 @@ def _have_sizes(directory: Path, files: Manifest) -> bool:
 
 
 class LoraTransport:
-    """The adapters of one vLLM server. `listed`: the path of each model that vLLM lists, read by
-    `refresh` and updated by `load` and `unload`; `name`: the transport's name in records;
-    `identity`: the name of the vLLM model that step 0 must equal."""
+    """The adapters of one vLLM server. `listed` has the path of each model that vLLM lists; `load`
+    and `unload` update `listed`. `name` is the transport's name in records. `identity` is the name
+    of the vLLM model that step 0 must equal."""
 
     name, identity = "lora", BASE_MODEL_NAME
 

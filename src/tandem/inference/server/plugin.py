@@ -6,8 +6,8 @@ garbage less often, and installs the code for merged weights (`worker/`). The pl
 around five faults of vLLM 0.32, mostly with functions of `patches.py`:
 
 - `kill -9` of the API server leaves the engine process behind for ever, with all of the GPU's
-  memory. (The orphaned engine overwrites its environment, so a search by environment can't find the
-  process.) The plugin therefore makes the kernel kill each engine process when the parent of the
+  memory. The orphaned engine overwrites its environment, so a search by environment can't find the
+  process. The plugin therefore makes the kernel kill each engine process when the parent of the
   process dies.
 - With `--enable-lora`, vLLM computes every mixture of experts with kernels for adapters, even if no
   adapter changes experts. The kernels for adapters are written in Triton, and the CPU has no Triton

@@ -172,8 +172,8 @@ def _tend(core: Any, name: str) -> dict[str, int]:
             # vLLM 0.32 sets `num_output_placeholders` to 0 when it evicts a request, but still
             # delivers the tokens in flight, whose number is not known. The tokens in flight are
             # therefore discarded and sampled again from the new weights. If vLLM returns routed
-            # experts, the tokens in flight are kept, because the connector for routed experts can't
-            # take a request back before it has received the tokens in flight.
+            # experts, the tokens in flight are kept. The connector for routed experts can't take a
+            # request back before it has received the request's tokens in flight.
             stale = getattr(request, "num_stale_output_tokens", 0)
             if stale and getattr(scheduler, "aux_output_connector", None) is None:
                 request.drop_stale_output = True
