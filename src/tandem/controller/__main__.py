@@ -21,8 +21,8 @@ from tandem.system.http_limits import BoundedHttp
 from tandem.system.logs import configure
 from tandem.system.open_files import allow_many_open_files
 
-# Seconds that running requests get to end when the process is stopped. The spool stays correct if a
-# request does not end in time.
+# After a stop signal, the process waits at most this many seconds for the end of running requests.
+# The spool stays correct if a request does not end in time.
 GRACE_SECONDS = 10
 # Seconds between two attempts to make a spool on a full volume.
 FULL_SECONDS = 1.0
@@ -31,19 +31,19 @@ M_ARENA_MAX = -8
 
 
 def main() -> int:
-    """Serve until SIGTERM or Ctrl-C; returns the exit status: 0 if the process was stopped, 2 if
-    the settings are wrong, 3 if it could not listen."""
+    """Serve until SIGTERM or Ctrl-C; returns the exit status. The status is 0 if the process was
+    stopped, 2 if the settings are wrong, and 3 if the process could not listen."""
     for number in (signal.SIGTERM, signal.SIGINT):
         # This handler makes the exit status 0 if a signal arrives before uvicorn handles signals.
         # When uvicorn ends after a signal, uvicorn raises the signal again, which also runs this
         # handler.
         signal.signal(number, lambda *_: sys.exit(0))
-    with suppress(OSError, AttributeError):  # another C library
+    with suppress(OSError, AttributeError):  # another C library than glibc.
         # This call limits glibc to two arenas. With an arena per thread, glibc would keep more
         # freed memory after each burst of requests or streams.
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
     # This line keeps transformers from importing torch together with a tokenizer. If torch is
-    # installed, its import takes seconds, and gigabytes of memory.
+    # installed, the import of torch takes seconds and gigabytes of memory.
     sys.modules["torch"] = None  # type: ignore[assignment]
     # This variable keeps transformers from printing that torch is missing, in lines that are not
     # JSON.
@@ -83,8 +83,8 @@ def main() -> int:
 
 
 def _sockets_for_both(settings: Settings) -> list[socket.socket] | None:
-    """A socket that listens on `::` for IPv6 and IPv4; None if the configured host is not `::`.
-    asyncio's own socket would listen on IPv6 only, but clients in the container connect to
+    """A socket that listens on `::` for IPv6 and IPv4; None if the configured host is not `::`. A
+    socket that asyncio creates would listen on IPv6 only, but clients in the container connect to
     127.0.0.1."""
     if settings.controller_host != "::":
         return None
@@ -102,8 +102,8 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _create_app(settings: Settings) -> FastAPI:
-    """Calls `create_app`. If the volume has no spool yet and is full, waits until it has space for
-    a spool."""
+    """Calls `create_app`. If the volume is full and has no spool yet, waits until the volume has
+    space for a spool."""
     said = False
     while True:
         try:

@@ -36,9 +36,9 @@ from tandem.spool.removal import prune
 from tandem.system.logs import Log
 
 SWEEP_SECONDS = 600.0
-# The routes of the APIs of other products. The clients of these APIs have types of their own, so
-# the routes are not in the OpenAPI document. The order of the routers matters: the last route of
-# the last router answers all paths below Tinker's prefix that have no other route.
+# The routes of OpenAI's and Tinker's APIs are not in the OpenAPI document, because the clients of
+# these APIs have types of their own. The order of the routers matters: the last route of the last
+# router answers all paths below Tinker's prefix that have no other route.
 _FOREIGN = (
     routes_files.router,
     routes_tunings.router,

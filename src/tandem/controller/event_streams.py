@@ -22,7 +22,8 @@ from tandem.system.plain_files import NotPlainError, open_plain
 
 # Seconds between two checks of a followed file.
 POLL_SECONDS = 0.2
-# Seconds between two reads of a followed job's state, in case it ended without a terminal event.
+# Seconds between two reads of a followed job's state. The state shows the end of a job whose
+# terminal event is missing.
 STATE_SECONDS = 10.0
 PART_BYTES = 16384
 _THREADS = 8
@@ -45,7 +46,7 @@ class EventStreams:
         # Job -> the state of the job's event file. A job is listed while at least one reader
         # follows it.
         self._files = WeakValueDictionary[str, _File]()
-        self._looked = 0.0  # monotonic
+        self._looked = 0.0  # monotonic time of the last check.
         # The streams have their own threads, so that they don't wait for heavy requests.
         self._threads = anyio.CapacityLimiter(_THREADS)
 
@@ -60,13 +61,14 @@ class EventStreams:
 
         The stream also ends if the job has ended without a terminal event, because the writer of
         the event died. After the end of a stream without a terminal event, clients reconnect, or
-        ask for the job's state. An event's `id` is its seq; clients send it as Last-Event-ID.
+        ask for the job's state. The `id` of an event is the event's `seq`. Clients that reconnect
+        send the last `id` as Last-Event-ID.
 
         Args:
-            after: only events with a higher sequence number; -1: all.
+            after: only events with a higher sequence number are sent; -1: all events are sent.
             wait: whether to wait for new events; False: the stream has only the events written so
                 far.
-            stopping: ends the stream when it is set; clients then reconnect.
+            stopping: setting `stopping` ends the stream; clients then reconnect.
         """
         yield b"retry: 1000\n\n"
         file, offset = self._files.setdefault(job, _File()), 0
@@ -96,11 +98,11 @@ class EventStreams:
                     )
 
     def _read(self, job: str, offset: int, after: int) -> tuple[bytes, int, int, bool]:
-        """A part of the file, the offset of the next part, the file's size, and whether the part
-        has the terminal event.
+        """Returns a part of the file, the offset of the next part, the file's size, and whether the
+        part contains the terminal event.
 
         The part is returned as bytes, because it stays in memory until the client has received it.
-        Parsed events would take many times the memory.
+        Parsed events would take many times as much memory as the bytes.
         """
         events, end, size = self._spool.events.since(job, offset, PART_BYTES)
         block = b"".join(_formatted(event) for event in events if event.seq > after)

@@ -48,7 +48,7 @@ def response_of(error: TandemError, path: str) -> JSONResponse:
 
 def refuse(error: TandemError, path: str) -> JSONResponse:
     """The response to a request whose body is not read. The response closes the connection, because
-    the unread body makes the connection useless for further requests."""
+    the connection can't carry another request after an unread body."""
     response = response_of(error, path)
     response.headers["Connection"] = "close"
     return response
@@ -73,9 +73,9 @@ def parse_body[T](adapter: TypeAdapter[T], body: bytes) -> T:
 
 
 def _keys(loc: Sequence[str | int]) -> list[str | int]:
-    """The parts of pydantic's `loc` that are keys and indices of the body. The function needs only
-    `loc` and does not parse the body again. The other parts of `loc` are pydantic's own: the tag of
-    a request's kind, and the names of a union's members.
+    """The parts of pydantic's `loc` that are keys and indices of the body. The function `_keys`
+    does not parse the body again. The other parts of `loc` are pydantic's own: the tag of a
+    request's kind, and the names of a union's members.
     """
     parts = list(loc)
     if parts and parts[0] in get_args(JobKind):
@@ -84,7 +84,8 @@ def _keys(loc: Sequence[str | int]) -> list[str | int]:
 
 
 def _path_in(data: Any, error: Mapping[str, Any]) -> list[str | int]:
-    """Like `_keys`, for a small body `data` that FastAPI has parsed.
+    """The keys and indices that lead to the wrong value in `data`, a small body that FastAPI has
+    parsed.
 
     The last part of a "missing" error is a key that `data` lacks. If the body is not an object, the
     result is the part "body" alone.
@@ -137,14 +138,14 @@ def install_handlers(app: FastAPI) -> None:
         status, message, headers = HTTPStatus(error.status_code), str(error.detail), error.headers
         if message == status.phrase:
             message += f": {request.method} {request.url.path}"
-        # Starlette names only the methods of the path's first route.
+        # Starlette's header `Allow` names only the methods of the path's first route.
         if status == HTTPStatus.METHOD_NOT_ALLOWED:
             headers = {"Allow": ", ".join(sorted(_methods(request)))}
         kind = status.name.lower()
         return _response(request.url.path, status, headers, type=kind, message=message)
 
     @app.exception_handler(ClientDisconnect)
-    # The client does not read the answer, but the answer's status is counted.
+    # The client has disconnected and reads no answer, but the metrics count the answer's status.
     async def _hung_up(request: Request, __: ClientDisconnect) -> JSONResponse:
         return _response(
             request.url.path,

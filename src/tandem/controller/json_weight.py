@@ -7,10 +7,10 @@ module therefore counts the characters that create objects before the body is pa
 
 from typing import IO
 
-# Each character of the text -> the bytes of memory of the parsed value that it creates. "{" creates
-# an object, "[" an array, "," another value in a list, and ":" a key. The bytes of a key include
-# the error message that the key may cause. `tests/controller/test_body_memory.py` compares these
-# numbers with a controller's memory.
+# Character -> the bytes of memory of the value that the parser creates at this character. The
+# parser creates an object at "{", an array at "[", another value of a list at ",", and a key at
+# ":". The bytes of a key include the error message that the key may cause.
+# `tests/controller/test_body_memory.py` compares these numbers with a controller's memory.
 _WEIGHTS = {b"{": 576, b"[": 192, b",": 64, b":": 640}
 _CHUNK_BYTES = 2**20
 

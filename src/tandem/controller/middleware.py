@@ -71,10 +71,11 @@ class CountRequests:
 
 
 class Authentication:
-    """ASGI middleware that checks keys. If keys are set, every path except `OPEN_PATHS` needs
-    `Authorization: Bearer <key>`. If no key is set, the Host header must name the loopback
-    interface. This rule refuses requests from a web page that rebinds its DNS name to 127.0.0.1.
-    The context variable `asking` has the name of the request's key.
+    """ASGI middleware that checks keys. If keys are set, requests to all paths except `OPEN_PATHS`
+    need a key in the header `Authorization`, in the form `Bearer <key>`. If no key is set, the Host
+    header must name the loopback interface. The check of the Host header refuses requests from a
+    web page that rebinds its DNS name to 127.0.0.1. The context variable `asking` contains the name
+    of the request's key.
     """
 
     def __init__(self, app: ASGIApp, keys: Mapping[str, str]) -> None:

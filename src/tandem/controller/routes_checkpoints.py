@@ -65,8 +65,8 @@ def get_checkpoint(run: RunName, step: Step, deployment: CurrentDeployment) -> M
 def delete_checkpoint(
     run: RunName, step: Step, deployment: CurrentDeployment, tasks: BackgroundTasks
 ) -> None:
-    """Delete a checkpoint; refused for step 0, the newest, and one that is pinned, served or needed
-    by a job."""
+    """Delete a checkpoint; refused for step 0, for the newest step, and for a step that is pinned,
+    served or needed by a job."""
     doomed = removal.delete_checkpoint(deployment.spool, run, step)
     tasks.add_task(shutil.rmtree, doomed, ignore_errors=True)
 

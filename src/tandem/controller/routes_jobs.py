@@ -17,8 +17,8 @@ from tandem.system.plain_files import NotPlainError, open_plain
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 LOG_PART_BYTES = 2**20
 KEEP_ALIVE_SECONDS = 10.0
-# Seconds that a stream gets to end by itself when the process stops. A stream ends after at most
-# one more poll of its file.
+# After a stop signal, the process waits at most this many seconds for the end of its streams. After
+# the stop, a stream checks its file at most once more and then ends.
 STOP_SECONDS = 5.0
 _EVENT_FIELDS = {name: {"type": "string"} for name in ("id", "event", "data")}
 _EVENTS = {
@@ -139,6 +139,7 @@ def get_log(
 
 @router.post("/{job}/cancel", status_code=202)
 def cancel_job(job: JobId, deployment: CurrentDeployment) -> JobStatus:
-    """Stop a job: a queued one at once, a running one soon; a job that has ended stays as it is."""
+    """Stop a job: a queued job ends at once, and a running job ends soon; an ended job is not
+    changed."""
     deployment.spool.queue.cancel(job)
     return job_status(deployment, *deployment.spool.jobs.get(job))

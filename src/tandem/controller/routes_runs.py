@@ -33,7 +33,7 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
 
 def run_status(deployment: Deployment, spec: RunSpec) -> RunStatus:
-    """The run as it is on the spool now."""
+    """The state of the run on the spool now."""
     spool, run = deployment.spool, spec.name
     index, served = spool.jobs.index, spool.served.get(run)
     running = index.running(run)
@@ -156,8 +156,8 @@ def run_spec(deployment: Deployment, request: CreateRun) -> RunSpec:
 
 
 def make_run(deployment: Deployment, spec: RunSpec) -> bool:
-    """Creates a run; returns False if it exists. The controller makes step 0 on the CPU, and needs
-    only the model's configuration for it, not the weights."""
+    """Creates a run; returns False if it exists. The controller makes step 0 on the CPU. Step 0
+    depends on the model's configuration, not on the model's weights."""
 
     def write_files(directory: Path) -> None:
         if spec.lora is not None:
@@ -202,10 +202,10 @@ def list_runs(
     ] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="at most this many")] = 200,
 ) -> list[RunStatus]:
-    """List the runs, by name. A damaged run is left out; `tandem doctor` names it."""
+    """List the runs, by name. The list leaves out damaged runs; `tandem doctor` names them."""
     listed: list[RunStatus] = []
     for spec in deployment.spool.runs.after(after or ""):
-        # The run was removed meanwhile, or has no checkpoint.
+        # The list leaves out a run that was removed meanwhile, and a run without a checkpoint.
         with suppress(NotFound, CheckpointDamaged):
             listed.append(run_status(deployment, spec))
         if len(listed) == limit:

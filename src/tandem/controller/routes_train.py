@@ -45,7 +45,7 @@ MEMORY_BYTES = 256 * 2**10
 # Bodies that take more than LARGE_WEIGHT bytes of memory after parsing are parsed one at a time.
 LARGE_WEIGHT = 128 * 2**20
 # A parsed body may take at most MOST_WEIGHT * TANDEM_MAX_REQUEST_BYTES bytes of memory: 3 GiB by
-# default. The controller has 4 GiB by default.
+# default. By default, the controller may use 4 GiB of memory.
 MOST_WEIGHT = 12
 # Bytes of memory that a sequence of a few tokens takes while it is packed (measured: 2,800 to
 # 3,160).
@@ -75,7 +75,7 @@ async def train(
     run: RunName, request: Request, response: Response, deployment: CurrentDeployment
 ) -> JobStatus:
     """Queue a job that makes the run's next step. The job starts after all jobs that were queued
-    earlier, from the run's newest step at the job's start."""
+    earlier. The job trains the step that is the run's newest step when the job starts."""
 
     def submit(body: bytes) -> tuple[JobStatus, bool]:
         job, new = queue_job(deployment, run, body)
@@ -110,8 +110,8 @@ async def render_data(request: Request, deployment: CurrentDeployment) -> list[R
 
 
 async def _with_body[T](deployment: Deployment, request: Request, work: Callable[[bytes], T]) -> T:
-    """The result of `work` on the body. `work` runs in a thread, because parsing and packing a
-    large batch would block all other requests."""
+    """Calls `work` with the request's body, and returns the result. `work` runs in a thread,
+    because parsing and packing a large batch would block all other requests."""
     if (
         request.headers.get("content-type", "").partition(";")[0].strip().lower()
         != "application/json"
@@ -205,7 +205,7 @@ def _fingerprint(run: str, request: AnyRequest) -> str:
 
 
 def _check(deployment: Deployment, request: AnyRequest) -> None:
-    """Checks the request against the deployment. The run's state is not needed for these checks."""
+    """Checks the request against the deployment. The checks do not read the run's state."""
     _check_sequences(request, deployment.settings)
     longest = deployment.arch.max_positions
     if request.packing.sequence_length > longest:

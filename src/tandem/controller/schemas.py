@@ -53,8 +53,8 @@ class Health(Record):
 
 
 class CreateRun(Record):
-    """A new run that trains LoRA adapters on the deployment's base model, or all of its weights.
-    Step 0 equals the base model."""
+    """A new run that trains LoRA adapters on the deployment's base model, or all weights of the
+    base model. Step 0 equals the base model."""
 
     model_config = _example(name="my-run", lora={"rank": 16, "alpha": 32}, seed=0)
 
@@ -288,7 +288,7 @@ class RenderRequest(Record):
 
 
 class JobStatus(Record):
-    """A job as it is on the spool now."""
+    """The state of a job on the spool now."""
 
     id: str
     run: str

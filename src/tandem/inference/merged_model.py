@@ -26,8 +26,9 @@ def write_merged_model(directory: Path, base_model: Path, adapter: Path, lora: L
         lora: the adapter's shape.
 
     Raises:
-        InvalidInput (field `base_model`): the base model can't be read or lacks an adapted weight;
-        an adapted weight's shape contradicts config.json, or its dtype can't be merged.
+        InvalidInput (field `base_model`): the base model can't be read, or lacks an adapted weight.
+        InvalidInput is also raised if an adapted weight has a dtype that can't be merged, or a
+        shape that contradicts config.json.
         CheckpointDamaged: the adapter is not of shape `lora` for this base model, or a merged
         weight is not finite.
     """

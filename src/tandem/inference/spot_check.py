@@ -1,7 +1,8 @@
-"""Computes the expected values of one random row of every changed matrix, without torch. vLLM must
-have exactly these values, bit for bit. Log-probs test only the function that the weights compute,
-while rows test the weights themselves. Matching rows prove that each matrix was written from the
-base model with the right adapter and scale, or from the right model.
+"""Computes the expected values of one random row of every changed matrix, without torch. The rows
+in vLLM must equal the expected values, bit for bit. A comparison of log-probs tests only the
+function that the weights compute, while a comparison of rows tests the weights themselves. Matching
+rows prove that each matrix was written from the base model with the right adapter and scale, or
+from the right model.
 """
 
 import random

@@ -30,8 +30,8 @@ dtype for its bytes."""
 
 
 class TensorFile(Mapping[str, NDArray[Any]]):
-    """A safetensors file: a mapping from tensor names to memory-mapped arrays. bfloat16 values are
-    uint16. Raises KeyError for a tensor whose dtype is not in DTYPES."""
+    """A safetensors file: a mapping from tensor names to memory-mapped arrays. Values of dtype
+    bfloat16 are uint16. Raises KeyError for a tensor whose dtype is not in DTYPES."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.entries = path, read_header(path)
@@ -61,7 +61,7 @@ def adapter_file(directory: Path, arch: Arch, lora: LoraShape, model: str) -> Te
     form an adapter of shape `lora` for `arch`.
 
     Args:
-        model: the name of the model with this architecture, for the message.
+        model: the model's name, which the error message contains.
     """
     path = directory / WEIGHTS_FILE
     try:
@@ -96,8 +96,8 @@ def merge_arrays(
 
 
 def widened(values: NDArray[Any]) -> NDArray[np.float32]:
-    """A tensor from a file, converted to float32. The shape stays the same. bfloat16 values are
-    passed as uint16."""
+    """A tensor from a file, converted to float32. The shape stays the same. Values of dtype
+    bfloat16 are passed as uint16."""
     if values.dtype != np.uint16:
         return values.astype(np.float32, copy=False)
     return (values.astype(np.uint32) << 16).view(np.float32)
@@ -105,7 +105,7 @@ def widened(values: NDArray[Any]) -> NDArray[np.float32]:
 
 def rounded(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
     """Values in a file's `dtype`, rounded to nearest, ties to even. The shape stays the same.
-    bfloat16 values are returned as uint16."""
+    Values of dtype bfloat16 are returned as uint16."""
     if dtype != "BF16":
         return values.astype(DTYPES[dtype], copy=False)
     bits = values.view(np.uint32)

@@ -1,16 +1,16 @@
 """The spool: the volume that controller, trainer and inference share. The class `Spool` opens the
 spool, and all access to the spool goes through this class.
 
-`queue.py` claims jobs, ends them and puts them back for the next attempt; `job_checks.py` checks a
-job before it is queued. `session_jobs.py` queues the jobs of sessions. `recovery.py` ends or
-requeues the jobs that a dead runner left, and removes temporary files of dead processes.
-`attempt.py` names the files of one attempt, and `fence.py` permanently ends an attempt.
-`replicas.py` announces the steps that several inference servers have in common; `inference.py`
-records the state and the address of vLLM. `sessions.py` stores the sessions, whose clients train by
-single API calls. `requests.py` stores the calls of sessions. `tunings.py` stores the files and jobs
-of OpenAI's API. `locks.py` has the leases of jobs and the hold, which reserves shared GPUs for the
-trainer. `removal.py` removes files that the settings `keep_*` don't keep. No other package builds a
-path on the volume.
+`queue.py` claims jobs, ends jobs, and puts jobs back into the queue for the next attempt.
+`job_checks.py` checks a job before the job is queued. `session_jobs.py` queues the jobs of
+sessions. `recovery.py` ends or requeues the jobs that a dead runner left, and removes temporary
+files of dead processes. `attempt.py` names the files of one attempt, and `fence.py` permanently
+ends an attempt. `replicas.py` announces the steps that several inference servers have in common;
+`inference.py` records the state and the address of vLLM. `sessions.py` stores the sessions, whose
+clients train by single API calls. `requests.py` stores the calls of sessions. `tunings.py` stores
+the files and jobs of OpenAI's API. `locks.py` has the leases of jobs and the hold, which reserves
+shared GPUs for the trainer. `removal.py` removes files that the settings `keep_*` don't keep. No
+other package builds a path on the volume.
 
     <root>/
       spool.json                          marks the directory as a spool and names its version
@@ -106,17 +106,17 @@ removed.
 
 Damage stays local. The directory of a job whose `job.json` can't be read is moved to
 `jobs/damaged/`, and the job ends as `failed` with `job_damaged`. A `job.json` with keys that only a
-newer version knows is left unchanged, and its job waits. Files of a newer version exist during an
-upgrade, while the trainer still runs the old image. Lists of jobs leave out directories whose names
-are not the name of a job. Lists of runs leave out runs without a readable `run.json`. The log, the
-metric `tandem_spool_damaged` and `tandem doctor` report damaged files. `python -m tests.fuzz.files`
-damages one file after another and lets every program read it.
+newer version of Tandem knows is left unchanged, and its job waits for that version. Files of a
+newer version exist during an upgrade, while the trainer still runs the old image. Lists of jobs
+leave out directories whose names are not valid names of jobs. Lists of runs leave out runs without
+a readable `run.json`. The log, the metric `tandem_spool_damaged` and `tandem doctor` report damaged
+files. `python -m tests.fuzz.files` damages one file after another and lets every program read it.
 
 A job's id is a ULID or an id that the client chose. Two submissions with the same id and the same
 content are one job. A second submission with the same id and other content is refused as a
-conflict. A job for base step N starts from checkpoint N and makes checkpoint N + 1. If the
-checkpoint after a job's base step exists and this job made it, the job is done. A job with a result
-is called decided. The job has ended once its terminal event is written. If a process dies after the
+conflict. A job for base step N starts from checkpoint N and makes checkpoint N + 1. A job for base
+step N is done if checkpoint N + 1 exists and this job made the checkpoint. A job with a result is
+called decided. The job has ended once its terminal event is written. If a process dies after the
 job's result and before the terminal event, the next process that finds the job writes the terminal
 event.
 
@@ -124,10 +124,11 @@ The fence (`fence.py`): before an attempt ends without success, the directories 
 its checkpoint are renamed. The fence then removes the attempt's directory. The fence repeats the
 removal until the volume confirms that the attempt's directory no longer exists. A commit is a
 rename out of the attempt's directory, so either the commit or the fence succeeds, never both. The
-fence also stops a rank that was suspended and continues a day later. The rank's NFS client may
-still have the old names in its cache. After the fence, a program looks for the attempt's checkpoint
-again; if it exists, the job has succeeded. A rank whose attempt was ended can't append events
-(`Attempt.event`). Readers of events skip events that an attempt wrote after its end.
+fence also stops a rank that was suspended and continues a day later. The NFS client of a suspended
+rank may still have the old names in its cache. After the fence, a program looks for the attempt's
+checkpoint again. If the attempt's checkpoint exists, the job has succeeded. A rank whose attempt
+was ended can't append events (`Attempt.event`). Readers of events skip events that an attempt wrote
+after its end.
 
 Locks are fcntl locks on separate files (`locks.py`): `runs/<run>/lock`, `jobs/locks/`. The runner
 holds `jobs/runner.lock`, and a second runner is refused. The publisher holds
@@ -137,7 +138,7 @@ servers holds the lock `replicas/<id>.lock`.
 
 Events are appended under the job's lock. Readers of events ignore a half-written last line.
 
-Volumes of the previous format (`schema_version` 1 in `spool.json`) are refused. The previous and
+A volume of the previous format (`schema_version` 1 in `spool.json`) is refused. The previous and
 the present format store runs in the same way. To upgrade a volume, let all jobs end, remove
 `spool.json` and `jobs/`, and start the new version.
 """
@@ -209,8 +210,8 @@ class Spool:
     @classmethod
     def create(cls, root: Path | str) -> "Spool":
         """Makes the directories that a spool lacks, and opens it. Raises SpoolUnusable if the
-        volume refuses to make a directory. Another call makes the directories that are still
-        missing."""
+        volume refuses to make a directory. If `create` fails, a repeated call makes the directories
+        that are still missing."""
         paths = Paths(real_root(root))
         with fs.volume_errors(paths.root):
             if fs.exists(paths.version_file):
@@ -271,8 +272,8 @@ class Spool:
 
     def runner(self) -> RunnerInfo | None:
         """The runner that holds the runner lock, or held it last; None if no runner ever held the
-        lock. The runner itself must not call this method, because the call would release its
-        lock."""
+        lock. The runner itself must not call this method, because the call would release the
+        runner's own lock."""
         return runner_info(self.paths)
 
 

@@ -14,8 +14,8 @@ class Attempt:
     """One attempt to run a job. Runner, launcher and ranks get the paths of the attempt's files
     from an `Attempt`.
 
-    The attempt's files are in the directory `work`. The claim of the job creates `work`, and the
-    end of the attempt removes `work`.
+    The attempt's files are in the directory `work`. The directory `work` is created when the job is
+    claimed, and removed when the attempt ends.
     """
 
     spool: Spool
@@ -105,8 +105,8 @@ class Attempt:
     def remove_staged(self) -> None:
         """Removes the files of an ended attempt that were not committed.
 
-        Staged files may fill the volume, and the record of the attempt's end needs space on the
-        volume. Committed files are not affected, because the commit has moved them out of the
-        attempt's directory.
+        The removal makes space for the record of the attempt's end, because staged files may have
+        filled the volume. Committed files are not affected, because the commit has moved them out
+        of the attempt's directory.
         """
         fence.take_staged(self.work)

@@ -2,8 +2,7 @@
 (`runs/<run>/merged/<8 digits>-<12 hex digits>/`). The 12 hexadecimal digits in a name identify the
 checkpoint.
 
-A checkpoint's directory and a directory of merged weights are immutable once they have their final
-names.
+The directory of a checkpoint or of merged weights is immutable once it has its final name.
 """
 
 import hashlib
@@ -51,8 +50,8 @@ class Checkpoints:
         return [directory / name for name in listing(directory)]
 
     def size(self, run: str) -> int:
-        """Bytes in the files of all checkpoints of the run, including discarded ones, and of its
-        whole merged weights. Raises NotFound if the run does not exist."""
+        """The size, in bytes, of the run's checkpoints, discarded checkpoints and whole merged
+        weights. Raises NotFound if the run does not exist."""
         directory = self._runs.directory(run)
         return sum(
             _bytes_of_all(directory / name) or 0 for name in ("checkpoints", "discarded", "merged")
@@ -168,7 +167,7 @@ class Checkpoints:
 
         Args:
             staged_dir: any directory under the root.
-            sha256: file name -> SHA-256, for files whose writers computed the hash. All other files
+            sha256: file name -> SHA-256, for files whose writers computed the hash; all other files
                 are read to compute their hashes.
             check: called right before the rename; it may raise an error to refuse the commit.
             details: the values of further fields of the manifest.
@@ -201,7 +200,8 @@ class Checkpoints:
 
     def made_by(self, job: Job) -> bool:
         """Whether the job's checkpoint exists and this job made it. A session's job makes any
-        number of checkpoints, so a checkpoint does not show that a session's job is done."""
+        number of checkpoints. The existence of a checkpoint therefore does not show that a
+        session's job is done."""
         if isinstance(job.spec, SessionJob):
             return False
         try:
@@ -211,9 +211,9 @@ class Checkpoints:
 
     def rollback(self, run: str, step: int) -> list[int]:
         """Moves every checkpoint after `step` into `runs/<run>/discarded/`, newest first; returns
-        their steps. Raises Conflict (field `step`) if jobs of the run are queued or running,
-        because these jobs build on the checkpoints. A crash during the rollback leaves a shorter
-        chain without gaps. Another call completes the rollback."""
+        the steps of the moved checkpoints. Raises Conflict (field `step`) if jobs of the run are
+        queued or running, because these jobs build on the checkpoints. A crash during the rollback
+        leaves a shorter chain without gaps. Another call completes the rollback."""
         if self._runs.get(run).session is not None:
             problem = f"run {run!r} is of a session, whose requests can't be undone"
             raise Conflict(f"{problem}; fork it from this step", field="run")
@@ -266,9 +266,9 @@ class Checkpoints:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     with target.open("xb") as out:
                         shutil.copyfileobj(file, out, _COPY_BYTES)
-                    # Each file is verified right after its copy, because a verification at the end
-                    # could last long. `recovery.sweep` removes a copy in which no file has changed
-                    # for an hour.
+                    # Each file is verified right after it is copied, because a verification of all
+                    # files at the end could last long. `recovery.sweep` removes a copy in which no
+                    # file has changed for an hour.
                     self._check_copy(checkpoint, run, manifest, name)
 
             sha256 = {name: entry.sha256 for name, entry in manifest.files.items()}
@@ -303,7 +303,7 @@ class Checkpoints:
 
 class MergedFiles:
     """The complete merged weights of checkpoints, as Hugging Face models. The `manifest.json` of
-    merged weights is a copy of the checkpoint's manifest that lists the files of the merged
+    merged weights is a copy of the checkpoint's manifest, but lists the files of the merged
     weights."""
 
     def __init__(
@@ -311,8 +311,8 @@ class MergedFiles:
     ) -> None:
         """
         Args:
-            replicas: `replicas(run)` returns the steps of the run that inference servers serve, if
-                there are several servers.
+            replicas: If there are several inference servers, `replicas(run)` returns the steps of
+                the run that the servers serve.
         """
         self._runs, self._served, self._replicas = runs, served, replicas
 
@@ -327,8 +327,8 @@ class MergedFiles:
 
     def _path(self, checkpoint: Manifest) -> Path:
         """The directory of the checkpoint's whole weights. The directory's name contains 12
-        hexadecimal digits that identify the checkpoint. Two checkpoints of the same step therefore
-        have different directories of weights."""
+        hexadecimal digits that identify the checkpoint, because two checkpoints of the same step
+        need different directories."""
         made = hashlib.sha256(f"{checkpoint.job} {checkpoint.created!r}".encode()).hexdigest()[:12]
         return self._dir(checkpoint.run) / f"{step_name(checkpoint.step)}-{made}"
 

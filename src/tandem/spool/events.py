@@ -42,7 +42,8 @@ class Events:
         unchanged. Raises NotFound (field `id`) if the job does not exist.
 
         Args:
-            attempt: the attempt's number, from 1; 0 if the event belongs to no attempt.
+            attempt: the number of the attempt, counted from 1; 0 if the event belongs to no
+                attempt.
             data: must be representable as JSON; NaN and infinities become null.
         """
         with file_lock(self._paths.job_lock(job_id)):
@@ -108,7 +109,8 @@ class Events:
         self, job_id: str, offset: int, limit: int | None = None
     ) -> tuple[list[Event], int, int]:
         """The events of the complete lines from `offset` on, the offset for the next call, and the
-        file's size in bytes. Reads at least one complete line if the file has one after `offset`.
+        file's size in bytes. Reads at least one complete line if there is a complete line after
+        `offset`.
 
         Args:
             offset: the first byte to read, at the beginning of a line.
@@ -132,7 +134,7 @@ class Events:
 
 
 def _parse(content: bytes) -> list[Event]:
-    """The events of the complete lines; a line that a dead writer left incomplete is skipped."""
+    """The events of all complete lines. A line that a dead writer left incomplete is skipped."""
     events = []
     for line in content.split(b"\n")[:-1]:
         with suppress(ValidationError):

@@ -1,10 +1,10 @@
 """The fence between attempts: an attempt that was ended can no longer change the run or the job,
 even if its processes continue much later.
 
-An attempt makes its checkpoint by a rename out of its own directory. The fence renames the
-directory that would become the checkpoint. So the file system decides whether the commit's rename
-or the fence's rename comes first. No client's cache affects the order of the two renames. A program
-that ends an attempt looks for the attempt's checkpoint after the fence.
+An attempt commits its checkpoint by a rename out of the attempt's directory. The fence renames the
+directory that would become the checkpoint. The file system therefore decides whether the rename of
+the commit or the rename of the fence comes first. No client's cache affects the order of the two
+renames. A program that ends an attempt looks for the attempt's checkpoint after the fence.
 """
 
 import time

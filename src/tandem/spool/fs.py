@@ -1,8 +1,9 @@
-"""Files on the volume: durable writes that are committed by rename. Error messages say what to do.
+"""Files on the volume: durable writes that are committed by rename. Each error message tells the
+user what to do.
 
 A write first creates a temporary file in the directory of its target. Listings leave out the names
 of temporary files (`.tmp-…`). The temporary file is then fsynced and renamed, and the directory is
-fsynced. So a file that exists under its final name is complete. A failed write removes its
+fsynced. A file that exists under its final name is therefore complete. A failed write removes its
 temporary file.
 """
 
@@ -77,8 +78,8 @@ def temporary_beside(path: Path) -> Path:
 
 @contextmanager
 def volume_errors(path: Path) -> Iterator[None]:
-    """Turns an OSError about the state of the volume into a SpoolUnusable that names `path`; other
-    errors are passed on."""
+    """Converts an OSError about the state of the volume into a SpoolUnusable that names `path`.
+    Other errors pass unchanged."""
     try:
         yield
     except OSError as error:
@@ -102,7 +103,8 @@ def fsync_dir(directory: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some network file systems can't fsync a directory, and don't need to.
+        # Some network file systems can't fsync a directory, but make the names durable without
+        # fsync.
         if error.errno != errno.EINVAL:
             raise
     finally:
@@ -139,7 +141,7 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
 
     Args:
         durable: whether fsync is called on the file and its directory. Without fsync, the file may
-            be old, empty or missing after a power loss.
+            have old content, be empty, or be missing after a power loss.
     """
     with replacing(path, data, durable=durable):
         pass
@@ -199,9 +201,9 @@ def staging(parent: Path) -> Iterator[Path]:
 
 
 def in_made_dir[T](directory: Path, action: Callable[[], T]) -> T:
-    """The result of `action`, which puts a file into `directory`. Creates `directory` before it
-    calls `action`. If another process removes the empty directory at the same moment, creates the
-    directory and calls `action` again."""
+    """Calls `action`, which puts a file into `directory`, and returns the result. Creates
+    `directory` before it calls `action`. If another process removes the empty directory at the same
+    moment, creates the directory and calls `action` again."""
     with volume_errors(directory):
         for _ in range(20):
             with suppress(FileNotFoundError):
@@ -269,8 +271,8 @@ def remove_file(path: Path, *, durable: bool = True) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    """Removes a directory if it exists. If the directory can't be removed, for example because NFS
-    keeps files that are still mapped, no error is raised. The directory is first renamed to a
+    """Removes a directory if it exists. No error is raised if the directory can't be removed, for
+    example because NFS keeps files that are still mapped. The directory is first renamed to a
     temporary name, so that no reader finds an incomplete directory."""
     with suppress(OSError):
         if not directory.name.startswith(TEMPORARY):
@@ -279,9 +281,9 @@ def remove_tree(directory: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Whether `path` exists. An NFS client caches the absence of a name. So the function first
-    opens the parent directory; the NFS client then asks the server whether the directory has
-    changed."""
+    """Whether `path` exists. An NFS client caches the absence of a name. The function therefore
+    opens the parent directory first, which makes the NFS client ask the server whether the
+    directory has changed."""
     fd = open_dir(path.parent)
     if fd is None and path.parent != path and exists(path.parent):
         fd = open_dir(path.parent)
@@ -305,13 +307,13 @@ def open_dir(directory: Path) -> int | None:
 
 
 def read_bytes(path: Path, *, sure: bool = True, most: int = RECORD_BYTES) -> bytes | None:
-    """The content of a file that other processes replace by rename; None if it does not exist. If
-    the path is not a regular file of at most `most` bytes, returns b"", which every reader treats
-    as damage.
+    """The content of a file that other processes replace by rename; None if it does not exist.
+    Returns b"" if the path is not a regular file or has more than `most` bytes. Every reader treats
+    b"" as a damaged file.
 
     Args:
-        sure: whether the directory is opened and the file read again before None is returned. An
-            NFS client that does not open the directory may not see a new file yet.
+        sure: if true, the function opens the directory and looks a second time for a missing file,
+            because an NFS client that has not opened the directory may not see a new file yet.
         most: the maximum size in bytes.
     """
     for more in (4, 3, 2, 1, 0):

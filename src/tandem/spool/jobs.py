@@ -1,10 +1,10 @@
 """Reads jobs; `tandem.spool.queue` changes them.
 
 A job is one directory (`tandem.spool.paths`), and the file `job.json` in this directory has the
-job's state. A job with a result is called decided, whichever directory it is in. A job has ended
-once its terminal event is written. A live job whose `job.json` is damaged fails; the directory of
-any damaged job is moved to `jobs/damaged/`. A `job.json` with keys of a newer version stays
-unchanged, and its job waits for a program of that version.
+job's state. A job with a result is called decided, no matter which directory the job is in. A job
+has ended once its terminal event is written. A live job whose `job.json` is damaged fails. The
+directory of a damaged job, live or ended, is moved to `jobs/damaged/`. A `job.json` with keys of a
+newer version of Tandem stays unchanged, and its job waits for a program of that version.
 """
 
 import heapq
@@ -50,8 +50,8 @@ class Index:
         return [self._paths.entries(directory) for directory in self._paths.live_buckets(run)]
 
     def ended(self) -> dict[Path, tuple[JobDir, ...]]:
-        """Directory -> its ended jobs. The tuple of a directory stays the same object until the
-        directory changes."""
+        """Directory -> its ended jobs. For an unchanged directory, each call returns the same tuple
+        object."""
         top = self._paths.ended
         return {top / name: self._paths.entries(top / name) for name in listing(top)}
 
@@ -67,7 +67,7 @@ class Index:
 
     def _runs(self, key: JobKey) -> bool:
         # `_locate` returns None if the job was removed, or if a newer version wrote its file. A job
-        # of a newer version counts as running.
+        # whose file a newer version wrote counts as running.
         if (located := self._locate(key)) is None:
             return fs.exists(self._paths.live_dir(key))
         return located[0] == "running"
@@ -128,7 +128,7 @@ class Index:
         """The lowest base step, not below `step`, for which the run has no job.
 
         Args:
-            decided: jobs to ignore, because they already have a result.
+            decided: the jobs that are ignored, because they already have a result.
         """
         while True:
             entries = self._paths.entries(self._paths.bucket(run, step))
@@ -184,7 +184,7 @@ class Jobs:
             states: list only jobs in these states; None or empty: list jobs in all states.
             limit: return only the newest `limit` jobs; None: all.
             before: list only jobs submitted before the job with this id. Raises NotFound (field
-                `before`) if no job has this id.
+                `before`) if there is no job with the id `before`.
         """
         wanted = frozenset(states or _STATES)
         bound = None
@@ -205,8 +205,8 @@ class Jobs:
 
     def _candidates(self, run: str | None, wanted: frozenset[JobState]) -> Iterator[JobDir]:
         """The jobs that may be in the states `wanted`, newest first, without duplicates."""
-        # Live jobs are listed first, so that a job that ends during the listing is found among the
-        # ended jobs.
+        # Live jobs are listed before ended jobs. A job that ends during the listing is therefore
+        # found among the ended jobs.
         if "queued" in wanted:
             live = [*self.index.newest_live(run)]
         else:  # a decided job may already have a terminal state
@@ -268,8 +268,8 @@ class Jobs:
     ) -> tuple[JobState, Job] | None:
         """The job and its state; None if the job does not exist or can't be read. A decided job
         whose directory has not moved yet counts as `running`. The argument `sure` is explained at
-        `fs.read_bytes`. A lookup by key or by entry is faster than a lookup by id, which searches
-        all live jobs."""
+        `fs.read_bytes`. A lookup by id searches all live jobs; a lookup by key or by entry is
+        faster."""
         if isinstance(job, str):
             key, entry = None, self._paths.find(job)
         else:
@@ -345,8 +345,8 @@ class Jobs:
         return located
 
     def _state(self, state: JobState, job: Job) -> JobState:
-        """The job's state as every program reports it. The reported state is terminal exactly when
-        the terminal event is written."""
+        """The job's state as every program reports it. The reported state is terminal if and only
+        if the terminal event is written."""
         if state in TERMINAL or job.result is None:
             return state
         if self._events.ended(job.spec.id):
@@ -366,7 +366,7 @@ def remove_unkept(directory: Path) -> None:
 
 def _check(entry: JobDir, job: Job | None) -> None:
     """Raises ValueError if the file is missing or belongs to another job. Also raises ValueError if
-    the file's state contradicts its result or the directory's name."""
+    the job's state contradicts the job's result or the directory's name."""
     if job is None:
         raise ValueError("it is missing")
     if job.key != entry.key:

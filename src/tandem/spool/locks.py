@@ -1,10 +1,10 @@
-"""Locks between processes and threads, and three records of the runner. The records are the runner
-lock, the leases of jobs, and the hold of shared GPUs.
+"""Locks between processes and threads, and three records that the runner writes. The records are
+the runner lock, the leases of jobs, and the hold of shared GPUs.
 
 Locks are fcntl record locks, which the kernel frees when their holder dies. A record lock belongs
-to the process. A record lock doesn't exclude other threads of the process. Closing *any* descriptor
-of the file releases the record lock. Each lock file therefore also has a thread lock, and no other
-module opens lock files.
+to a process, and doesn't exclude other threads of this process. If the process closes *any*
+descriptor of the file, the kernel releases the record lock. Each lock file therefore also has a
+lock for threads, and no other module opens lock files.
 """
 
 import errno
@@ -50,8 +50,8 @@ _process_locks_lock = threading.Lock()
 
 
 def _forget_in_child() -> None:
-    """Resets the locks in a forked child. After a fork, the parent keeps the record locks, and the
-    child lacks the threads that hold the thread locks."""
+    """Resets the locks in a forked child. After a fork, the record locks still belong to the
+    parent, and the child lacks the threads that hold the thread locks."""
     global _process_locks_lock
     _process_locks.clear()
     _process_locks_lock = threading.Lock()
@@ -105,8 +105,8 @@ def _open_locked(path: Path, blocking: bool) -> int:
 def is_locked(path: Path) -> bool:
     """Whether another process holds a record lock on `path`. The function only asks the kernel and
     does not take the lock, so no other process has to wait. The holder of the lock must not call
-    `is_locked`. `is_locked` would return False, and closing the descriptor would release the
-    holder's lock.
+    `is_locked`. For the holder, `is_locked` would return False, and would release the lock by
+    closing a descriptor.
     """
     fd = descriptor(path, os.O_RDONLY)
     try:
@@ -150,7 +150,8 @@ def _hold(paths: Paths, path: Path, kind: str, name: str) -> Iterator[None]:
 
 def runner_info(paths: Paths) -> RunnerInfo | None:
     """The runner that holds `jobs/runner.lock`, or held it last; None if no runner ever held the
-    lock. The runner itself must not call this function, because it would release its own lock."""
+    lock. The runner itself must not call this function, because the call would release the runner's
+    own lock."""
     with suppress(OSError):
         return fs.read_undamaged(paths.runner_lock, RunnerInfo)
     return None
@@ -194,16 +195,16 @@ class Leases:
             beat=time.time(),
             waits_since=waits_since,
         )
-        # The write is not durable, because a power loss also ends the runner, and a lease without
-        # its runner has no meaning.
+        # The write is not durable. A power loss also ends the runner, and a lease without its
+        # runner has no meaning.
         fs.write_json_atomic(self._paths.lease_file(job.spec.id), lease, durable=False)
 
 
 class HoldRecord:
     """The hold, `jobs/hold.json`, reserves the GPUs for the trainer if trainer and vLLM share GPUs.
-    While the hold is *live*, no program wakes vLLM, starts it, or loads anything into it. The hold
-    is live while its runner holds the runner lock and renews the hold's heartbeat (`beat`). If the
-    runner dies, the kernel releases the lock; if the runner hangs, the heartbeat becomes old.
+    While the hold is *live*, no program wakes vLLM, starts vLLM, or loads anything into vLLM. The
+    hold is live while its runner holds the runner lock and renews the hold's heartbeat (`beat`). If
+    the runner dies, the kernel releases the lock; if the runner hangs, the heartbeat becomes old.
     """
 
     def __init__(self, paths: Paths) -> None:
@@ -221,12 +222,12 @@ class HoldRecord:
 
     def live(self) -> Hold | None:
         """The hold if it is live; None if it is not live. The runner itself must not call this
-        method, because it would release its own lock (`is_locked`)."""
+        method, because the call would release the runner's own lock (`is_locked`)."""
         hold, path = self.get(), self._paths.runner_lock
         if hold is not None and abs(time.time() - hold.beat) <= hold.lease:
             runner = runner_info(self._paths)
-            # Runners are compared by name instead of by time, because the clock may have been set
-            # back since the runner started.
+            # The code compares the names of runners instead of times, because the clock may have
+            # been set back since the runner started.
             if runner is not None and is_locked(path) and runner.runner == hold.runner:
                 return hold
         return None

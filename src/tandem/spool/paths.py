@@ -47,8 +47,8 @@ class JobDir(NamedTuple):
     """A job's directory, parsed from its name. `JobDir` objects sort in the order of submission."""
 
     key: JobKey
-    # The parent directory. The full path is not stored, because pathlib never frees a name that was
-    # part of a path.
+    # The parent directory. A `JobDir` does not store its full path, because pathlib never frees a
+    # name that was part of a path.
     parent: Path
     ended: JobState | None = None  # the terminal state of a job that has ended
 
@@ -183,7 +183,8 @@ class Paths:
         return next(reversed(self.set_aside(job_id)), self.jobs / "none" / job_id)
 
     def job_file(self, job_id: str) -> Path:
-        """`job.json`: everything about the job, its state included; replaced by rename."""
+        """The file `job.json`, which describes the job, including its state. The file is replaced
+        by rename."""
         return self.job_dir(job_id) / JOB_FILE
 
     def data_dir(self, job_id: str) -> Path:
@@ -230,7 +231,8 @@ def _digit(job_id: str) -> str:
 
 
 def _entry(parent: Path, name: str, ended: bool) -> JobDir | None:
-    """The job whose directory has the name `name`; None if the name is not a job's."""
+    """The job whose directory has the name `name`; None if `name` is not the name of a job's
+    directory."""
     state = None
     if ended:
         name, _, last = name.rpartition(",")
@@ -282,8 +284,8 @@ def listing(directory: Path) -> Names:
     if known.names == names:
         names = known.names
     if gone := tuple(f"{directory}/{name}/" for name in set(known.names).difference(names)):
-        # The loop uses a copy of the listings, because other threads add and remove listings
-        # meanwhile.
+        # The loop iterates over a copy of the listings, because other threads may add and remove
+        # listings during the loop.
         for path in [path for path in list(_listings) if f"{path}/".startswith(gone)]:
             _listings.pop(path, None)
     since = known.since if known.directory == identity else now

@@ -39,8 +39,9 @@ from tandem.spool.schema import (
     SessionJob,
 )
 
-# The least difference in seconds between the `created` times of two jobs of a run. The difference
-# is more than one microsecond, because keys have whole microseconds and floats are not exact.
+# The smallest allowed difference, in seconds, between the `created` times of two jobs of a run. The
+# difference is more than one microsecond, because keys have whole microseconds and floats are not
+# exact.
 _APART = 2e-6
 
 
@@ -78,22 +79,20 @@ class Queue:
         now: Callable[[], float] = time.time,
     ) -> tuple[Job, bool]:
         """Queues a job. Returns the job, and whether the job is new. If `submit` or `make` fails,
-        no file of the job stays on the volume.
+        no file of the job stays on the volume. If a job with the id `job_id` and the same run and
+        fingerprint exists, that job is returned. Raises Conflict (field `id`) if the existing job
+        has another run or fingerprint. Raises Conflict (field `base_step`) if the client expects
+        another step than `next_base(run)`. Raises InvalidInput (field `max_off_policy_steps`) if
+        the oldest turn was sampled more than `most_behind` steps before the base step.
 
-        If a job with this id, run and fingerprint exists, that job is returned.
+        `make(id, base_step, directory)` writes the job's data into `directory` and returns the
+        job's specification. Then `submit` sets the specification's `base_step`, `created` and
+        `data.path`, because another job may be queued while `make` runs.
 
         Args:
-            make: `make(id, base_step, directory)` writes the job's data into `directory` and
-                returns the job's specification. `submit` sets the specification's `base_step`,
-                `created` and `data.path`, because another job may be queued while `make` runs.
-            job_id: the client's id, or None for a new one. Raises Conflict (field `id`) if a job
-                with this id has another run or fingerprint.
-            base_step: the step that the client expects to start from. Raises Conflict (field
-                `base_step`) if `base_step` is not `next_base(run)`.
-            most_behind: the maximum number of steps between the job's base step and the step that
-                sampled its oldest turn. Raises InvalidInput (field `max_off_policy_steps`) if the
-                oldest turn is older than that.
-            now: Unix seconds.
+            job_id: the client's id, or None for a new id.
+            base_step: the step that the client expects to start from; None: any step.
+            now: returns the present time in Unix seconds.
         """
         spec_of_run = self._runs.get(run)
         if job_id is None:
@@ -131,10 +130,10 @@ class Queue:
         return job, True
 
     def _next_created(self, run: str, now: float) -> float:
-        """The later of `now` and a time just after the `created` of all live jobs of the run. A
-        live job's `created` may be later than `now`, because another host's clock may be ahead. A
-        new job must sort after all live jobs, so that a reader that has already read these jobs
-        finds the new job.
+        """The creation time of a new job. The time is `now`, or just after the newest `created` of
+        the run's live jobs, whichever is later. A live job's `created` may be later than `now`,
+        because the clock of another host may be ahead of this host's clock. A new job must sort
+        after all live jobs, so that a reader that has already read these jobs finds the new job.
         """
         newest = [entry.key for entry in islice(self._index.newest_live(run), 1)]
         pending = [*newest, *(key for key in self._index.active() if key.run == run)]
@@ -206,11 +205,11 @@ class Queue:
         fs.remove_empty(directory, directory.parent)
 
     def claim(self, runner: str, *, waiting: Collection[str] = ()) -> Job | None:
-        """Starts an attempt of the oldest queued job whose run has no running job; None if there is
-        no such job. A run's jobs are claimed in the order of their base steps. If a job's id is in
-        `waiting`, neither this job nor the later jobs of its run are claimed. The returned job is
-        running, and has a new attempt, a lease, a work directory and the event `claimed`. If the
-        method raises an error, the job is still queued."""
+        """Starts an attempt of the oldest queued job whose run has no running job, and returns the
+        job. Returns None if there is no such job. A run's jobs are claimed in the order of their
+        base steps. If a job's id is in `waiting`, neither this job nor the later jobs of its run
+        are claimed. The returned job is running, and has a new attempt, a lease, a work directory
+        and the event `claimed`. If the method raises an error, the job is still queued."""
         with file_lock(self._paths.claim_lock):
             for key in self._index.active():
                 self.settle(key)
@@ -257,8 +256,8 @@ class Queue:
         return job
 
     def _say(self, job: Job, kind: EventType, **data: Any) -> None:
-        """Appends an event that an attempt has only once. Does nothing if a process that died has
-        already appended the event."""
+        """Appends an event that occurs only once in an attempt. Does nothing if a process that died
+        has already appended the event."""
         events = self._events.read(job.spec.id)
         if not any((event.type, event.attempt) == (kind, job.attempt) for event in events):
             self._events.append(job.spec.id, kind, attempt=job.attempt, **data)
@@ -291,7 +290,7 @@ class Queue:
     def requeue(self, job: Job, error: JobError, *, counts: bool = True) -> JobState:
         """Ends an attempt without a result. Returns the job's new state. The state is `succeeded`
         if the attempt made its checkpoint, and `cancelled` if cancellation was requested. The state
-        is `failed` if `error` is not retriable or no attempt is left, and `queued` in all other
+        is `failed` if `error` is not retriable or if no attempt is left, and `queued` in all other
         cases. A decided job keeps its result.
 
         Args:
@@ -325,9 +324,9 @@ class Queue:
             return "queued"
 
     def finish(self, job: Job, result: JobResult) -> JobState:
-        """Ends a running job; returns the terminal state. The first result is kept; a second call
-        completes a change that a crash interrupted. Raises Conflict (field `id`) if the job is
-        queued, or if another attempt runs."""
+        """Ends a running job; returns the terminal state. If the job already has a result, `finish`
+        keeps this result and completes a change that a crash interrupted. Raises Conflict (field
+        `id`) if the job is queued, or if another attempt runs."""
         with self._job_lock(job.spec.id):
             directory, current = self._jobs.located(job.spec.id)
             if current.result is None:
@@ -339,8 +338,8 @@ class Queue:
             return self._end(directory, current, result)
 
     def _end(self, directory: JobState, job: Job, result: JobResult) -> JobState:
-        """Ends the job with the result that it already has, or with `result` if it has none. Skips
-        the steps that an earlier, interrupted call has done."""
+        """Ends the job with the result that the job already has, or with `result` if the job has no
+        result. Skips the steps that an earlier, interrupted call has done."""
         if directory == "running" and job.result is None and result.state != "succeeded":
             result = self._end_attempt(job) or result
         key, result = job.key, job.result or result
@@ -367,7 +366,7 @@ class Queue:
 
     def _end_attempt(self, job: Job) -> JobResult | None:
         """Permanently ends the attempt. Returns the result `succeeded` if the attempt committed its
-        checkpoint before the fence; None if it did not."""
+        checkpoint before the fence, and None otherwise."""
         fence.end(self._paths.work_dir(job.spec.id, job.attempt))
         if not self._checkpoints.made_by(job):
             return None

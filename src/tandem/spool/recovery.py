@@ -1,4 +1,5 @@
-"""Recovery: a new runner ends or requeues the jobs of a dead runner, and removes its files."""
+"""Recovery: a new runner ends or requeues the jobs of a dead runner, and removes the files of the
+dead runner."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,8 +9,8 @@ from tandem.spool import Spool, fs
 from tandem.spool.jobs import JobList
 from tandem.spool.schema import TERMINAL, Job, JobError, JobState
 
-# Temporary files that were written within this many seconds are kept, because they may belong to a
-# living process, such as a submission of a job.
+# Temporary files that are newer than this many seconds are kept, because a living process may still
+# write them, for example to submit a job.
 STALE_SECONDS = 3600.0
 
 
@@ -18,9 +19,9 @@ def recover(
 ) -> JobList:
     """Ends or requeues the jobs of a dead runner, and removes the files that dead processes left.
     The caller holds the runner lock, and has ended orphaned ranks. Returns the jobs whose state
-    changed, with their new states. A running job with a result is finished, and a running job that
-    made its checkpoint succeeds. A running job with neither a result nor a checkpoint is queued
-    again (`Queue.requeue`).
+    changed, with their new states. A running job that already has a result is ended with this
+    result. A running job that made its checkpoint ends as `succeeded`. A running job with neither a
+    result nor a checkpoint is queued again (`Queue.requeue`).
 
     Args:
         runner: the name of the caller, which is a runner.

@@ -1,8 +1,8 @@
 """Removes runs, checkpoints, ended jobs and damaged jobs that nothing needs any more.
 
-Each directory is renamed to a temporary name first, so that no reader finds it incomplete. If the
-process dies, each run, checkpoint or job is either complete or gone for every reader. The next
-`sweep` then removes the remaining files.
+Each directory is renamed to a temporary name first, so that no reader finds an incomplete
+directory. If the process dies, every reader finds each run, checkpoint or job either complete or
+not at all. The next `sweep` then removes the remaining files.
 """
 
 import math
@@ -32,11 +32,12 @@ RESULT_SECONDS = 3600.0
 def delete_run(spool: Spool, run: str) -> Path:
     """Removes a run with its ended jobs. Returns the directory that the caller still has to remove
     (`shutil.rmtree`). Raises Conflict if jobs of the run are queued or running, and NotFound if the
-    run does not exist. If the process dies during the removal, the run itself is complete, but some
-    of its ended jobs are removed. Another call completes the removal."""
+    run does not exist. If the process dies during the removal, the run may remain complete,
+    although some of its ended jobs are already removed. Another call completes the removal."""
     with spool.runs.lock(run):
         spool.jobs.check_none_pending(run, "run")
-        # A job that has just ended may still be in `jobs/live/`, because its directory moves last.
+        # A job that has just ended may still be in `jobs/live/`, because the job's directory is
+        # moved last.
         for entry in spool.jobs.index.newest_live(run):
             spool.queue.settle(entry.key)
         for entries in spool.jobs.index.ended().values():
@@ -47,7 +48,8 @@ def delete_run(spool: Spool, run: str) -> Path:
 def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
     """Removes a checkpoint. Returns the directory that the caller still has to remove. Raises
     NotFound if the checkpoint does not exist. Raises Conflict if the checkpoint is step 0, the
-    newest, pinned or served, or if a queued or running job needs it."""
+    newest step, a pinned step or a served step. Also raises Conflict if a queued or running job
+    needs the checkpoint."""
     with spool.runs.lock(run):
         directory = spool.checkpoints.path(run, step)
         if why := _needed(spool, run).get(step):
@@ -109,7 +111,7 @@ def _old_whole_weights(spool: Spool, run: str) -> list[Path]:
     """
     if not spool.merged.steps(run):
         return []
-    with spool.runs.lock(run):  # while this lock is held, no rollback begins
+    with spool.runs.lock(run):  # No rollback begins while this lock is held.
         # The merged weights are listed before the checkpoints, because a step gets its checkpoint
         # before its whole weights.
         written, served = spool.merged.steps(run), spool.served.get(run)
@@ -146,8 +148,8 @@ def _needed(spool: Spool, run: str) -> dict[int, str]:
 
 
 def _set_aside(directories: Sequence[Path]) -> list[Path]:
-    """Durably renames directories, which have the same parent, to temporary names. Returns the new
-    paths."""
+    """Durably renames directories to temporary names. All directories must have the same parent.
+    Returns the new paths."""
     doomed = []
     for directory in directories:
         target = fs.temporary_beside(directory)
@@ -198,7 +200,8 @@ def _remove_jobs(spool: Spool, entries: Sequence[JobDir]) -> None:
     """Removes the ended jobs `entries`, which are in the same directory."""
     doomed = []
     for entry in entries:
-        # Another removal, or a reader that found the job damaged, may have moved the job.
+        # The job may have been moved meanwhile, either by another removal or by a reader that found
+        # the job damaged.
         with spool.job_lock(entry.key.id), suppress(FileNotFoundError):
             doomed += _set_aside([entry.directory])
     for directory in doomed:

@@ -81,16 +81,16 @@ class Replicas:
     def living(self) -> dict[str, Replica]:
         """The replicas whose records changed within DEAD_SECONDS. A replica whose record this
         process reads for the first time counts as living, even if it died long ago. The method
-        `fresh` does not have this weakness: it compares the time in the record with this machine's
-        clock."""
+        `fresh` compares the time in the record with this machine's clock, and therefore leaves out
+        replicas that died long ago."""
         records = self.all()
         return {
             name: records[name] for name, age in self._ages(records).items() if age <= DEAD_SECONDS
         }
 
     def fresh(self) -> dict[str, Replica]:
-        """The replicas that are alive according to this machine's clock. The method `fresh` is for
-        programs that call it only once, and that base no decision on the result."""
+        """The replicas that are alive according to this machine's clock. The method is for programs
+        that call `fresh` only once, and that base no decision on the result."""
         now = time.time()
         return {
             name: record
@@ -99,7 +99,8 @@ class Replicas:
         }
 
     def _ages(self, records: Mapping[str, Replica]) -> dict[str, float]:
-        """Replica id -> the seconds for which this process has seen the record unchanged."""
+        """Replica id -> the number of seconds since this process last saw a change of the replica's
+        record."""
         now = time.monotonic()
         self._seen = {
             name: seen
@@ -136,9 +137,9 @@ class Replicas:
         """Writes the newest step that all ready replicas serve to the run's `served.json`. The
         caller holds `lock`.
 
-        `one_step` is true for merged weights: a replica serves only one step at a time, and the
-        oldest of the ready replicas' steps is announced. `one_step` is false for adapters: a step
-        is announced only if all ready replicas serve the step.
+        `one_step` is true for merged weights. With merged weights, a replica serves only one step
+        at a time, and the oldest step that a ready replica serves is announced. `one_step` is false
+        for adapters: a step is announced only if all ready replicas serve the step.
         """
         ready = [name for name, record in self.living().items() if record.ready]
         records = {name: self.serves(run, name) for name in ready}
@@ -178,8 +179,8 @@ class Replicas:
 
     def withdraw_unserved(self, listed: Collection[str] = ()) -> None:
         """Withdraws the announced steps if no replica is ready. Keeps announced steps whose names
-        are in `listed`. A vLLM still has the steps in `listed`, and a publisher is about to verify
-        these steps again. The caller holds `lock`."""
+        are in `listed`. The argument `listed` has the steps that a vLLM still has and that a
+        publisher is about to verify again. The caller holds `lock`."""
         if not any(record.ready for record in self.living().values()):
             for run in self._runs.names():
                 announced = self._announced.get(run)
@@ -224,7 +225,8 @@ def _in_common(replicas: _Steps) -> list[Served]:
 
 
 def _oldest(replicas: _Steps) -> list[Served]:
-    """The oldest of the replicas' newest steps, as a list; empty if a replica serves no step."""
+    """A list with one step, the oldest of the replicas' newest steps. The list is empty if a
+    replica serves no step."""
     newest = [
         max(steps.values(), key=lambda s: s.step, default=None) for steps in replicas.values()
     ]

@@ -1,14 +1,14 @@
 """The requests of a session's run: `runs/<run>/requests/<seq>/`. A request is a directory that is
-committed by one rename before the client gets an answer. A repeated request is therefore
-recognised. A process that computes requests can die and start again.
+committed by one rename before the client gets an answer. A request that a client sends again is
+therefore recognised. The processes that compute requests can die and start again.
 
 Two requests with the same number and the same content are one request. A second request with the
 same number and other content is a conflict. Requests are computed in the order of their numbers,
 without gaps. `Manifest.seq` is the number of the last request whose effect is in the checkpoint.
 Ranks that start after an idle time or a `kill -9` compute the requests after `Manifest.seq` again.
 A repeated computation gives the same bits. Gradients that no optimizer step has applied are not
-stored. The ranks write a checkpoint every ten minutes, which limits the repeated work. A request's
-arrays are removed once a checkpoint contains the request's effect.
+stored. The ranks write a checkpoint every ten minutes, which limits the number of requests that are
+computed again. A request's arrays are removed once a checkpoint contains the request's effect.
 
 A request that can't be computed has an error as its result. A request with an error has not changed
 the weights or the gradients, except that a failed optimizer step discards the gradients. A request
@@ -104,7 +104,8 @@ class RequestLog:
         return fs.exists(self._directory(run, seq))
 
     def begin(self, run: str, seq: int) -> int:
-        """Counts one more start of a request's computation. Returns the number of starts so far."""
+        """Increments the number of times that the computation of a request has started. Returns the
+        new number."""
         path = self._directory(run, seq) / "begun"
         count = int(fs.read_bytes(path) or b"0") + 1
         fs.write_atomic(path, str(count).encode(), durable=False)
@@ -170,8 +171,8 @@ class RequestLog:
         return seq if self.has(run, seq) else None
 
     def first_pass(self, run: str, after: int) -> int | None:
-        """The number of the first `PassRequest` after request `after`. None if no `PassRequest`
-        comes before the first missing number."""
+        """The number of the first `PassRequest` after request `after`, but before the first missing
+        number. None if there is no such `PassRequest`."""
         seq = after + 1
         while self.has(run, seq):
             if isinstance(self.get(run, seq).request, PassRequest):

@@ -30,8 +30,8 @@ def write_manifest(
     its field, if the directory holds anything but plain files and directories.
 
     Args:
-        sha256: path relative to `directory` -> SHA-256, for files whose writers computed the hash.
-            All other files are read to compute their hashes.
+        sha256: path relative to `directory` -> SHA-256, for files whose writers computed the hash;
+            all other files are read to compute their hashes.
     """
     paths = {}
     for path in sorted(directory.rglob("*")):
@@ -90,7 +90,8 @@ def verify_files(directory: Path, manifest: Manifest) -> None:
 
 
 def _hashes(paths: Mapping[str, Path]) -> dict[str, str]:
-    """SHA-256 of each file. Several files are hashed at a time, on at most half of the cores."""
+    """SHA-256 of each file. Several files are hashed in parallel, on at most half of the CPU
+    cores."""
     with ThreadPoolExecutor(min(8, max(1, len(os.sched_getaffinity(0)) // 2))) as pool:
         return dict(zip(paths, pool.map(fs.sha256_file, paths.values()), strict=True))
 
@@ -122,7 +123,7 @@ class Runs:
         exists. The run appears completely or not at all.
 
         Args:
-            write_files: `write_files(directory)` writes the files of the checkpoint of step 0.
+            write_files: writes the files of the checkpoint of step 0 into a given directory.
             sha256: the known hashes of files, as for `write_manifest`.
             details: the values of further fields of the manifest.
         """
@@ -176,8 +177,8 @@ class Runs:
         names = listing(self._paths.runs)
         for at in range(bisect_right(names, name), len(names)):
             if is_run_name(names[at]):
-                # The method `damaged` reports damaged runs. A run that is not found was removed
-                # meanwhile.
+                # The method `damaged` reports damaged runs. A run that is listed but not found was
+                # removed meanwhile.
                 with suppress(RunDamaged, NotFound):
                     yield self.get(names[at])
 
@@ -228,7 +229,7 @@ WANTED_SECONDS = 600.0
 
 
 class ServedRecords:
-    """`runs/<run>/served.json`: the step that vLLM serves of a run. All methods of the class raise
+    """`runs/<run>/served.json`: the step of a run that vLLM serves. All methods of the class raise
     NotFound (field `run`) if the run does not exist."""
 
     def __init__(self, runs: Runs) -> None:
@@ -263,8 +264,8 @@ class ServedRecords:
             fs.write_json_atomic(self._refused(run), refused)
 
     def want(self, run: str, step: int) -> None:
-        """Records that a client samples from a step that vLLM does not have. The publisher loads a
-        recorded step and keeps the step for WANTED_SECONDS."""
+        """Records that a client wants to sample from a step that vLLM does not have. The publisher
+        loads a recorded step and keeps the step for WANTED_SECONDS."""
         path = self._wanted(run) / str(step)
         with fs.volume_errors(path):
             fs.make_dir(path.parent)

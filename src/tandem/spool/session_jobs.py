@@ -27,9 +27,8 @@ def queue_waiting(spool: Spool) -> None:
 
 
 def others_wait(spool: Spool) -> bool:
-    """Whether a run that has no running job has a queued job or a request to compute. A request may
-    have no queued job, because the runner queues and claims no jobs while all its GPUs are in
-    use."""
+    """Whether a run without a running job has a queued job or a waiting request. While all GPUs are
+    in use, the runner queues and claims no jobs, so a waiting request may have no queued job."""
     index = spool.jobs.index
     busy = {key.run for key in index.running()}
     queued = any(head.run not in busy for head in index.heads())
@@ -68,8 +67,8 @@ def _queue(spool: Spool, session: str, run: str) -> None:
 
 
 def _refusal(spool: Spool, run: str, seq: int) -> str | None:
-    """The error for a request that no job will compute, because the job for it has failed or was
-    cancelled."""
+    """The error for a request that no job will compute, because the job for the request has failed
+    or was cancelled."""
     for state, job in spool.jobs.list(run, limit=1):
         result, created = job.result, spool.requests.get(run, seq).created
         if result is not None and result.error is not None and result.finished >= created:

@@ -44,7 +44,8 @@ class TrainingSessions:
     def create(
         self, *, submitted_by: str | None = None, labels: Mapping[str, str] | None = None
     ) -> SessionRecord:
-        """A new session. The session's client counts as alive from the session's creation on."""
+        """A new session. The creation of a session counts as the first sign of life of the
+        session's client."""
         record = SessionRecord(
             id=fs.new_ulid().lower(),
             created=time.time(),
@@ -215,8 +216,8 @@ class CheckpointNames:
         raise NotFound(f"run {run!r} has no checkpoint {json.dumps(name)}", field="name")
 
     def put(self, run: str, saved: SavedName) -> None:
-        """Gives the name `saved.name` to the checkpoint `saved.step`. Another checkpoint with this
-        name in the same group loses the name."""
+        """Gives the name `saved.name` to the checkpoint `saved.step`. If another checkpoint in the
+        same group has this name, that checkpoint loses the name."""
         self._checkpoints.pin(run, saved.step)
         self._replace(run, saved, saved)
 

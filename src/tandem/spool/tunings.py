@@ -1,5 +1,6 @@
 """OpenAI's fine-tuning API on the volume: uploaded files (`uploads/<id>/`) and fine-tunings
-(`tunings/<id>.json`). The ULID in an id begins with the time, so ids sort in the order of time."""
+(`tunings/<id>.json`). Each id contains a ULID, which begins with the creation time, so ids sort in
+the order of creation."""
 
 import re
 import time
@@ -58,7 +59,7 @@ class Uploads:
         return self.directory / upload.id / f"{upload.id}.{suffix}"
 
     def reader(self, upload: Upload) -> BinaryIO:
-        """The opened content of the uploaded file. Raises NotFound if the content was removed or is
+        """Opens the content of the uploaded file. Raises NotFound if the content was removed or is
         not a regular file."""
         try:
             return open_plain(self.path(upload))

@@ -18,8 +18,9 @@ class BadRequest(InvalidInput, http_status=400):
     """The error for a request that OpenAI's API refuses, or that this deployment can't carry out.
 
     Args:
-        param: the client's name of the wrong parameter; None: no single parameter is wrong.
-        code: OpenAI's code for the error, or a similar code if OpenAI has none.
+        param: the client's name of the wrong parameter; None if the error has no single wrong
+            parameter.
+        code: a code of OpenAI's API for the error, or a similar code if OpenAI has none.
     """
 
     def __init__(self, message: str, *, param: str | None, code: str = "invalid_value") -> None:
@@ -37,7 +38,7 @@ def openai_error(
     """OpenAI's answer for an error.
 
     Args:
-        status: the HTTP status of Tandem's error. The answer has 400 in place of 409 and 422.
+        status: the HTTP status of Tandem's error; the answer has 400 in place of 409 and 422.
         detail: `type`, `message` and, if the error has one, `field` of Tandem's error.
     """
     kind = detail["type"] or ""

@@ -1,4 +1,5 @@
-"""Checks the lines of an uploaded file: OpenAI's JSON lines of conversations or of pairs."""
+"""Checks the lines of an uploaded file. Each line is a conversation or a pair of answers, in
+OpenAI's JSON format."""
 
 import json
 import re
@@ -30,8 +31,8 @@ _HINTS = {
 
 
 def check_lines(path: Path) -> tuple[TuningMethod, int]:
-    """The method that the file is for, and the number of its non-blank lines. Raises BadRequest
-    that names the first bad line."""
+    """Returns the fine-tuning method that fits the file, and the number of the file's non-blank
+    lines. Raises BadRequest that names the first bad line."""
     method: TuningMethod | None = None
     count, number = 0, 0
     with open_plain(path) as file:
@@ -101,7 +102,8 @@ def _check_record(record: dict[str, Any], method: TuningMethod, number: int) -> 
 
 
 def _check_shapes(path: Path, method: TuningMethod) -> None:
-    """Refuses a record that no job can train. Requests to Tandem's own API get the same checks."""
+    """Refuses a record that no job can train. Requests to Tandem's own API pass the checks of this
+    function too."""
     try:
         examples = Examples(path, FORMATS[method], "sft" if method == "supervised" else "dpo")
         for index in range(len(examples)):
@@ -111,7 +113,8 @@ def _check_shapes(path: Path, method: TuningMethod) -> None:
 
 
 def in_lines(error: InvalidInput) -> str:
-    """The message of an error, with the line number in place of the name of Tandem's file."""
+    """The error's message, which begins with the line number instead of the name of Tandem's own
+    file."""
     return _OURS.sub(r"line \1: ", str(error), count=1)
 
 

@@ -225,8 +225,8 @@ def _page_of(everything: list[dict[str, Any]], after: str | None, limit: int) ->
 
 @router.post("/jobs/{job_id}/cancel")
 def cancel_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
-    """Cancel a fine-tuning job. A queued Tandem job of the fine-tuning ends at once; a running one
-    ends soon. A cancelled fine-tuning job can't be resumed."""
+    """Cancel a fine-tuning job. The fine-tuning's queued Tandem jobs end at once, and its running
+    Tandem job ends soon. A cancelled fine-tuning job can't be resumed."""
 
     def cancel(now: Tuning) -> Tuning:
         return now if now.cancelled else now.model_copy(update={"cancelled": time.time()})
@@ -271,8 +271,8 @@ def resume_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
 def _change(
     deployment: Deployment, job_id: str, update: Callable[[Tuning], Tuning], *, refuse: str
 ) -> Tuning:
-    """Changes the job's record by `update`. Raises BadRequest if the job has ended with another
-    status than `refuse`."""
+    """Changes the job's record by `update`. Raises BadRequest if the job has ended and its status
+    is not `refuse`."""
     tuning = deployment.spool.tunings.change(job_id, update)
     if tuning.end is not None and tuning.end.status != refuse:
         problem = f"{job_id} has ended already: {tuning.end.status}"

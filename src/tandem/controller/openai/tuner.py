@@ -1,8 +1,8 @@
 """The thread that advances fine-tunings. The thread validates the files of a fine-tuning, creates
 its run, submits the jobs of its chain, and records its end. Each job is submitted while the
 previous job trains. All state of the thread is on the volume. Each round compares the fine-tuning's
-record with the run and the run's jobs, and takes the next step. If a controller dies at any point,
-the next controller continues at the same point.
+record with the run and the run's jobs, and takes the next step. If the controller dies, the next
+controller continues from the state on the volume.
 """
 
 import threading
@@ -214,7 +214,8 @@ class Tuner:
         return training_file, validation_file
 
     def _open(self, tuning: Tuning, values: Hyperparameters, **more: int) -> ChainPlan:
-        """The fine-tuning's chain, with its files opened and the files' lines parsed."""
+        """Returns the fine-tuning's chain. The files of the chain are open and their lines are
+        parsed."""
         spool = self._deployment.spool
         uploads = [one for one in self._uploads(tuning) if one is not None]
         for one in uploads:
@@ -292,8 +293,8 @@ class Tuner:
             self._deployment.counts.inc("tandem_jobs_submitted_total", kind=job.spec.kind)
 
     def _complete(self, tuning: Tuning, plan: TuningPlan) -> None:
-        """Ends the fine-tuning once vLLM serves its last step, or the publisher has refused that
-        step."""
+        """Ends the fine-tuning once vLLM serves the run's last step, or once the publisher has
+        refused the last step."""
         spool = self._deployment.spool
         served = spool.served.get(tuning.run)
         if served is not None and served.step >= plan.parts:
@@ -324,8 +325,8 @@ class Tuner:
 
     def _change(self, tuning: Tuning, **update: Any) -> None:
         """Changes the record, unless the client has paused, resumed or cancelled the fine-tuning
-        since the record was read. The change may be wrong after such a request, because it was
-        derived from states of jobs that the request may have caused."""
+        since the record was read. A pause or a cancellation changes the states of jobs. A change of
+        the record that was derived from the earlier states of jobs may therefore be wrong."""
 
         def changed(now: Tuning) -> Tuning:
             same = _steered(now) == _steered(tuning)

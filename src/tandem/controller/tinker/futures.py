@@ -56,7 +56,7 @@ class Futures:
         self._deployment, self._numbers = deployment, numbers
 
     def look(self, model: Name, number: int | None) -> Outcome:
-        """The outcome of request `number` of the model so far. Raises NotFound if there is no such
+        """The present outcome of the model's request `number`. Raises NotFound if there is no such
         request."""
         spool, run = self._deployment.spool, model.run
         seq = 1

@@ -31,7 +31,7 @@ _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 def base_name(deployment: Deployment, name: str, field: str = "base_model") -> str:
     """The base model's name in the form that the client sent. The client finds the tokenizer by
-    this name. Raises InvalidInput if `name` is another model.
+    this name. Raises InvalidInput if `name` is not the name of the base model.
 
     Args:
         name: the name under which the client asks for the base model, for example its name on the
@@ -39,7 +39,7 @@ def base_name(deployment: Deployment, name: str, field: str = "base_model") -> s
         field: the field of the error.
     """
     own = deployment.base_model
-    # A directory often has the name that the model has on the hub.
+    # If `base_model` is a directory, the directory's name is often the model's name on the hub.
     if deployment.is_base_model(name) or PurePosixPath(own).name == name.rpartition("/")[2]:
         return name
     problem = f"{name[:200]!r} is not served; supported_models: {own!r}"
@@ -99,7 +99,7 @@ def model_run(deployment: Deployment, model: Name) -> RunSpec:
 
 
 def saved_step(deployment: Deployment, path: SavedPath, field: str) -> int:
-    """The run's step that the checkpoint's path `path` names. Raises NotFound if the step does not
+    """The step of the checkpoint that the path `path` names. Raises NotFound if the step does not
     exist.
 
     Args:

@@ -2,7 +2,8 @@
 fixed.
 
 A session's model `<session>:train:<n>` is the run `<session>-train-<n>`. A session's sampler is
-`<session>:sample:<n>`. A request's id is its model's or sampler's name, a colon, and its number.
+`<session>:sample:<n>`. The id of a request is the name of a model or sampler, a colon, and the
+number of the request.
 """
 
 import re
@@ -18,7 +19,7 @@ _is_name = re.compile(_NAME).fullmatch
 _is_request = re.compile(rf"{_NAME}:(new|[0-9]{{1,19}})").fullmatch
 _is_path = re.compile(r"tinker://([^/]{1,200})/(weights|sampler_weights)/([^/]{1,256})").fullmatch
 _SEGMENTS: dict[str, Group] = {"weights": "weights", "sampler_weights": "sampler"}
-# A name becomes part of a URL, and of a path in the client's own file system.
+# A checkpoint's name becomes part of a URL, and part of a path in the client's file system.
 _is_saved = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}").fullmatch
 
 
@@ -34,7 +35,7 @@ class Name(NamedTuple):
 
     @property
     def run(self) -> str:
-        """The model's run, as `spool.sessions` names it."""
+        """The name of the model's run, in the form that `spool.sessions` defines."""
         return f"{self.session}-train-{self.number}"
 
 

@@ -40,10 +40,10 @@ class Pass:
     message: Any
 
     def data(self, names: tuple[str, ...], needed: bool) -> list[Datum]:
-        """The pass's data. The argument `names` has the names of the arrays that each datum has
-        besides its targets. The first of these arrays has a factor for each item's loss. If
-        `needed` is true, a missing array is an error. Raises InvalidInput that names the wrong
-        field, such as `data.3.loss_fn_inputs.weights`."""
+        """The pass's data. The argument `names` lists the arrays that each datum contains in
+        addition to the targets. The first array in `names` contains one factor for each item's
+        loss. If `needed` is true, a missing array is an error. Raises InvalidInput that names the
+        wrong field, such as `data.3.loss_fn_inputs.weights`."""
         if len(self.message.data) > MOST_DATA:
             problem = f"{len(self.message.data)} are more than {MOST_DATA} in one request"
             raise InvalidInput(f"{problem}; send several", field="data")

@@ -42,9 +42,8 @@ def health() -> dict[str, str]:
 
 @router.post("/client/config")
 def client_config() -> dict[str, bool]:
-    """Flags of the package `tinker`. The package's own defaults fit the front end of another
-    service."""
-    # Compression pays, because training data is mostly small integers.
+    """Flags of the package `tinker`. The package's own defaults suit a different server."""
+    # Compression makes requests much smaller, because training data is mostly small integers.
     return {"proto_compress_fwdbwd": True}
 
 

@@ -134,7 +134,8 @@ def _pack(deployment: Deployment, asked: Pass) -> Packed:
 
 
 def _log(api: TinkerApi, model: Name, seq: int, make: Callable[[], Packed]) -> dict[str, Any]:
-    """Logs the request that `make` returns. A refused request leaves no gap in the numbers."""
+    """Logs the request that `make` returns. A `VoidRequest` takes the number of a refused request,
+    so that the numbers have no gap."""
     models.model_run(api.deployment, model)
     if seq < 1:
         raise InvalidInput("requests are numbered from 1", field="seq_id")
@@ -187,7 +188,7 @@ def _check_new(api: TinkerApi, model: Name, seq: int, name: str, *, overwrite: b
 
 @router.post("/save_weights_for_sampler")
 def save_for_sampler(request: SaveForSampler, api: CurrentApi) -> dict[str, Any]:
-    """A checkpoint that vLLM serves, with a name or for one sampler."""
+    """Makes a checkpoint that vLLM serves. The checkpoint has a name, or belongs to one sampler."""
     model, number = model_of(request.model_id), request.sampling_session_seq_id
     spec = models.model_run(api.deployment, model)
     if request.path is None and number is not None:

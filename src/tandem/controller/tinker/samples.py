@@ -1,5 +1,5 @@
-"""Samples in progress, in memory only. After a restart of the controller, a client that asks for a
-sample gets the answer that its request is gone, and sends the request again."""
+"""Samples in progress, in memory only. A restarted controller does not know the earlier samples.
+The controller answers that the request no longer exists, and the client sends the request again."""
 
 import asyncio
 import time
@@ -27,8 +27,8 @@ class _Sampling:
     session: str
     digest: bytes  # of the request
     task: asyncio.Task[bytes]
-    # When the sample will be forgotten, in monotonic seconds; None while it is computed or a client
-    # waits for it.
+    # The monotonic time, in seconds, after which the sample is forgotten. The value is None while
+    # the sample is computed, or while a client waits for the sample.
     forget: float | None = None
     waiting: int = 0
     touched: float = field(default_factory=time.monotonic)
@@ -48,13 +48,13 @@ class SampleFutures:
         digest: bytes,
         sample: Callable[[], Coroutine[None, None, bytes]],
     ) -> None:
-        """Begins the sample, unless it has begun. Raises InvalidInput if another request has this
-        number, and TooManySamples if too many samples are kept.
+        """Begins the sample, unless the same request has already begun it. Raises InvalidInput if a
+        different request has this number. Raises TooManySamples if too many samples are kept.
 
         Args:
             session: the session whose end cancels the sample.
-            digest: a hash of the request, by which a repeated request is recognised.
-            sample: begins the sample; its result is the answer's body.
+            digest: a hash of the request, which identifies a repeated request.
+            sample: begins the sample; the result of `sample` is the answer's body.
         """
         self._sweep()
         if (known := self._samples.get(request_id)) is not None:
@@ -71,8 +71,8 @@ class SampleFutures:
         self._samples[request_id] = _Sampling(session, digest, task)
 
     async def wait(self, request_id: str, seconds: float) -> asyncio.Task[bytes] | None:
-        """The task, once it has ended; None if it still runs after `seconds`. Raises KeyError if
-        the request is unknown."""
+        """Returns the task once the task has ended; None if the task still runs after `seconds`.
+        Raises KeyError if the request is unknown."""
         found = self._samples[request_id]
         found.waiting += 1
         try:

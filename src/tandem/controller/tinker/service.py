@@ -1,4 +1,4 @@
-"""The state that all routes of Tinker's API share; each controller process has its own."""
+"""The state that all routes of Tinker's API share within one controller process."""
 
 import asyncio
 import time

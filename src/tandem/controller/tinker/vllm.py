@@ -17,10 +17,11 @@ from tandem.data.packed_format import Float32
 from tandem.errors import InvalidInput, TandemError
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 3600.0
-# Seconds after which an idle connection is closed. vLLM would close it after 5 s.
+# Seconds after which this program closes an idle connection. vLLM itself closes an idle connection
+# after 5 s.
 _KEPT_SECONDS = 4.0
 # Seconds for which a request is repeated while vLLM does not answer. A restart or a sleep of vLLM
-# takes less time, so the client sees only a slow request.
+# takes less than PATIENCE_SECONDS, so the client sees only a slow request.
 PATIENCE_SECONDS = 600.0
 # Seconds for which a request is repeated while vLLM does not have the model, for example because
 # vLLM has just started and still loads adapters.
@@ -72,7 +73,7 @@ class VllmSampler:
 
         Args:
             model: the model's name in vLLM.
-            want: asks the publisher to load the model; awaited when vLLM does not have the model.
+            want: asks the publisher to load the model; called when vLLM does not have the model.
         """
         tokens = [token for chunk in request.prompt.chunks for token in chunk.tokens]
         begin, missing = time.monotonic(), None
@@ -165,7 +166,7 @@ def completion(
     """The request to vLLM.
 
     Args:
-        room: the number of tokens that fit after the prompt.
+        room: the number of tokens that vLLM's context has left after the prompt.
     """
     asked = request.sampling_params
     body: dict[str, Any] = {
@@ -273,8 +274,8 @@ def _top(entries: Sequence[Mapping[int, float]], k: int) -> Top:
 
 
 def _number(value: float | None) -> float:
-    """The value as a number; None becomes NaN. vLLM sends null for NaN and infinity, because JSON
-    has neither."""
+    """The value as a number; None becomes NaN. JSON has neither NaN nor infinity, so vLLM sends
+    null for both."""
     return float("nan") if value is None else float(value)
 
 

@@ -61,8 +61,8 @@ def main() -> None:
 
 def _publisher_lock(spool: Spool, replica: str | None) -> AbstractContextManager[None]:
     """The lock of the spool's only publisher; with `replica`, the lock of this replica's publisher.
-    Raises SpoolUnusable if publishers with and without a replica name use the spool: each kind
-    would overwrite the other's announcements."""
+    Raises SpoolUnusable if one publisher of the spool has a replica name and another publisher has
+    none, because each would overwrite the announcements of the other."""
     if replica is None:
         if others := ", ".join(spool.replicas.fresh()):
             raise SpoolUnusable(

@@ -61,9 +61,9 @@ class CheckpointNotVisible(Exception):
 
 @dataclass
 class Refusal:
-    """A refused checkpoint. `stats`: the stats of the refused files; `pause`: seconds until the
-    checkpoint is tried again even if its files are unchanged; `again`: the end of this pause on the
-    monotonic clock."""
+    """A refused checkpoint. `stats` has the stats of the refused files. If the files do not change,
+    the publisher tries the checkpoint again after `pause` seconds. `again` is the end of the pause
+    on the monotonic clock."""
 
     stats: FileStats
     reason: str
@@ -111,8 +111,8 @@ class CheckpointLoader:
         """Load and verify a checkpoint, unless it is already loaded and verified. Raises
         CheckpointRefused.
 
-        Raises CheckpointNotVisible for a new checkpoint whose files are missing. The publisher
-        tries to load a checkpoint with missing files again in every pass of its loop. A refused
+        Raises CheckpointNotVisible for a new checkpoint whose files are missing. In every pass of
+        its loop, the publisher tries again to load a checkpoint whose files are missing. A refused
         checkpoint is tried again when its files change, or when vLLM's server is lost. A checkpoint
         that was refused because of vLLM's status 500 is also tried again after a pause.
 
@@ -167,7 +167,7 @@ class CheckpointLoader:
         return served
 
     def unload(self, name: str, *, deleted: bool = False) -> None:
-        """Unload the model with this name. `deleted`: whether its run was deleted."""
+        """Unload the model with this name. `deleted`: whether the model's run was deleted."""
         self.transport.unload(name, deleted=deleted)
         self._served.pop(name, None)
 
@@ -177,8 +177,8 @@ class CheckpointLoader:
     def _try_to_serve(
         self, run: RunSpec, manifest: Manifest, name: str, path: Path
     ) -> ServedCheckpoint:
-        """Runs `_load_and_verify`, and repeats it if vLLM answers with status 500. A single status
-        500 does not prove that the checkpoint is bad."""
+        """Runs `_load_and_verify`, and repeats it if vLLM answers with status 500. An answer with
+        status 500 does not prove that the checkpoint is bad."""
         for attempt in range(1, TRIES):
             try:
                 return self._load_and_verify(run, manifest, name, path)
@@ -247,8 +247,8 @@ class CheckpointLoader:
         self, name: str, stats: FileStats, reason: str, *, passing: bool = False
     ) -> CheckpointRefused:
         """Unload the checkpoint if vLLM has it, and remember the refusal with the stats of the
-        checkpoint's files. `passing`: whether the cause of the refusal may disappear without a
-        change of the files."""
+        checkpoint's files. `passing`: whether the cause of the refusal is temporary, so that the
+        same files may be accepted later."""
         if name in self.transport.listed:
             self.unload(name)
         before = self._refused.get(name)

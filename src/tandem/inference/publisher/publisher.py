@@ -4,7 +4,7 @@ for unused runs after a restart.
 
 The publisher compares the spool with vLLM's list of models, and carries out the loads and unloads
 that are missing. The publisher keeps no state that it needs after a restart: its memory only saves
-repeated work. So the publisher and vLLM may die and start again at any time.
+repeated work. The publisher and vLLM may therefore die and start again at any time.
 """
 
 import time
@@ -83,7 +83,7 @@ class Publisher:
         self._usage = Usage(client, self._transport.copies.usage_file)
         self._retention = Retention(client, grace, most=4 * settings.max_loras)
         self._specs: dict[str, RunSpec] = {}
-        # Whether nothing listens at vLLM's address and no record of a served step is left.
+        # True if nothing listens at vLLM's address and no record of a served step is left.
         self._gone = False
         # Whether the records were compared with vLLM since vLLM last started.
         self._records_checked = False
@@ -139,7 +139,7 @@ class Publisher:
         """Make vLLM serve the newest `keep` steps of each run. Returns for each run the names of
         the steps that must stay loaded."""
         wanted: dict[str, set[str]] = {}
-        # Run -> the time (Unix seconds) of the last change of its checkpoints that this call has
+        # Run -> the Unix time of the last change of the run's checkpoints that this call has
         # published.
         published: dict[str, float] = {}
         again = False  # whether the last load was for a run that was already in `published`
@@ -163,8 +163,8 @@ class Publisher:
         return wanted
 
     def _changes(self) -> dict[str, float]:
-        """Run -> the time of the last change of its checkpoints, in Unix seconds, for all runs that
-        can be served."""
+        """Run -> the Unix time at which the run's checkpoints last changed, for all runs that can
+        be served."""
         changes: dict[str, float] = {}
         self._specs = {}
         for run in self._spool.runs.names():
@@ -182,8 +182,8 @@ class Publisher:
         return changes
 
     def _try_to_publish(self, run: str, keep: int) -> set[str]:
-        """Runs `_publish_run`. After an error the run's loaded steps stay loaded, and the other
-        runs continue."""
+        """Runs `_publish_run`. After an error, the run's loaded steps stay loaded, and the
+        publisher continues with the other runs."""
         try:
             wanted = self._publish_run(self._specs[run], keep)
         except InferenceUnavailable:
@@ -253,7 +253,7 @@ class Publisher:
         """Make vLLM serve the newest `keep` good steps of a run. Returns the names of the steps
         that must stay loaded."""
         wanted = self._records.keep(run.name)
-        kept: list[Served] = []  # the newest first
+        kept: list[Served] = []  # The newest step is first.
         # The newest refused step, if this step is newer than all steps in `kept`.
         refused: Refused | None = None
         # If steps are refused, older steps are tried, but one call loads at most `keep + 2` steps.

@@ -25,7 +25,7 @@ class Records(Protocol):
         """
 
     def tell(self, run: str, served: ServedCheckpoint) -> None:
-        """Records in the events of the step's job that vLLM serves the step."""
+        """Records, in the events of the step's job, that vLLM serves the step."""
 
     def keep(self, run: str) -> set[str]:
         """The names of steps that must stay loaded, even if the publisher would unload them."""
@@ -39,15 +39,15 @@ class Records(Protocol):
         restart of vLLM."""
 
     def turn_begins(self) -> None:
-        """Called before the publisher reads vLLM's list of models."""
+        """The publisher calls this method before it reads vLLM's list of models."""
 
     def turn_done(self, runs: Collection[str]) -> None:
-        """Called at the end of the publisher's pass over all runs, when vLLM serves the right
+        """The publisher calls this method after each pass over all runs, when vLLM serves the right
         steps. `runs`: the names of all runs."""
 
 
 class OnlyServer:
-    """The records of a vLLM that is the only one of its spool."""
+    """The records of the spool's only vLLM."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
@@ -97,7 +97,7 @@ def tell_job(spool: Spool, job: str, served: Served) -> None:
     once, however often the checkpoint is loaded."""
     with spool.job_lock(job):
         events = spool.events.read(job)
-        # If a job has no events, its records were removed.
+        # A job without events is a job whose records were removed.
         if events and not any(event.type == "served" for event in events):
             told = {
                 "step",

@@ -4,12 +4,12 @@ answers requests.
 A replica is *ready* when it serves every announced step. The replica's vLLM answers requests only
 while the replica is ready (`inference.server.middleware.readiness`). No step is announced before
 every ready replica has verified it. One lock protects three actions: a replica becomes ready, a
-replica stops being ready, and a step is announced. So a ready replica has every announced step that
-a client may ask for. With merged weights, no client gets an answer from a step older than the
-announced step.
+replica stops being ready, and a step is announced. A ready replica therefore has every announced
+step that a client may ask for. With merged weights, no client gets an answer from a step older than
+the announced step.
 
 vLLM's permission to answer requests expires before the other replicas consider this replica dead.
-So if a publisher stops, or loses the volume, its vLLM stops answering.
+If a publisher stops or loses the volume, its vLLM therefore stops answering requests.
 """
 
 import os
@@ -74,13 +74,13 @@ class Member:
             why="it starts",
         )
         # The time of the record's last write and the end of vLLM's permission, on this machine's
-        # monotonic clock. vLLM on the same machine uses the same clock.
+        # monotonic clock. The vLLM on the same machine uses the same clock.
         self._beaten = self._lease = 0.0
         # The ids of two vLLM processes: the process that answered last, and the process that became
         # ready.
         self._asked = self._joined = ""
-        # For each run, the newer steps that only other replicas serve, each with the monotonic time
-        # at which this replica first saw that it lacks the step.
+        # Run -> step -> a monotonic time, for the newer steps that only other replicas serve. The
+        # stored time is the time at which this replica first saw that it lacks the step.
         self._behind: dict[str, dict[int, float]] = {}
         # For each run, the verified steps for which the event `served` was written to the step's
         # job.
@@ -191,8 +191,8 @@ class Member:
 
     def beat(self) -> None:
         """Renew this replica's record. Mark the replica as not ready if its server is about to be
-        stopped, or if the replica lags behind the others. Announce, for each run, the steps on
-        which the ready replicas agree."""
+        stopped, or if the replica lags behind the other replicas. Announce, for each run, the steps
+        on which the ready replicas agree."""
         self._spool.check()
         with self._replicas.lock():
             if self._record.ready and time.monotonic() - self._beaten > DEAD_SECONDS - 5:
@@ -216,8 +216,8 @@ class Member:
         return ""
 
     def _lag(self) -> str:
-        """The reason why the other replicas should continue without this replica; empty if there is
-        no reason."""
+        """The reason why the other replicas should continue without this replica; empty if they
+        should wait for this replica."""
         others = [
             name
             for name, record in self._replicas.living().items()
@@ -249,8 +249,8 @@ class Member:
         return max((served.step for served in record.steps if has(run, served)), default=-1)
 
     def _leave(self, why: str) -> None:
-        """Take this replica out of service in three steps: inform the proxy, then make vLLM refuse
-        requests, then record that this replica is not ready. The other replicas don't wait for a
+        """Take this replica out of service: first inform the proxy, then make vLLM refuse requests,
+        and finally record that this replica is not ready. The other replicas don't wait for a
         replica that is not ready."""
         self._tell_vllm(min(self._lease, time.monotonic() + DRAIN_SECONDS))
         if time.monotonic() >= self._lease:
@@ -275,7 +275,8 @@ class Member:
 
     def _renew(self) -> bool:
         """Let vLLM answer requests until LEASE_SECONDS after the last write of the record. Returns
-        False if vLLM is gone, or if another vLLM process has taken its place."""
+        False if vLLM can't be reached, or if another vLLM process has replaced the process that
+        became ready."""
         return self._tell_vllm(self._beaten + LEASE_SECONDS, self._joined)
 
     def _tell_vllm(self, until: float, instance: str | None = None) -> bool:

@@ -1,23 +1,23 @@
-"""Controls a vLLM that shares its GPUs with the trainer. vLLM sleeps while a trainer holds the
+"""Controls a vLLM that shares its GPUs with the trainer. The vLLM sleeps while a trainer holds the
 GPUs, and is awake at all other times.
 
 Only the publisher puts vLLM to sleep and wakes it. The runner asks for the GPUs by writing a hold,
 the record `jobs/hold.json`, with the phase `sleeping`. The runner gives the GPUs back by removing
 the hold; a removal works even on a full volume. The publisher answers the runner in the record
 `SharedVllm`. The publisher looks for a hold only between two passes of its loop, never while it
-loads a step. So vLLM never falls asleep while an adapter is being loaded: loading an adapter into a
-sleeping vLLM would crash the engine.
+loads a step. The load of an adapter into a sleeping vLLM would crash the engine, so vLLM is never
+put to sleep during a load.
 
 A hold is live if its runner has the runner lock and has renewed the hold within
 `TANDEM_LEASE_SECONDS` (`spool/locks.py`). A restarted runner has a new name, so the hold of the
 previous runner is not live. While a hold is live, no program wakes vLLM, starts vLLM or loads an
-adapter. The publisher wakes vLLM if it sleeps and no hold is live. Before the publisher wakes vLLM,
-it waits until the GPU memory in use is back at the hold's `floor`, or until the hold's deadline has
-passed. The `floor` is the number of bytes in use while vLLM sleeps and no rank runs. If vLLM is
-already awake, the hold of a lost runner is removed immediately, because the memory in use is
-vLLM's. A restarted publisher continues from the hold and from the previous publisher's answer. If
-vLLM still sleeps `TANDEM_VLLM_STALL_SECONDS` after the last hold, `tandem up` restarts vLLM,
-because the publisher could not wake it.
+adapter. The publisher wakes a sleeping vLLM if no hold is live. Before the publisher wakes vLLM,
+the publisher waits until the GPU memory in use has fallen to the hold's `floor`, or until the
+hold's deadline has passed. The `floor` is the number of bytes in use while vLLM sleeps and no rank
+runs. If vLLM is already awake, the publisher removes the hold of a lost runner immediately, because
+vLLM itself uses the memory. A restarted publisher continues from the hold and from the previous
+publisher's answer. If vLLM still sleeps `TANDEM_VLLM_STALL_SECONDS` after the last hold, `tandem
+up` restarts vLLM, because the publisher could not wake it.
 """
 
 import time
@@ -83,9 +83,9 @@ class LentGpus:
         time.sleep(seconds)
 
     def _answer_hold(self, hold: Hold) -> None:
-        """Puts vLLM to sleep for a runner that asks for the GPUs by `hold`, and keeps the answer.
-        Each hold is answered only once: if vLLM dies after the answer, the vLLM that starts
-        afterwards is not put to sleep."""
+        """Puts vLLM to sleep if `hold` asks for the GPUs, and stores the answer to the runner. Each
+        hold is answered only once: if vLLM dies after the answer, the vLLM that starts afterwards
+        is not put to sleep."""
         if same_attempt(self._answer, hold):
             return
         self._answer = None
@@ -119,9 +119,9 @@ class LentGpus:
         """Remove a hold on the GPUs that is not live, and wake vLLM. Returns the reason if vLLM
         can't be woken yet, and an empty string if vLLM is awake.
 
-        The method wakes vLLM only if the GPU memory in use is back at the hold's floor, or if the
-        hold's deadline has passed. If vLLM is already awake, the method does not wait, because the
-        memory in use is vLLM's own.
+        The method wakes vLLM only if the GPU memory in use has fallen to the hold's `floor`, or if
+        the hold's deadline has passed. If vLLM is already awake, the method does not wait, because
+        vLLM itself uses the memory.
         """
         if hold is not None:
             # A hold without a `floor` was written before any rank had started, so no rank's memory
@@ -133,9 +133,9 @@ class LentGpus:
                     f"{hold.runner}, which held the GPUs for job {hold.job}, is lost, and {busy}"
                     " bytes are in use"
                 )
-            # The hold is removed before vLLM is woken. The watchdog restarts a vLLM that can't be
-            # woken only if there is no hold. If the volume refuses the removal, vLLM is woken
-            # nevertheless.
+            # The hold is removed before vLLM is woken. If vLLM can't be woken, the watchdog
+            # restarts vLLM, but only while there is no hold. The publisher wakes vLLM even if the
+            # volume refuses the removal of the hold.
             with suppress(SpoolUnusable):
                 self._spool.hold.clear()
         if self._client.is_sleeping():
@@ -146,7 +146,7 @@ class LentGpus:
         return ""
 
     def _state(self) -> tuple[_State, str]:
-        """vLLM's state, and the reason if vLLM is gone."""
+        """vLLM's state, and the reason if the state is `gone`."""
         try:
             if not self._client.healthy():
                 return "gone", "it does not answer, or its engine is dead"

@@ -2,15 +2,15 @@
 (`MergedTransport`).
 
 `TANDEM_WEIGHTS` chooses the transport. The methods of both classes may raise the errors of
-`VllmClient`. docs/architecture.md, "How to add something", lists the parts that a new transport for
-whole weights needs.
+`VllmClient`. The section "How to add something" of docs/architecture.md lists the parts that a new
+transport for whole weights needs.
 
 vLLM (0.32) reads the files of an evicted adapter again when a request needs the adapter. If the
-files are gone, vLLM's engine crashes. So vLLM loads adapters from copies on its own machine. A
+files no longer exist, vLLM's engine crashes. vLLM therefore loads adapters from local copies. A
 rollback or an unreachable volume does not affect the copies. A copy's path contains a hash of its
-content. vLLM lists the path of each adapter. The path shows a restarted publisher which checkpoint
-vLLM has, even if a rollback has replaced the checkpoint. vLLM's prefix cache also distinguishes the
-old and the new checkpoint by the path (`VllmClient.prefix_cache_keyed_by_path`).
+content. vLLM lists the path of each adapter. A restarted publisher knows from the path which
+checkpoint vLLM has, even after a rollback. The path also separates old and new blocks in vLLM's
+prefix cache (`VllmClient.prefix_cache_keyed_by_path`).
 """
 
 import hashlib
@@ -133,8 +133,8 @@ class AdapterCopies:
 
         Args:
             listed: the paths of the models that vLLM lists.
-            in_use: returns the names of models that running requests use. The copies of models in
-                use stay, because vLLM may read them again.
+            in_use: returns the names of models that running requests use; the copies of models in
+                use stay, because vLLM may read the copies again.
             older_than: seconds since vLLM last used a copy.
         """
         unused = []
@@ -171,9 +171,9 @@ def _have_sizes(directory: Path, files: Manifest) -> bool:
 
 
 class LoraTransport:
-    """The adapters of one vLLM server. `listed`: name -> path of each model that vLLM listed at the
-    last `refresh`, with this object's changes since; `name`: the transport's name in records;
-    `identity`: the name of the vLLM model that step 0 must equal."""
+    """The adapters of one vLLM server. `listed` has the path of each model that vLLM lists; `load`
+    and `unload` update `listed`. `name` is the transport's name in records. `identity` is the name
+    of the vLLM model that step 0 must equal."""
 
     name, identity = "lora", BASE_MODEL_NAME
 
@@ -181,8 +181,8 @@ class LoraTransport:
         self._client = client
         self.copies = copies
         self.listed: dict[str, str] = {}
-        # Name -> path that was last loaded under this name since vLLM started; None if the loads
-        # are unknown.
+        # Name -> the path that vLLM last loaded under this name since vLLM started. None if vLLM
+        # may have loaded models before this object existed.
         self._loaded: dict[str, str] | None = None
 
     def refresh(self) -> bool:
@@ -196,8 +196,8 @@ class LoraTransport:
         self.listed, self._loaded = {}, {}
 
     def load(self, name: str, path: Path, _run: RunSpec, _checkpoint: Manifest) -> dict[str, float]:
-        """Load a copied adapter under a name that is not listed yet. Returns no durations, because
-        the load of an adapter has no separate parts."""
+        """Load a copied adapter under a name that is not listed yet. Returns an empty dict of
+        durations, because the load of an adapter has no separate parts."""
         self._flush_prefix_cache(name, path)
         self._client.load_lora(name, str(path))
         self.listed[name] = str(path)
@@ -254,9 +254,9 @@ class MergedTransport:
         self._waits = 0.0, ""
 
     def refresh(self) -> bool:
-        """Asks vLLM which merged weights it has. Weights that were not announced, or that are torn
-        (the workers have different versions), count as missing: `load` writes and checks such
-        weights again."""
+        """Asks vLLM which merged weights it has. Weights count as missing if they were not
+        announced, or if they are torn (the workers have different versions). `load` writes and
+        checks missing weights again."""
         before, state = self._refreshed, self._client.merged()
         self.name = state["transport"]
         self.listed = {state["name"]: state["path"]} if state["phase"] == "served" else {}
@@ -327,7 +327,7 @@ class MergedTransport:
     def _order(self, swap: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """vLLM's answer to `swap`. With TANDEM_SWAP_REQUESTS=wait, new requests wait until the
         running requests have ended. If the running requests do not end in time, the next swap is
-        delayed by as long as this attempt took. vLLM answers new requests during this delay."""
+        delayed by the duration of this attempt. During this delay, vLLM answers new requests."""
         begin = time.monotonic()
         try:
             return _alive(swap)
@@ -362,7 +362,7 @@ class MergedTransport:
                 way = offer["transport"]
                 sources.append({**offer, "way": way, "meeting": str(meeting), "server": server})
         try:
-            # `merged.find` hashes all files, so the liveness beats continue meanwhile.
+            # While `merged.find` hashes all files, `_alive` sends liveness beats.
             if (
                 run.lora is not None
                 and (files := _alive(partial(self._spool.merged.find, checkpoint))) is not None
@@ -373,8 +373,8 @@ class MergedTransport:
         return sources
 
     def _offer(self, job: str) -> dict[str, Any]:
-        """The offer of the job's ranks to send weights. The offer is empty if the ranks made none,
-        no longer run, or have ended the transfer (event `sent`)."""
+        """The offer of the job's ranks to send weights. The result is empty if the ranks made no
+        offer, no longer run, or have ended the transfer (event `sent`)."""
         offers = [
             event for event in self._spool.events.read(job) if event.type in ("offered", "sent")
         ]

@@ -61,8 +61,8 @@ class Retention:
 
     An older step is unloaded once it has had no request for `grace` consecutive seconds. The grace
     period covers the pause between two turns of a conversation. If there are more than `most` older
-    steps, the grace period is ignored. (The newest step of each run is not counted, so that unused
-    runs don't displace steps that clients sample.) A step that a rollback discarded is unloaded
+    steps, the grace period is ignored. The newest step of each run is not counted, so that unused
+    runs don't displace steps that clients sample. A step that a rollback discarded is unloaded
     immediately.
     """
 
@@ -79,8 +79,9 @@ class Retention:
         wanted: Collection[str],
         existing: Collection[str],
     ) -> list[str]:
-        """The names in `listed` that can be unloaded now. A name that is not `<run>@<step>` with a
-        run in `runs` belongs to another program and stays loaded.
+        """The names in `listed` that can be unloaded now. If a name does not have the form
+        `<run>@<step>`, or if its run is not in `runs`, the adapter belongs to another program and
+        stays loaded.
 
         Args:
             existing: the names of the steps that are in the checkpoint chains of `runs`.

@@ -1,5 +1,5 @@
-"""Checks that vLLM computes the same log-probs for a checkpoint as the trainer. vLLM's workers
-prove that they have the checkpoint's tensors. Each worker compares its adapter with the file, bit
+"""Checks that vLLM computes the same log-probs for a checkpoint as the trainer. Checks also that
+vLLM's workers have the checkpoint's tensors. Each worker compares its adapter with the file, bit
 for bit (`held_adapter.py`). For merged weights, rows of the tensors are compared with the expected
 values (`SpotCheck`). Matching log-probs prove that vLLM computes with the checkpoint's tensors and
 with the same base model. A checkpoint is served only after its tensors and its log-probs are
@@ -48,10 +48,10 @@ amount, but wrong weights change all tokens.
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of a verification. `error`: mean |served - expected| over all log-probs, in nats;
-    `tokens`: the number of log-probs; `allowed`: the limit for the mean error of the closest
-    tokens, in nats. The closest tokens are those with the smallest errors; their share of all
-    tokens is COMPARED."""
+    """The result of a verification. `error` is the mean of |served - expected| over all log-probs,
+    in nats. `tokens` is the number of log-probs. `allowed` is the limit for the mean error of the
+    closest tokens, in nats. The closest tokens are those with the smallest errors; their share of
+    all tokens is COMPARED."""
 
     error: float
     allowed: float
@@ -67,9 +67,9 @@ class WrongWeights(Exception):
 class Tolerance:
     """The rule for the largest error at which a step is served, in nats.
 
-    The rule estimates rounding from vLLM's error of the base model on the same tokens, and from the
-    distance between the checkpoint's and the base model's log-probs. `bench/verification.py`
-    measures the rule, and docs/performance.md has the table of results.
+    The rule estimates the rounding error from two numbers: vLLM's error of the base model on the
+    same tokens, and the distance between the checkpoint's and the base model's log-probs.
+    `bench/verification.py` measures the rule, and docs/performance.md has the table of results.
     """
 
     rounding: float
@@ -82,9 +82,9 @@ class Tolerance:
         return cls(ROUNDING[serving_dtype(settings)], settings.verify_tolerance or math.inf)
 
     def allowed(self, base_error: float, moved: float) -> float:
-        """The limit for a checkpoint in nats. `base_error`: vLLM's mean error of the base model, 0
-        if vLLM does not serve the base model; `moved`: mean distance between the checkpoint's and
-        the base model's log-probs. `base_error` and `moved` are in nats."""
+        """The limit for a checkpoint in nats. `base_error` is vLLM's mean error of the base model,
+        in nats; 0 if vLLM does not serve the base model. `moved` is the mean distance between the
+        checkpoint's and the base model's log-probs, in nats."""
         return min(max(self.rounding, BASE_ERRORS * base_error) + MOVED_SHARE * moved, self.limit)
 
 
@@ -95,8 +95,8 @@ def movement(
     contexts: Sequence[Hashable],
 ) -> tuple[float, float] | None:
     """The position of the served log-probs on the line from a reference (0) to the checkpoint's own
-    log-probs (1), and the position's standard error. None if the checkpoint's and the reference's
-    log-probs are equal.
+    log-probs (1), and the position's standard error. None if the checkpoint's log-probs equal the
+    reference's log-probs.
 
     The standard error treats the residuals of different contexts as independent (Liang and Zeger
     1986).
@@ -105,9 +105,10 @@ def movement(
     reference)`. Rounding may route a few tokens of a mixture of experts to other experts, in vLLM
     or in the trainer, before or after the step. The log-probs of rerouted tokens may change by any
     amount. To limit the influence of rerouted tokens, both sides of each token's equation are
-    divided by a scale. The scale of a token is |checkpoint - reference|, or the third quartile of
-    these distances if that is larger. The left side of each scaled equation is clipped to at most 1
-    above or below x / 2, where x is the scaled right side without a.
+    divided by a scale. The scale of a token is |checkpoint - reference|, but at least the third
+    quartile of the nonzero values of |checkpoint - reference|. Let x be the scaled value of
+    `checkpoint - reference`. The scaled value of `served - reference` is clipped to the interval [x
+    / 2 - 1, x / 2 + 1].
 
     Args:
         served, checkpoint, reference: log-probs of the same tokens, [tokens], in nats.
@@ -147,7 +148,7 @@ def verify(
 
     The mean error of the closest tokens must be within `tolerance`. The served log-probs must also
     be nearer to this checkpoint's log-probs than to the previous checkpoint's and the base model's.
-    Differences as small as rounding lead to no refusal.
+    Differences as small as rounding do not cause a refusal.
 
     Args:
         client: a client of the vLLM server.
@@ -179,9 +180,9 @@ def verify(
             )
     base_error = 0.0
     if beside:
-        # The served log-probs of the base model can't serve as the reference, because `served` also
-        # contains vLLM's rounding of the base model. After a step as small as rounding, right
-        # weights would seem nearer to vLLM's base model than to the trainer's step.
+        # The reference is not vLLM's log-probs of the base model, because `served` contains the
+        # same rounding errors of vLLM. After a step as small as rounding, `served` would be nearer
+        # to vLLM's base model than to the trainer's step, although the weights are right.
         served_base = list(chain.from_iterable(client.prompt_logprobs(beside, *prompts)))
         base_error = _closest_mean(served_base, base)
     allowed = tolerance.allowed(base_error, _closest_mean(expected, base))

@@ -5,8 +5,8 @@
 vLLM's processes. `patches.py` has every replacement of a function of vLLM.
 
 `middleware/` runs in vLLM's API server and answers HTTP requests. `worker/` runs in vLLM's engine
-and workers. The two directories run in different processes, so neither imports the other: an order
-for a worker goes through vLLM's engine. The modules of this directory name the middlewares only as
-strings on vLLM's command line. So the publisher and the command line, which read `command.py`, load
-no middleware.
+and workers. The code of `middleware/` and the code of `worker/` run in different processes, so
+neither imports the other. An order for a worker goes through vLLM's engine. The modules of this
+directory name the middlewares only as strings on vLLM's command line. The publisher and the command
+line read `command.py`, and therefore load no middleware.
 """

@@ -1,5 +1,5 @@
-"""Builds vLLM's command line and environment from Tandem's settings. vLLM 0.26 to 0.33 have every
-option that this module uses."""
+"""Builds vLLM's command line and environment from Tandem's settings. Every option that this module
+uses exists in vLLM 0.26 to 0.33."""
 
 import json
 import os
@@ -157,8 +157,8 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *("--tensor-parallel-size", str(settings.inference_tensor_parallel)),
         *(_lora_arguments(settings) if settings.weights == "adapter" else _MERGED_ARGUMENTS),
         *family_arguments(model, serving_dtype(settings), on_cpu=device == "cpu"),
-        # vLLM returns log-probs after temperature, top-k and top-p: the log-probs of the
-        # distribution from which the tokens were sampled.
+        # vLLM returns log-probs after temperature, top-k and top-p. The log-probs therefore belong
+        # to the distribution from which the tokens were sampled.
         *("--logprobs-mode", "processed_logprobs"),
         # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k
         # in that file would make the sampling policy differ from the trained policy.
@@ -166,7 +166,7 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         # Requests that verify a checkpoint have priority over waiting requests. Requests without a
         # `priority` are served in the order of their arrival.
         *("--scheduling-policy", "priority"),
-        # A middleware that is listed later wraps the middlewares that are listed earlier.
+        # Each middleware wraps the middlewares that are listed before it.
         *(
             ["--middleware", "tandem.inference.server.middleware.readiness.Readiness"]
             if settings.replica is not None
@@ -183,8 +183,8 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *(["--enable-scale-out"] if _scale_out_is_optional() else []),
         "--disable-fastapi-docs",
         # Logging a line per request takes a fifth of the API server's time if answers are short. If
-        # API keys have no names, the access log is off, because its lines add little to the
-        # metrics. If API keys have names, the access log leaves out /health, /metrics and
+        # API keys have no names, the access log is off, because its lines add little information to
+        # the metrics. If API keys have names, the access log leaves out /health, /metrics and
         # /v1/models, which Tandem's programs and probes request all the time.
         *(
             ["--disable-access-log-for-endpoints", "/health,/metrics,/v1/models"]
@@ -194,16 +194,16 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
     ]
     if settings.max_model_len is not None:
         argv += ["--max-model-len", str(settings.max_model_len)]
-    # With LoRA, vLLM does not compile the model on the CPU. `--enforce-eager` saves the time of an
-    # attempt to compile.
+    # With LoRA, vLLM does not compile the model on the CPU. The option `--enforce-eager` keeps vLLM
+    # from trying to compile.
     if settings.enforce_eager or device == "cpu":
         argv.append("--enforce-eager")
     if settings.gpu_mode == "shared":
         argv.append("--enable-sleep-mode")
     if device == "cpu":
-        # A seeded request whose prefill is split crashes the engine of vLLM 0.32. vLLM sets the
-        # random generator back, which torch's CPU generator does not support ("CPU Generator does
-        # not use offset"). So vLLM on the CPU does not split prefills.
+        # A seeded request whose prefill is split crashes the engine of vLLM 0.32. For such a
+        # request, vLLM rewinds the random generator, which torch's CPU generator does not support
+        # ("CPU Generator does not use offset"). Prefills on the CPU are therefore not split.
         argv.append("--no-enable-chunked-prefill")
         if settings.inference_tensor_parallel == 1:
             # vLLM's worker runs in the engine's process. Without a separate worker process, torch
@@ -219,8 +219,8 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
 
 
 def _has_keys(settings: Settings) -> bool:
-    """Whether the deployment has several API keys, or API keys with names. vLLM's environment
-    variable has only one key."""
+    """Whether the deployment has several API keys, or API keys with names. The environment variable
+    VLLM_API_KEY can contain only one key."""
     return len(settings.api_keys) > 1 or any(settings.named_keys.values())
 
 
@@ -251,7 +251,7 @@ def _lora_arguments(settings: Settings) -> list[str]:
         *("--max-loras", str(settings.max_loras), "--max-cpu-loras", str(4 * settings.max_loras)),
         # vLLM's default list of LoRA targets includes lm_head. With lm_head as a target, vLLM
         # assigns prompt log-probs to wrong requests when two requests run together. On the CPU,
-        # lm_head as a target even crashes the engine of vLLM 0.32. The arguments contain vLLM's own
+        # lm_head as a target even crashes the engine of vLLM 0.32. The arguments use vLLM's own
         # names of fused layers and experts.
         *("--lora-target-modules", *LORA_TARGETS, "qkv_proj", "gate_up_proj"),
         *(*DELTA_NET_TARGETS, "in_proj_qkvz", "in_proj_ba"),
@@ -274,7 +274,8 @@ def merged_targets(settings: Settings, arch: Arch) -> tuple[LoraTarget, ...] | N
 
 def ordered_copy(settings: Settings) -> Literal["auto", "device", "host"]:
     """The place of the second copy of the base weights, which merged weights need: vLLM's GPU or
-    pinned host memory. `auto`: vLLM's workers choose the place after they have loaded the model."""
+    pinned host memory. With `auto`, vLLM's workers choose the place after they have loaded the
+    model."""
     if settings.second_copy == "auto" and settings.gpu_mode == "shared":
         return "host"  # a copy on the GPU would have to be moved each time vLLM sleeps
     return settings.second_copy
@@ -299,9 +300,9 @@ def _environment(
         # keeps NCCL's sockets from accepting connections from other hosts
         defaults["NCCL_SOCKET_IFNAME"] = "lo"
     if device == "cpu":
-        # By default vLLM pins its threads to one hardware thread of each physical core except one.
-        # All vLLM servers on a machine use the same hardware threads. On a machine with two cores,
-        # vLLM would have one hardware thread, which the trainer uses too.
+        # By default, vLLM leaves one physical core free. On each of the remaining cores, vLLM uses
+        # one hardware thread. All vLLM servers on a machine use the same hardware threads. On a
+        # machine with two cores, vLLM would have one hardware thread, which the trainer uses too.
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
         defaults |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))} | omp_waiting(environ)
         # Without TORCH_COMPILE_DISABLE, vLLM (0.32) compiles two small functions of its sampler,
@@ -309,7 +310,7 @@ def _environment(
         defaults["TORCH_COMPILE_DISABLE"] = "1"
         if settings.inference_tensor_parallel == 1:
             # vLLM on the CPU keeps the "uni" executor only with VLLM_ENABLE_V1_MULTIPROCESSING=0.
-            # vLLM's engine runs in its own process in spite of this setting.
+            # Despite this setting, the engine runs in its own process.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     env = {**defaults, **environ}
     # VLLM_SERVER_DEV_MODE and VLLM_ALLOW_RUNTIME_LORA_UPDATING make vLLM serve the admin routes.

@@ -18,7 +18,7 @@ def family_arguments(model: str, dtype: str, *, on_cpu: bool) -> list[str]:
     this device in `dtype`.
 
     Args:
-        model: a directory or a hub name. If the hub's cache lacks the model's configuration, the
+        model: a directory or a hub name; if the hub's cache lacks the model's configuration, the
             result is empty.
         dtype: the dtype in which vLLM computes, such as "bfloat16".
         on_cpu: whether vLLM computes on the CPU.
@@ -30,7 +30,8 @@ def family_arguments(model: str, dtype: str, *, on_cpu: bool) -> list[str]:
         return []
     if arch.mla is not None and on_cpu:
         return _latent_arguments(arch.mla, arch.model_type)
-    # Training rows contain only text. The vision tower would only take memory.
+    # Training rows contain only text. The vision tower is not loaded, because it is not needed and
+    # would take memory.
     vision = arch.weight_prefix != "model."
     argv = ["--language-model-only"] if vision else []
     if (growth := arch.query_growth) is not None:
@@ -54,8 +55,8 @@ def family_arguments(model: str, dtype: str, *, on_cpu: bool) -> list[str]:
     if on_cpu and dtype != "bfloat16":
         problem = f"vLLM computes {arch.model_type} on the CPU in bfloat16 only"
         raise InvalidInput(f"{problem}; set TANDEM_DTYPE=bfloat16", field="TANDEM_DTYPE")
-    # vLLM caches a delta net's states of prefixes only if it splits prefills, and on the CPU
-    # prefills are not split.
+    # vLLM can cache the states of a delta net for prefixes only if vLLM splits prefills. On the
+    # CPU, prefills are not split.
     return argv + (["--no-enable-prefix-caching"] if on_cpu else [])
 
 

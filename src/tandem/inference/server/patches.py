@@ -103,8 +103,8 @@ def hash_again(request: Any) -> None:
 
 def note_added_requests(engine: Any, note: Callable[[], None]) -> None:
     """Makes the API server call `note` in the context of each request, after the request was given
-    to the engine. vLLM's `generate` passes the request to the engine only when its caller asks for
-    the first result."""
+    to the engine. The method `generate` of vLLM passes the request to the engine only when its
+    caller asks for the first result."""
     add_request = engine.add_request
 
     async def add_and_note(*args: Any, **kwargs: Any) -> Any:
@@ -156,8 +156,8 @@ def leave_texts_of_tokens_out(unneeded: Callable[[], bool]) -> None:
 def install_plain_cpu_kernels(
     keep_plain: Callable[..., None], experts: Callable[..., None]
 ) -> None:
-    """Makes vLLM's CPU backend multiply matrices with torch. vLLM 0.32's CPU backend packs weights
-    into its own layouts, and merged weights need the unpacked layout."""
+    """Makes vLLM's CPU backend multiply matrices with torch. The CPU backend of vLLM 0.32 packs
+    weights into its own layouts, but merged weights need the unpacked layout."""
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -169,7 +169,7 @@ def install_plain_cpu_kernels(
 def fork_the_engine(begin: Callable[[], None]) -> None:
     """Makes the API server start its engine by a fork. The forked engine calls `begin` first. A
     fork is safe on the CPU, because only one thread runs Python and no thread has started to
-    compute. vLLM as a library forks by default."""
+    compute. If vLLM is used as a library, vLLM also forks by default."""
     from vllm.v1.engine import utils as engine_utils
     from vllm.v1.engine.core import EngineCoreProc
 

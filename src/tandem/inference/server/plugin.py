@@ -1,25 +1,26 @@
-"""A vLLM plugin (entry point `vllm.general_plugins`). vLLM calls `register` in every process that
-it starts.
+"""A vLLM plugin (entry point `vllm.general_plugins`). In every process that vLLM starts, vLLM calls
+`register`.
 
 The plugin limits the headers and waiting times of HTTP requests, makes the API server collect
 garbage less often, and installs the code for merged weights (`worker/`). The plugin also works
 around five faults of vLLM 0.32, mostly with functions of `patches.py`:
 
 - `kill -9` of the API server leaves the engine process behind for ever, with all of the GPU's
-  memory. (The orphaned engine can't be found by its environment, because it overwrites its
-  environment.) Every engine process asks the kernel to die with its parent.
-- With `--enable-lora`, vLLM runs every mixture of experts in kernels for adapters, even if no
+  memory. The orphaned engine overwrites its environment, so a search by environment can't find the
+  process. The plugin therefore makes the kernel kill each engine process when the parent of the
+  process dies.
+- With `--enable-lora`, vLLM computes every mixture of experts with kernels for adapters, even if no
   adapter changes experts. The kernels for adapters are written in Triton, and the CPU has no Triton
   kernels. On Blackwell the kernels for adapters crash the engine unless an adapter changes experts.
   On the CPU and on Blackwell, the plugin therefore reports to vLLM that experts have no LoRA.
 - On the CPU, vLLM copies an adapter's weights, padded to the largest rank, for each token. The
-  copies make a real model sample 11 times as slowly. Also, the base model's tokens in a batch with
-  an adapter's tokens get the adapter in the last slot. The base model's slot is -1, which torch
-  takes as the index of the last slot. The plugin multiplies each adapter once with all of its
-  tokens.
-- If a worker raises an error, the executor does not read the answers of later workers, and takes
-  these answers as answers to the next call. So a worker that can't load an adapter returns the
-  error as its answer.
+  copies make a real model sample 11 times as slowly. Also, if a batch has tokens of the base model
+  and tokens of an adapter, vLLM applies the adapter in the last slot to the base model's tokens.
+  The base model's slot is -1, which torch takes as the index of the last slot. The plugin
+  multiplies each adapter once with all of its tokens.
+- If a worker raises an error, vLLM's executor does not read the answers of the later workers. The
+  executor then mistakes the unread answers for answers to the next call. A worker that can't load
+  an adapter therefore returns the error as its answer.
 - FlashInfer compiles its kernels with nvcc, which container images and many machines do not have.
   Even without nvcc, vLLM chooses FlashInfer's kernels for the sums over tensor-parallel GPUs (0.26
   did not), and for attention on Blackwell. The first use of a kernel that can't be compiled crashes
@@ -110,7 +111,7 @@ def _give_up_the_port() -> None:
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6):
-                    # The descriptor is replaced instead of closed, because the server's socket
-                    # object in this process would later close the same number.
+                    # The descriptor is replaced, not closed. This process has a copy of the
+                    # server's socket object, which will later close the same descriptor number.
                     os.dup2(null, descriptor)
     os.close(null)

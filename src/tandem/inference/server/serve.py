@@ -2,8 +2,8 @@
 that the settings describe.
 
 Before vLLM starts, this process kills the processes that an earlier vLLM left, and waits until
-vLLM's GPUs are free. vLLM allocates a share of a GPU's total memory, and fails after a minute of
-loading if another process uses this memory.
+vLLM's GPUs are free. A starting vLLM allocates a share of a GPU's total memory, and fails after a
+minute of loading if another process uses this memory.
 """
 
 import fcntl
@@ -60,7 +60,7 @@ def main() -> None:
         )
     _withdraw_records(settings)
     log.info("starting vLLM", command=" ".join(command.shown[1:]))
-    # A killed vLLM leaves sockets and files in its TMPDIR. vLLM's compiled code is kept
+    # A killed vLLM leaves sockets and files in its TMPDIR. The compiled code of vLLM is kept
     # elsewhere.
     key = hashlib.sha256(marker[_MARKER].encode()).hexdigest()[:12]
     scratch = {"TMPDIR": str(scratch_directory(f"vllm-{key}"))}
@@ -68,9 +68,9 @@ def main() -> None:
 
 
 def check_plugin() -> None:
-    """Raises InvalidInput if vLLM would not find Tandem's plugin. vLLM finds the plugin by its
-    entry point in the metadata of the installed package. Without the plugin, adapters are not
-    compared with their files, and weights can't be merged."""
+    """Raises InvalidInput if vLLM would not find Tandem's plugin. To find the plugin, vLLM reads
+    the plugin's entry point in the metadata of the installed package. Without the plugin, adapters
+    are not compared with their files, and weights can't be merged."""
     if not entry_points(group="vllm.general_plugins", name="tandem"):
         raise InvalidInput(
             "tandem-rl is not installed for this Python, so vLLM would not load its plugin; install"
@@ -80,7 +80,8 @@ def check_plugin() -> None:
 
 def _withdraw_records(settings: Settings) -> None:
     """Remove the records of served steps, because the vLLM that starts now serves none. The
-    publisher removes these records too, but it may have died with the earlier vLLM."""
+    publisher also removes these records, but the publisher may have died together with the earlier
+    vLLM."""
     try:
         spool = Spool(settings.root)  # files can be deleted even on a full volume
         if settings.replica is not None:
@@ -96,9 +97,9 @@ def wait_for_gpu(settings: Settings, *, free_seconds: float = FREE_SECONDS) -> d
     """Kill the leftover processes of an earlier vLLM with this spool and port. Wait until no
     trainer holds the GPUs and the GPUs' memory is free.
 
-    Returns the marker variable for the environment of the vLLM that starts now. Holds a lock until
-    this process ends, also across `exec`. Raises CannotStartNow if this vLLM already runs, if a
-    process survives SIGKILL, or if a GPU is not free after `free_seconds`.
+    Returns the marker variable for the environment of the vLLM that starts now. Takes a lock, which
+    this process holds until the process ends, also across `exec`. Raises CannotStartNow if this
+    vLLM already runs, if a process survives SIGKILL, or if a GPU is not free after `free_seconds`.
     """
     marker = (_MARKER, f"{settings.root.absolute()}:{settings.inference_port}")
     lock = runtime_dir(settings.root, current_role()) / f"vllm-{settings.inference_port}.lock"
@@ -126,8 +127,8 @@ def wait_for_gpu(settings: Settings, *, free_seconds: float = FREE_SECONDS) -> d
 
 
 def _wait_for_trainer(settings: Settings) -> None:
-    """Wait while a live trainer holds the GPUs. So a vLLM that died while a job had the GPUs starts
-    again after the job."""
+    """Wait while a live trainer holds the GPUs. A vLLM that died while a job had the GPUs therefore
+    starts again after the job."""
     try:
         spool = Spool(settings.root)
         if hold := spool.hold.live():
@@ -137,8 +138,8 @@ def _wait_for_trainer(settings: Settings) -> None:
         while spool.hold.live():
             time.sleep(_POLL_SECONDS)
     except SpoolUnusable as error:
-        # A runner can't work without the volume, so there is no trainer to wait for. The memory in
-        # use is measured after this function in any case.
+        # Without the volume no runner can work, so vLLM does not have to wait for a trainer. After
+        # this function, the caller measures the memory in use in any case.
         log.warning("can't see whether a trainer holds the GPUs", error=error)
 
 

@@ -27,10 +27,10 @@ class _JobSpec(Record):
     schema_version: Literal[1] = 1
     id: JobId
     run: RunName
-    base_step: int = Field(ge=0)  # the job starts from this step's checkpoint
-    created: float  # Unix seconds
-    fingerprint: str  # hash of the client's request, to recognise a repeated request
-    submitted_by: str | None = None  # the name of the API key; None if the key has no name
+    base_step: int = Field(ge=0)  # The job starts from this step's checkpoint.
+    created: float  # Unix seconds.
+    fingerprint: str  # Hash of the client's request, which identifies a repeated request.
+    submitted_by: str | None = None  # The name of the API key; None if the key has no name.
     # The runner stops an attempt that takes longer than this many seconds.
     deadline_seconds: float = Field(default=3600.0, gt=0)
     # A rank without a heartbeat for this many seconds counts as hung.
@@ -123,10 +123,10 @@ class Job(Record):
     """`job.json` in the job's directory (`Paths`): everything about the job."""
 
     spec: JobSpec
-    state: JobState = "queued"  # terminal as soon as the job has its result
-    attempt: int = 0  # attempts started so far
-    # Attempts that ended because the runner or a host stopped; they don't count against
-    # max_attempts.
+    state: JobState = "queued"  # The state is terminal as soon as the job has its result.
+    attempt: int = 0  # Number of attempts started so far.
+    # Number of attempts that don't count against max_attempts, because they ended when the runner
+    # or a host stopped.
     stopped: int = 0
     last_error: JobError | None = None  # error of the previous attempt
     result: JobResult | None = None
@@ -192,35 +192,35 @@ class Lease(BaseModel):
     pid: int  # of the runner
     attempt: int
     phase: str
-    beat: float  # Unix seconds, by the runner's clock
+    beat: float  # Unix seconds, by the runner's clock.
     # The time at which the attempt began to wait for its ranks to start, in Unix seconds by the
     # runner's clock; None if the ranks run.
     waits_since: float | None = None
 
     @property
     def waited(self) -> float | None:
-        """Seconds for which the attempt had waited for its ranks at the last heartbeat; None if the
-        ranks run."""
+        """Seconds for which the attempt had waited for the start of its ranks at the last
+        heartbeat; None if the ranks run."""
         return None if self.waits_since is None else max(self.beat - self.waits_since, 0.0)
 
 
 class RankMemory(BaseModel):
-    """One rank's memory at the end of each phase of an attempt. The phases are in the order in
-    which they first ended.
+    """One rank's memory at the end of each phase of an attempt. The phases are sorted by the time
+    at which each phase first ended.
 
-    Each phase has a dict of sizes in bytes. `allocated` and `reserved` are the sizes that torch's
-    allocator reports, and `peak` is the maximum of `allocated` within the phase. `device_used` is
-    the memory in use on the whole device by all processes. `host_pinned` is the pinned host memory.
-    On the CPU, `allocated`, `reserved` and `peak` are the resident set size, `device_used` is the
-    machine's memory in use, and `host_pinned` is 0.
+    For each phase, a dict contains sizes in bytes. `allocated` and `reserved` are the sizes that
+    torch's allocator reports, and `peak` is the maximum of `allocated` within the phase.
+    `device_used` is the memory in use on the whole device by all processes. `host_pinned` is the
+    pinned host memory. On the CPU, `allocated`, `reserved` and `peak` are the resident set size,
+    `device_used` is the machine's memory in use, and `host_pinned` is 0.
     """
 
     model_config = ConfigDict(frozen=True)
 
-    uuid: str | None = None  # UUID of the rank's device; "cpu" without a device
-    # memory at the last end of each phase
+    uuid: str | None = None  # UUID of the rank's device; "cpu" without a device.
+    # For each phase, the memory at the last end of the phase.
     phases: dict[str, dict[str, int]] = Field(default_factory=dict)
-    # The maximum over all ends of each phase that ended more than once.
+    # For each phase that ended more than once, the maximum of each size over all ends of the phase.
     highest: dict[str, dict[str, int]] = Field(default_factory=dict)
 
 
@@ -258,6 +258,6 @@ class Hold(Record):
     lease: float  # the runner counts as lost after this many seconds without a new `beat`
     # if the runner is lost, vLLM may be woken after this time regardless of the memory in use
     deadline: float
-    # Device UUID -> bytes in use while vLLM sleeps and no rank runs. The dict is empty until the
-    # memory is measured, which happens before any rank starts.
+    # Device UUID -> the bytes of the device's memory that are in use while vLLM sleeps and no rank
+    # runs. The dict is empty until the memory is measured, which happens before any rank starts.
     floor: dict[str, int] = Field(default_factory=dict)

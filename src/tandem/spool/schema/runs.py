@@ -65,8 +65,8 @@ class LoraShape(Record):
     layer."""
 
     rank: int = Field(default=16, ge=1, le=1024)
-    # The default is twice the rank, so that the scale does not depend on the rank. Records always
-    # contain the value of `alpha`.
+    # By default, `alpha` is twice the rank, so that the scale does not depend on the rank. Records
+    # always contain the value of `alpha`.
     alpha: float = Field(default_factory=lambda before: 2.0 * before["rank"], gt=0)
     targets: tuple[LoraTarget, ...] = Field(
         default=LORA_TARGETS, min_length=1, max_length=len(get_args(LoraTarget))
@@ -98,7 +98,8 @@ class RunSpec(Record):
     seed: int = Field(default=0, ge=0, lt=2**63)
     created: float  # Unix seconds
     forked_from: Origin | None = None
-    # The session whose requests make this run's checkpoints; None: jobs make them.
+    # The session whose requests make this run's checkpoints; None if jobs make this run's
+    # checkpoints.
     session: SessionId | None = None
 
     @model_validator(mode="after")
@@ -139,18 +140,19 @@ class LongProbe(Record):
 
 class Probe(Record):
     """The trainer's log-probs of fixed token sequences. The publisher compares vLLM's log-probs
-    with the trainer's.
+    with the trainer's log-probs.
 
     The trainer computes all three kinds of log-probs: `logprobs`, `previous` and `base`. The
-    trainer's rounding, which vLLM doesn't share, cancels in the difference of two kinds.
+    log-probs of all three kinds contain the same rounding errors of the trainer. The rounding
+    errors cancel in the difference of two kinds of log-probs.
     """
 
-    tokens: list[list[int]]  # token sequences
+    tokens: list[list[int]]  # Token sequences.
     # `logprobs[i][j]` is log p(tokens[i][j + 1] | tokens[i][: j + 1]) in nats under this
     # checkpoint, at temperature 1.
     logprobs: list[list[float]]
-    previous: list[list[float]]  # the same log-probs under the previous checkpoint
-    # The same log-probs without the adapter; equal to `previous` if the run trains all weights.
+    previous: list[list[float]]  # Like `logprobs`, but under the previous checkpoint.
+    # Like `logprobs`, but without the adapter; equal to `previous` if the run trains all weights.
     base: list[list[float]]
     long: LongProbe | None = None  # None if the job's rows are not longer than `tokens`
 
@@ -205,8 +207,8 @@ class Served(Record):
     step: int = Field(ge=0, lt=STEPS)
     model: str  # "<run>@<step>"
     weights: Serving = "adapter"
-    transport: str = "lora"  # how the weights reached vLLM
-    checkpoint: str  # SHA-256 of the weights (`Manifest.weights_sha256`)
+    transport: str = "lora"  # How the weights reached vLLM.
+    checkpoint: str  # SHA-256 of the weights (`Manifest.weights_sha256`).
     # Inode and mtime (ns) of the manifest's file, so that readers need not open the file again.
     manifest: tuple[int, int] | None = None
     verified: float  # Unix seconds

@@ -1,5 +1,5 @@
-"""Records of sessions, of their requests, and of the requests' results. A session's client asks for
-one pass, optimizer step or save at a time, not for whole jobs."""
+"""Records of sessions, of their requests, and of the requests' results. One request of a session's
+client asks for one pass, one optimizer step or one save, not for a whole job."""
 
 from typing import Annotated, Literal
 
@@ -45,9 +45,9 @@ class ClientModel(Record):
 
 
 class ClientSampler(Record):
-    """`sessions/<id>/sampler-<n>.json`, written once: the checkpoint from which one of the client's
-    samplers samples. If `run` is None, the sampler samples from the base model. If `step` is None,
-    the sampler samples from the checkpoint named `name`, which may be made later."""
+    """`sessions/<id>/sampler-<n>.json`, written once: the checkpoint of one of the client's
+    samplers. If `run` is None, the sampler samples from the base model. If `step` is None, the
+    sampler samples from the checkpoint named `name`, which may be made later."""
 
     base_model: str  # the client's name of the base model
     path: str | None = None  # the path that the client gave
@@ -128,8 +128,8 @@ class LoggedRequest(Record):
 
 
 class RequestError(Record):
-    """The error with which a request ended. The field `category` says who can fix the error: the
-    user or the server's operator."""
+    """The error with which a request ended. The field `category` tells whether the user or the
+    server's operator can fix the error."""
 
     category: Literal["user", "server"]
     message: str

@@ -40,23 +40,23 @@ class RLLoss(Record):
 
     reference_field: ClassVar[str] = "loss.kl_reference"
     policy: Literal["cispo", "ppo", "gspo", "gspo_token", "dro", "sapo"] = "cispo"
-    # The ratio's bounds are [1 - clip_low, 1 + clip_high]; None: the policy's own default (see
-    # `clip_bounds`).
+    # The ratio's bounds are [1 - clip_low, 1 + clip_high]. A bound that is None has the policy's
+    # own default (see `clip_bounds`).
     clip_low: float | None = Field(default=None, ge=0)
     clip_high: float | None = Field(default=None, ge=0)
     # The level of the ratio: the token's own ratio, or the ratio of the token's sequence (exp of
-    # the mean log-ratio). None: the policy's own default (see `level`).
+    # the mean log-ratio). If `ratio_level` is None, the policy's own default is used (see `level`).
     ratio_level: Literal["token", "sequence"] | None = None
-    # The treatment of an item whose ratio is beyond the bounds: `clip` clips the ratio as the
-    # policy does, and `mask` leaves the item out.
+    # The treatment of an item whose ratio is beyond the bounds: `clip` clips the ratio in the way
+    # of the policy, and `mask` leaves the item out.
     beyond_bounds: Literal["clip", "mask"] = "clip"
     # PPO and GSPO: an upper bound on the ratio of items with a negative advantage.
     dual_clip: float | None = Field(default=None, gt=1)
     # DRO: the weight of the squared log-ratio.
     dro_beta: float | None = Field(default=None, ge=0)
-    # SAPO: the temperatures of the sigmoid gate for positive and for other advantages. The
-    # temperatures decide how fast the gate closes as the ratio moves away from 1. The defaults are
-    # 1 and 1.05.
+    # SAPO: the temperatures of the sigmoid gate for positive and for other advantages. As the ratio
+    # moves away from 1, a higher temperature closes the gate faster. The default temperatures are 1
+    # for positive advantages and 1.05 for other advantages.
     sapo_temperature_pos: float | None = Field(default=None, gt=0)
     sapo_temperature_neg: float | None = Field(default=None, gt=0)
     # A sequence with a negative advantage is left out if its log-probs fell by more than this many
@@ -64,13 +64,14 @@ class RLLoss(Record):
     off_policy_threshold: float | None = Field(default=None, gt=0)
     # The weight of an item in the weighted mean: 1 for `token`, 1/items of the trajectory for
     # `trajectory`, and 1/items of the group for `group`. `constant` divides the plain sum by
-    # `normalisation_constant` times the number of trajectories, as in Dr. GRPO. `sum` is the plain
-    # sum. None: the policy's own default (see `mean_over`).
+    # `normalisation_constant` times the number of trajectories (Liu et al., 2025,
+    # arXiv:2503.20783). `sum` is the plain sum. If `normalisation` is None, the policy's own
+    # default is used (see `mean_over`).
     normalisation: Literal["token", "trajectory", "group", "constant", "sum"] | None = None
     normalisation_constant: float | None = Field(default=None, gt=0)
-    # The log-probs in the denominator of the ratio: the sampler's, or the trainer's from a pass
-    # before the first optimizer step. Importance weights between trainer and sampler (`tis_*`) need
-    # the trainer's log-probs.
+    # The log-probs in the denominator of the ratio. The denominator's log-probs come from the
+    # sampler, or from a pass of the trainer before the first optimizer step. Importance weights
+    # between trainer and sampler (`tis_*`) need the trainer's log-probs.
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
     # The importance weight of an item: the weight of the token, or the product of the weights of
     # the token's sequence. The weight is truncated at `tis_cap`, and is 0 below `tis_mask_low` or
@@ -83,8 +84,8 @@ class RLLoss(Record):
     advantage_scale: Literal["none", "mean_abs"] = "none"
     kl_coef: float = Field(default=0.0, ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    # The KL is a penalty in the loss, or a part of each token's advantage. As a part of the
-    # advantage, the KL is the log-ratio, whichever `kl_estimator` is set.
+    # The KL is a penalty in the loss, or a part of each token's advantage. In the advantage, the KL
+    # is always the log-ratio, and `kl_estimator` has no effect.
     kl_in: Literal["loss", "advantage"] = "loss"
     # If `kl_correction` is true, the KL penalty is multiplied by the token's ratio. The
     # multiplication makes the penalty's gradient unbiased for tokens that an older policy sampled.
@@ -96,7 +97,7 @@ class RLLoss(Record):
     # more forward pass without gradients.
     kl_metric: bool = False
     entropy_coef: float = Field(default=0.0, ge=0)
-    # The trajectories' sampling temperature; logits are divided by it.
+    # The sampling temperature of the trajectories, by which the trainer divides the logits.
     temperature: float = Field(default=1.0, gt=0)
 
     @model_validator(mode="after")
@@ -175,12 +176,12 @@ class RLLoss(Record):
 
     @property
     def level(self) -> Literal["token", "sequence"]:
-        """`ratio_level`, or the policy's own default if it is None."""
+        """The value of `ratio_level`; the policy's own default if `ratio_level` is None."""
         return self.ratio_level or _OWN[self.policy].level
 
     @property
     def mean_over(self) -> Literal["token", "trajectory", "group", "constant", "sum"]:
-        """`normalisation`, or the policy's own default if it is None."""
+        """The value of `normalisation`; the policy's own default if `normalisation` is None."""
         return self.normalisation or _OWN[self.policy].mean_over
 
     @property
@@ -199,9 +200,9 @@ class RLLoss(Record):
 
 
 class SFTLoss(Record):
-    """Cross-entropy on the items: a weighted mean, or with `sum` the weighted sum over an optimizer
-    step. Weights of both signs need `sum`, because a mean divides by the sum of the weights, which
-    may be 0."""
+    """Cross-entropy on the items: the weighted mean, or, with `normalisation="sum"`, the weighted
+    sum over an optimizer step. If weights of both signs occur, only `sum` is possible, because a
+    mean divides by the sum of the weights, which may be 0."""
 
     reference_field: ClassVar[str] = ""
     normalisation: Literal["token", "trajectory", "sum"] = "token"
@@ -221,7 +222,7 @@ class PreferenceLoss(Record):
 
     reference_field: ClassVar[str] = "loss.reference"
     kind: Literal["dpo", "ipo", "simpo"] = "dpo"
-    beta: float | None = Field(default=None, gt=0)  # None: 0.1 for DPO and IPO, 2 for SimPO
+    beta: float | None = Field(default=None, gt=0)  # By default 0.1 for DPO and IPO, 2 for SimPO.
     # DPO and SimPO: the assumed share of pairs whose preference is wrong.
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     # SimPO: the margin by which the reward of the chosen answer should exceed the reward of the
@@ -244,7 +245,7 @@ class PreferenceLoss(Record):
 
     @property
     def strength(self) -> float:
-        """`beta`, or its default if it is None."""
+        """The value of `beta`; the default of the loss if `beta` is None."""
         return self.beta or (2.0 if self.kind == "simpo" else 0.1)
 
     @property
@@ -310,8 +311,8 @@ class OptimizerSettings(Record):
     max_grad_norm: float = Field(default=1.0, gt=0)
     # Packed rows per optimizer step over all data-parallel ranks. None: the data-parallel size.
     grad_accumulation_sequences: int | None = Field(default=None, ge=1)
-    # The size of an optimizer step in examples, pairs or groups instead of rows. If `batch_size` is
-    # set, the packer fills each row with samples of one optimizer step only.
+    # The size of an optimizer step, counted in examples, pairs or groups instead of rows. If
+    # `batch_size` is set, the packer fills each row with samples of one optimizer step only.
     batch_size: int | None = Field(default=None, ge=1)
     epochs: int = Field(default=1, ge=1)  # passes over the job's rows, each in a different order
 
@@ -338,14 +339,17 @@ class PackedData(Record):
     num_unshared_tokens: int = Field(ge=1)  # slots that would be in use without prefix sharing
     num_trajectories: int = Field(ge=1)
     num_groups: int = Field(ge=1)
-    dropped_groups: int = Field(default=0, ge=0)  # groups dropped because their rewards are equal
-    # Trajectories that are left out: they are too long, or have no trained token after truncation.
+    dropped_groups: int = Field(default=0, ge=0)  # Groups dropped because their rewards are equal.
+    # Number of trajectories that are left out because they are too long, or because they have no
+    # trained token after truncation.
     dropped_trajectories: int = Field(default=0, ge=0)
-    truncated_trajectories: int = Field(default=0, ge=0)  # trajectories cut to a row's length
-    # The number of examples or pairs that are only evaluated. Only the counts num_rows,
-    # dropped_trajectories and truncated_trajectories include evaluated examples.
+    truncated_trajectories: int = Field(default=0, ge=0)  # Trajectories cut to a row's length.
+    # The number of examples or pairs that are only evaluated. The counts num_rows,
+    # dropped_trajectories and truncated_trajectories include evaluated examples; the other counts
+    # do not.
     num_held_out: int = Field(default=0, ge=0)
-    # RL: the step of the oldest checkpoint that sampled a turn; None if unknown.
+    # Reinforcement learning: the step of the oldest checkpoint that sampled a turn; None if this
+    # step is unknown.
     policy_step_min: int | None = None
     policy_step_mean: float | None = None  # mean over turns
     reward_mean: float | None = None

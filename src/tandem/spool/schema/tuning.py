@@ -29,8 +29,8 @@ class Upload(Record):
 
 
 class Hyperparameters(Record):
-    """Hyperparameters as the client gave them or, in a `TuningPlan`, as they are used. `beta`
-    belongs to DPO only."""
+    """The hyperparameters that the client gave. In a `TuningPlan`, the hyperparameters that the
+    training uses. `beta` belongs to DPO only."""
 
     n_epochs: int | Auto = "auto"
     batch_size: int | Auto = "auto"
@@ -90,7 +90,7 @@ class Tuning(Record):
     submitted_by: str | None = None  # the name of the API key
     plan: TuningPlan | None = None  # None until the files are validated
     paused: bool = False
-    # Number of pauses so far. After a pause, a job that the pause cancelled is replaced by a job
+    # Number of pauses so far. A job that a pause cancelled is replaced, after the pause, by a job
     # with a new id.
     pauses: int = Field(default=0, ge=0)
     cancelled: float | None = None  # time of the client's request to cancel, Unix seconds

@@ -1,6 +1,6 @@
 """ASGI middleware around the guard. The middleware accepts every key of the deployment, and
-replaces it by the one key that vLLM knows. vLLM itself accepts several keys only on its command
-line, which every user of the machine can read.
+replaces it by the one key that vLLM knows. Without this middleware, vLLM accepts several keys only
+on its command line, which every user of the machine can read.
 """
 
 import json

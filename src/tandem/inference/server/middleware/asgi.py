@@ -39,7 +39,7 @@ def error(
 
     Args:
         kind: the error's type, such as "conflict".
-        field: the wrong field of the request; None: the error is in no single field.
+        field: the wrong field of the request; None if no single field is wrong.
     """
     return JSONResponse(
         {"error": {"type": kind, "message": message, "field": field}}, status, headers
@@ -60,8 +60,8 @@ class ChangedAnswer:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        # The headers are sent only with the first event or the whole body, because the headers'
-        # values depend on this content.
+        # The headers are sent together with the first event or the whole body, because the headers'
+        # values depend on the content.
         self._start: Message | None = None
         self._body = b""
         self._stream = False

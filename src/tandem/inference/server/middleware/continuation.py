@@ -3,10 +3,11 @@ next sampled tokens.
 
 For each request, vLLM renders the whole history of messages. The client sends back the text of the
 sampled tokens, and the chat template may render this text differently. Possible differences are
-`False` for a call's `false`, other white space, missing thoughts, and a missing stop string. If the
-session has the tokens of the history's last answer, these tokens are used instead of rendered text.
-vLLM renders the history with a mark in place of the last answer. The text after the mark is
-tokenized and appended to the sampled tokens.
+`False` in place of `false` in a tool call, different white space, missing thoughts, and a missing
+stop string. If the session has the tokens of the history's last answer, the prompt contains these
+tokens instead of the rendered text of the answer. To build the prompt, vLLM renders the history
+with a mark in place of the last answer. The text after the mark is tokenized and appended to the
+sampled tokens.
 
 Each request's `Recording` is a context variable, because vLLM's code between the rollout door and
 the engine runs in the request's context on every route.
@@ -53,9 +54,10 @@ class SampledSequence:
 
 @dataclass(eq=False)
 class Recording:
-    """A sampling request of a session. `messages`: first as sent, then in vLLM's form; `head`: the
-    turn that the request continues; `samples`: the sampled sequences by their index in the answer;
-    `broken`: called with the reason if the request does not continue a turn."""
+    """A sampling request of a session. `messages` has the messages, at first as the client sent
+    them, and later in vLLM's form. `head` is the turn that the request continues. `samples` has the
+    sampled sequences by their index in the answer. If the request does not continue a turn,
+    `broken` is called with the reason."""
 
     session: RolloutSession
     broken: Callable[[str], None]
@@ -119,8 +121,8 @@ class Recording:
                 yield output
 
     def _sampled_from(self, prompt: list[int]) -> None:
-        """Record the prompt's tokens. Call `broken` if the prompt does not begin with the tokens of
-        the turn that the request should continue."""
+        """Record the prompt's tokens. Call `broken` if the request should continue a turn and the
+        prompt does not begin with the turn's tokens."""
         self.prompt, self.samples = prompt, {}
         if self.conversation is None:  # vLLM renders chats for GPT-OSS in the Harmony format
             answered = any(_sampled(message) for message in self.messages)
@@ -185,7 +187,7 @@ def follow(engine: Any) -> None:
 
 
 def malformed_call(name: str) -> str:
-    """The error message for a call in the history that vLLM can't render."""
+    """The error message for a tool call in the history whose arguments vLLM can't render."""
     return (
         f"the arguments of the call of {name!r} in the history are not a JSON object, and vLLM"
         f" would render a call without arguments: send the answer back as it came, with the header"
@@ -229,7 +231,8 @@ def _listed(message: Any) -> Any:
 
 
 def _begin(messages: Sequence[Any], end: int) -> int:
-    """The index at which the unbroken series of assistant messages before index `end` begins."""
+    """The index of the first assistant message in the unbroken series of assistant messages that
+    ends right before index `end`."""
     begin = end
     while begin and messages[begin - 1].get("role") == "assistant":
         begin -= 1
@@ -237,9 +240,9 @@ def _begin(messages: Sequence[Any], end: int) -> int:
 
 
 def _marked(answer: Sequence[Any]) -> list[dict[str, Any]]:
-    """Candidates for the messages with a mark that replace the answer in the history. The mark is
-    in the arguments of the answer's calls. If the answer has no calls, the mark is the message's
-    text."""
+    """Candidates for the message that replaces the answer in the history. Each candidate contains
+    the mark. If the answer has tool calls, the mark is in the arguments of the calls. If the answer
+    has no calls, the mark is the message's text."""
     arguments = json.dumps({"mark": _MARK})
     calls = [
         {**call, "function": {**call["function"], "arguments": arguments}}
@@ -276,9 +279,10 @@ async def _rendered_tail(
     text is None if its beginning can't be found."""
     begin = _begin(messages, end)
     before, new = [*map(_parsable, messages[:begin])], messages[end:]
-    # Some templates write tools' answers elsewhere than after the calls (Gemma 4), and a message
-    # may contain the text of a stop token. So the prompt is rendered a second time, with other
-    # texts in the new messages. In both prompts the new messages must begin at the same place.
+    # Some templates do not write a tool's answer right after the call (Gemma 4), and a message may
+    # contain the text of a stop token. To find the new messages reliably, the prompt is rendered a
+    # second time, with different texts in the new messages. In both prompts the new messages must
+    # begin at the same place.
     probes = [{**message, "content": _PROBE} for message in new]
     conversation = None
     for marked in _marked(messages[begin:end]):
@@ -295,8 +299,8 @@ async def _rendered_tail(
 def _behind_the_turn(
     prompt: Any, turn: SampledTurn, stops: Mapping[int, str]
 ) -> tuple[str, int] | None:
-    """The text after the turn, and the distance in characters from the mark to this text. None if
-    the end of the turn can't be found."""
+    """The text after the turn, and the distance in characters from the mark to the beginning of
+    this text. None if the end of the turn can't be found."""
     if not isinstance(prompt, dict) or {"multi_modal_data", "prompt_embeds"} & {*prompt}:
         return None
     text = prompt.get("prompt")

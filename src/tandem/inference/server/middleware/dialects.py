@@ -1,7 +1,7 @@
-"""The dialects of the rollout door: OpenAI's chat completions and Responses, Anthropic's Messages.
-vLLM itself answers requests in these three dialects. This module finds options that would change
-the sampling distribution, and converts the assistant's message of an answer into the form of chat
-completions.
+"""The API dialects of the rollout door, which are OpenAI's chat completions, OpenAI's Responses and
+Anthropic's Messages. The answers to requests in all three dialects come from vLLM itself. This
+module finds options that would change the sampling distribution, and converts the assistant's
+message of an answer into the form of chat completions.
 """
 
 import json
@@ -58,9 +58,9 @@ def refused(path: str, options: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def unforced(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The request without two options: `strict` in the schemas of tools, and a thinking budget.
-    Agent frameworks send `strict` and a thinking budget by default, and vLLM would enforce both by
-    a grammar."""
+    """The request without a thinking budget and without the option `strict` in the schemas of
+    tools. Agent frameworks send `strict` and a thinking budget by default. For either option, vLLM
+    would constrain the sampled tokens by a grammar."""
     changed = dict(options)
     if isinstance(tools := options.get("tools"), list):
         changed["tools"] = [_not_strict(tool) for tool in tools]

@@ -51,9 +51,9 @@ _CHECK_SECONDS = 1.0  # seconds between two checks that the engine is alive, whi
 @dataclass(frozen=True)
 class Version:
     """One version of the weights. `path`: the adapter's path, or a name for the content of whole
-    weights; `scale`: the adapter's scale; `transport`: the `Way` of `config.py` by which the
-    weights came to vLLM; `again`: the source from which vLLM can get the same weights
-    again (a source of `server/worker/landing.py`)."""
+    weights; `scale`: the adapter's scale. `transport` is the `Way` of `config.py` by which the
+    weights came to vLLM. `again` is a source of `server/worker/landing.py`, from which vLLM can get
+    the same weights again."""
 
     name: str
     path: str
@@ -63,8 +63,8 @@ class Version:
 
 
 class SwapFailed(Exception):
-    """An order of the publisher was not carried out. `status`: the status of the HTTP answer; 503
-    if the same order can succeed later."""
+    """An order of the publisher was not carried out. `status` is the status of the HTTP answer; the
+    status is 503 if the same order can succeed later."""
 
     def __init__(self, message: str, status: int = 503) -> None:
         super().__init__(message)
@@ -254,7 +254,7 @@ class MergedServer:
 
     async def _write(self, version: Version, requests: str, deadline: float) -> dict[str, Any]:
         """Swap the weights between two engine steps. If the swap fails, the old weights stay in
-        use; if they can't be restored, the phase is `torn`."""
+        use. If the old weights can't be restored, the phase is `torn`."""
         before: MergedPhase = self.phase
         await self._set("swapping")
         begin = time.monotonic()

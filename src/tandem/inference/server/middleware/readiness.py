@@ -1,7 +1,7 @@
 """ASGI middleware inside the guard, for one of several vLLM servers behind one address. The
 middleware decides whether this vLLM answers requests.
 
-The publisher of this vLLM permits it to answer requests for a few seconds at a time
+The publisher permits this vLLM to answer requests for a few seconds at a time
 (`inference.publisher.replica`). Without permission, requests are answered with status 503. The
 permission expires if the publisher does not renew it. A vLLM that has just started has no
 permission. `GET /tandem/ready` answers with status 503 a little before the permission ends, so that

@@ -3,15 +3,15 @@ training. `/rollout/inference/v1/generate` is vLLM's route from token ids to tok
 
 The rollout door is ASGI middleware inside the guard, which checks the API key. The rollout door
 asks vLLM for token ids and log-probs. The door puts the prompt's token ids and the model's name
-into each choice (in a stream, into its first chunk). So each choice of an answer contains all data
-that `turn_from_openai` needs.
+into each choice (in a stream, into its first chunk). Each choice of an answer therefore contains
+all data that `turn_from_openai` needs.
 
 In a session (header X-Session-ID), each turn continues the sampled tokens of the previous turn
 (`continuation.py`), and the server keeps the turns. `POST /rollout/sessions/{id}/finish` returns
 the kept turns as a trajectory. The header X-Session-ID is required in the API dialects whose
 clients can't send tokens back. In a session, a chat answer that is not streamed gets its tokens and
-log-probs from the session's record instead of from vLLM. vLLM would make several Python objects for
-each token, which is most of the API server's work for a longer answer.
+log-probs from the session's record instead of from vLLM. To return the tokens of a longer answer,
+vLLM would make several Python objects for each token, which is most of the API server's work.
 """
 
 import json
@@ -252,8 +252,8 @@ _LEAST_LOGPROB = -9999.0
 
 
 def _in_vllms_names(message: Any) -> Any:
-    """A message of the history with its reasoning under vLLM's name. vLLM reads an answer's
-    reasoning under a single name, and silently drops the other names that clients use."""
+    """The message of the history, with its reasoning under the key `reasoning`. Reasoning under any
+    other key that clients use is silently dropped by vLLM."""
     if isinstance(message, dict) and (reasoning := reasoning_of(message)):
         return {**message, "reasoning": reasoning}
     return message

@@ -1,9 +1,9 @@
 """The sessions of the rollout door: the turns that each rollout has sampled, in this server's
 memory.
 
-The key of a turn is a digest of the conversation up to and including the turn's answer. So each
-turn's tokens are stored once, and a session may branch, for example by several samples of a prompt,
-sub-agents or edits.
+The key of a turn is a digest of the conversation up to and including the turn's answer. The tokens
+of each turn are therefore stored only once. A session may branch, for example by several samples of
+a prompt, sub-agents or edits.
 """
 
 import json
@@ -81,9 +81,10 @@ class SampledTurn:
 
 @dataclass(frozen=True)
 class SentMessages:
-    """A request's messages, where consecutive messages of the assistant are joined. `digests[i]`:
-    the digest of the first i joined messages, together with the chat template and its options;
-    `ends[i]`: the number of the request's messages that the first i joined messages contain."""
+    """A request's messages, where consecutive messages of the assistant are joined. The entry
+    `digests[i]` is the digest of the chat template, its options and the first i joined messages.
+    The entry `ends[i]` is the number of the request's messages that the first i joined messages
+    contain."""
 
     messages: list[dict[str, Any]]
     digests: list[bytes]
@@ -128,13 +129,14 @@ def plain(run: Sequence[Message]) -> dict[str, Any]:
 
 
 def digest_with(before: bytes, message: Mapping[str, Any]) -> bytes:
-    """The digest of a conversation after one more message. Reasoning is not part of the digest,
-    because clients may leave it out."""
+    """The digest of a conversation to which one more message was added. Reasoning is not part of
+    the digest, because clients may leave it out."""
     return _digest(before, {**message, "reasoning": None})
 
 
 def reasoning_of(message: Message) -> str | None:
-    """An assistant's reasoning, from the key that vLLM or another server or client uses for it."""
+    """The reasoning in an assistant's message, under any of the keys that vLLM, other servers and
+    clients use."""
     names = ("reasoning", "reasoning_content", "thinking")
     texts = (message.get(name) for name in names)
     return next((text for text in texts if isinstance(text, str) and text), None)
@@ -199,9 +201,9 @@ class RolloutSession:
         return turn, conversation.ends[at + 1]
 
     def expected(self, conversation: SentMessages) -> SampledTurn | None:
-        """The turn that the client has probably edited, if `find` returns None. The candidates are,
-        in this order, a turn after the same messages, a turn with the same answer, and the last
-        known turn at the conversation's beginning. None if no turn fits."""
+        """The turn that the client has probably edited, if `find` returns None. The result is the
+        first of these turns that exists: a turn after the same messages, a turn with the same
+        answer, or the last known turn at the conversation's beginning. None if no turn fits."""
         if (at := conversation.last_answer) is None:
             return None
         asked, given = conversation.digests[at], conversation.messages[at]

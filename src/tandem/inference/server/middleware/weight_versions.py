@@ -45,11 +45,11 @@ class InFlight:
             self.swaps.append((name, mine))
         elif not in_engine:
             self.first = name
-        # If the request was in the engine but `tokens` has none of its sequences, these sequences
-        # had ended before the swap.
+        # If a request in the engine has no sequence in `tokens`, all sequences of the request had
+        # ended before the swap.
 
     def _of_this_request(self, tokens: dict[str, int]) -> dict[Sequence, int]:
-        """Selects the sequences of this request. vLLM names a sequence `chatcmpl-<id>`,
+        """Selects the sequences of this request. The name of a sequence in vLLM is `chatcmpl-<id>`,
         `generate-tokens-<id>` or `cmpl-<id>-<prompt>`. The name has a prefix `<sample>_` if there
         are several samples, and a suffix of 8 random hexadecimal digits."""
         of = re.escape(self.id)

@@ -31,9 +31,9 @@ class MergedWorker:
     tandem_weights: MergedWeights | LandingWeights
 
     def tandem_call(self, method: str, *args: Any) -> dict[str, Any]:
-        """Calls the method `method` of the weights object. An error is returned as an answer
-        instead of raised. vLLM's executor stops at the first worker that raises an error, and takes
-        the other workers' answers for answers to the next call."""
+        """Calls the method `method` of the weights object. An error is not raised but returned as
+        an answer. After an error that a worker raises, vLLM's executor would mistake the other
+        workers' answers for answers to the next call."""
         try:
             return {"result": getattr(self.tandem_weights, method)(*args)}
         except Exception as error:
@@ -41,9 +41,9 @@ class MergedWorker:
 
 
 def attach(worker: Any) -> None:
-    """Give a worker that has just loaded its model the second copy of the weights. vLLM sizes the
-    KV cache later, so it leaves space for the copy and for the memory that a swap needs. The copy's
-    tensors on the GPU come from the allocator's current memory pool.
+    """Give a worker that has just loaded its model the second copy of the weights. Later, vLLM
+    sizes the KV cache, and leaves space for the copy and for the memory that a swap needs. The
+    copy's tensors on the GPU come from the allocator's current memory pool.
     """
     options = json.loads(os.environ[MERGED_VARIABLE])
     runner = worker.model_runner
@@ -70,8 +70,8 @@ def attach(worker: Any) -> None:
     )
     if on_gpu:
         # vLLM 0.26 adds up the memory that it has registered, so the memory of the copy must be
-        # added to this sum. vLLM 0.32 measures the memory in use. Neither version of vLLM accounts
-        # for the memory that a swap needs.
+        # added to this sum. In contrast, vLLM 0.32 measures the memory in use. Neither version of
+        # vLLM accounts for the memory that a swap needs.
         runner.model_memory_usage += weights.device_bytes
         worker.requested_memory -= weights.spare_bytes
 
@@ -117,13 +117,13 @@ def swap(
     name: str,
     deadline: float,
 ) -> dict[str, Any]:
-    """Swaps the weights. The swap runs in the engine's process, between two engine steps. Unless
-    the result is `torn`, all workers have the weights of `version` after the swap, or all workers
-    have the old weights.
+    """Swaps the weights. The swap runs in the engine's process, between two engine steps. After the
+    swap, either all workers have the weights of `version` or all workers have the old weights,
+    except after the result `torn`.
 
     Returns `seconds` and `tokens` if the swap succeeded; `tokens` is the number of tokens that each
     sequence has from the old weights. Returns `late` if the deadline has passed, or if vLLM sleeps.
-    vLLM sleeps during a swap only if the program that ordered the swap has died and a trainer has
+    During a swap, vLLM sleeps only if the program that ordered the swap has died and a trainer has
     the GPU. Returns `error` if the swap failed and the old weights are restored. Returns `torn`,
     and ends all requests, if the old weights can't be restored.
 
@@ -156,8 +156,8 @@ def _tend(core: Any, name: str) -> dict[str, int]:
         for r in scheduler.requests.values()
     }
     patches.replace_hash_root()
-    # With speculative decoding, it is not known yet how many of the drafted tokens in flight will
-    # be accepted.
+    # With speculative decoding, the number of drafted tokens in flight that will be accepted is not
+    # known yet.
     drafted = getattr(scheduler, "num_spec_tokens", 0) and any(
         r.num_output_placeholders for r in scheduler.running
     )
@@ -170,10 +170,10 @@ def _tend(core: Any, name: str) -> dict[str, int]:
         for request in queue:
             patches.hash_again(request)
             # vLLM 0.32 sets `num_output_placeholders` to 0 when it evicts a request, but still
-            # delivers the tokens in flight, whose number is not known. So the tokens in flight are
-            # discarded and sampled again from the new weights. If vLLM returns routed experts, the
-            # tokens in flight are kept: the connector for routed experts can't take a request back
-            # before it has seen these tokens.
+            # delivers the tokens in flight, whose number is not known. The tokens in flight are
+            # therefore discarded and sampled again from the new weights. If vLLM returns routed
+            # experts, the tokens in flight are kept. The connector for routed experts can't take a
+            # request back before it has received the request's tokens in flight.
             stale = getattr(request, "num_stale_output_tokens", 0)
             if stale and getattr(scheduler, "aux_output_connector", None) is None:
                 request.drop_stale_output = True

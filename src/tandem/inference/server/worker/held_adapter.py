@@ -1,7 +1,8 @@
 """Compares a worker's adapter, bit for bit, with the adapter's file.
 
 Log-probs can't prove that the adapter is complete: rounding to bfloat16 changes log-probs more than
-a missing layer does. vLLM silently ignores an adapter's tensors if their names are unexpected.
+a missing layer does. If the names of an adapter's tensors are unexpected, vLLM silently ignores the
+tensors.
 """
 
 import json
@@ -27,11 +28,11 @@ class Held(NamedTuple):
 
     `name`: the names of module and matrix in the file.
 
-    `buffer`: [..., rows, columns] in vLLM's slot; larger than the matrix if the adapter's rank is
-    below vLLM's maximum.
+    `buffer`: the tensor [..., rows, columns] in vLLM's slot. If the adapter's rank is below vLLM's
+    maximum rank, the buffer is larger than the matrix.
 
-    `matrix`: the file's matrix after vLLM's cast, scale and cut. None if the file lacks the matrix,
-    in which case the buffer must be zero.
+    `matrix`: the file's matrix, which was cast, scaled and cut in the same way as in vLLM. If the
+    file lacks the matrix, `matrix` is None and the buffer must be zero.
     """
 
     name: str

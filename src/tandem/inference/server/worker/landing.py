@@ -60,15 +60,15 @@ class Content:
 @dataclass
 class Arrival:
     """A version that is being written into the second copy. `way`: the way by which the version
-    came; empty until the whole version has arrived."""
+    came to this worker; empty until the whole version has arrived."""
 
     version: str
     source: Source | None = None
     way: str = ""
     error: str = ""
-    stopped: bool = False  # whether the thread that writes this version must stop
-    # The monotonic time of the last sign of life from the sending processes; infinite if no other
-    # process sends.
+    stopped: bool = False  # Whether the thread that writes this version must stop.
+    # The monotonic time of the last sign of life from the processes that send the weights; infinite
+    # if no other process sends weights.
     last: float = math.inf
 
     def beat(self) -> None:
@@ -114,7 +114,7 @@ class LandingWeights(ModelWeights):
         copy is lost.
 
         Args:
-            source: the source of whole weights. If `source` is None, the weights are merged from
+            source: the source of whole weights; if `source` is None, the weights are merged from
                 the base model's files and the adapter in the directory `version` (for BASE: without
                 an adapter).
         """
@@ -338,8 +338,9 @@ def receive(
         if where.type == "cuda":
             torch.cuda.current_stream().synchronize()
         for sender in range(count):
-            # NCCL may treat a sender's death as the end of a buffer. So each sender confirms in the
-            # store that it has sent all buffers, and this worker waits for the confirmations.
+            # NCCL may treat a sender's death as the end of a buffer. Each sender therefore confirms
+            # in the store that it has sent all buffers, and this worker waits for all
+            # confirmations.
             store.get(f"complete/{sender}")
         store.add("done", 1)
 

@@ -129,9 +129,9 @@ class ModelWeights:
 
     @torch.inference_mode()
     def rows(self, row_numbers: dict[str, int]) -> list[dict[str, Any]]:
-        """The part of one row of each named tensor that is on this worker: the range of the part's
-        columns, and the SHA-256 of the part's bytes. `row_numbers`: tensor name -> index of the
-        row."""
+        """For each named tensor, the part of one row that is on this worker. The part is described
+        by the range of its columns and the SHA-256 of its bytes. `row_numbers`: tensor name ->
+        index of the row."""
         found, parts = [], []
         for rectangle in self._adapted:
             live = rectangle.view(self._parameters[rectangle.parameter].data)

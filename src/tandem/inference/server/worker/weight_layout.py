@@ -2,7 +2,8 @@
 
 vLLM fuses the projections q, k and v of a layer into one parameter, and the projections gate and up
 into another. For a mixture of experts, `w13_weight` contains gate and up of all experts of a layer,
-and `w2_weight` contains down of all experts. vLLM cuts parameters over its tensor-parallel workers.
+and `w2_weight` contains down of all experts. The parameters are cut over vLLM's tensor-parallel
+workers.
 """
 
 from collections.abc import Iterator
@@ -27,8 +28,8 @@ class Rectangle:
     """A rectangle of one Hugging Face tensor, and its place in a parameter of vLLM. For experts,
     the same rectangle of every expert's tensor is stacked in one parameter.
 
-    `names`: the tensor's name; for experts, one name for each index of the parameter's first
-    dimension.
+    `names` has the tensor's name. For experts, `names` has one name for each index of the
+    parameter's first dimension.
     """
 
     parameter: str
@@ -53,8 +54,8 @@ def weight_layout(model: torch.nn.Module) -> list[Rectangle]:
     unknown fused layers. Raises CannotWrite if vLLM has removed a parameter, or if a parameter's
     place in the checkpoint is unknown.
     """
-    # `named_parameters` lists each parameter once. So a tied lm_head, which is the same parameter
-    # as the embedding, is not listed a second time.
+    # `named_parameters` lists each parameter once. A tied lm_head is the same parameter as the
+    # embedding, and is therefore not listed a second time.
     parameters = dict(model.named_parameters())
     rectangles = [
         rectangle
@@ -92,8 +93,8 @@ def _rectangles(path: str, module: Any) -> Iterator[Rectangle]:
 
 
 def _rows(path: str, module: Any, length: int) -> Iterator[tuple[str, slice, slice]]:
-    """The Hugging Face tensors whose rows are in the parameter. Yields each tensor's path, its rows
-    in the parameter, and these rows' place in the tensor."""
+    """The Hugging Face tensors whose rows are in the parameter. Yields for each tensor its path,
+    the range of its rows in the parameter, and the range of the same rows in the tensor."""
     parent, _, name = path.rpartition(".")
     match type(module).__name__:
         case "QKVParallelLinear":
