@@ -28,8 +28,8 @@ class BuildCollector(Collector):
     metrics = (
         Metric(
             "tandem_build_info",
-            "Always 1; the labels give the versions of the software in this container. The label of "
-            "a package that is not installed is empty.",
+            "Always 1; the labels give the versions of the software in this container. The label "
+            "of a package that is not installed is empty.",
             "package metadata, TANDEM_REVISION",
             exporters=ALL,
             labels=dict.fromkeys(
