@@ -68,8 +68,8 @@ def _what_jobs_give_back() -> list[Json]:
         ),
         stat(
             "Time until free",
-            "From the last rank's end to free devices, mean and 95th percentile of the range "
-            "shown: `tandem_job_release_seconds`.",
+            "Time from the end of an attempt's last rank until the memory of its devices is free:"
+            " mean and 95th percentile of the range shown, `tandem_job_release_seconds`.",
             "s",
             query(
                 "sum(increase(tandem_job_release_seconds_sum{@pod}[$__range])) / "

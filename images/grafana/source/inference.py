@@ -308,9 +308,9 @@ def _samples() -> list[Json]:
         ),
         timeseries(
             "Broken sessions",
-            "Turns of the rollout door's sessions that do not continue the tokens sampled before,"
-            " per second: `tandem_rollout_prefix_breaks_total`. Their trajectory has more than one"
-            " sequence, which costs the trainer the prefix again.",
+            "Turns in sessions of the rollout door (/rollout) whose prompts do not begin with the"
+            " tokens of the preceding turn, per second: `tandem_rollout_prefix_breaks_total`. Their"
+            " trajectory has more than one sequence, which costs the trainer the prefix again.",
             "cps",
             query(
                 "sum by (reason)"

@@ -108,7 +108,8 @@ def _jobs() -> list[Json]:
         ),
         timeseries(
             "Waiting in the queue",
-            "From submission to the first claim, over an hour: `tandem_job_queue_wait_seconds`.",
+            "Time from a job's submission until a runner first claims the job, over an hour:"
+            " `tandem_job_queue_wait_seconds`.",
             "s",
             *(
                 query(
@@ -122,7 +123,8 @@ def _jobs() -> list[Json]:
         ),
         timeseries(
             "Duration",
-            "From the first claim to the end, over an hour: `tandem_job_duration_seconds`.",
+            "Time from a runner's first claim of a job to the job's end, over an hour:"
+            " `tandem_job_duration_seconds`.",
             "s",
             *(
                 query(
@@ -136,8 +138,9 @@ def _jobs() -> list[Json]:
         ),
         timeseries(
             "Time until memory is free",
-            "From the last rank's end to free devices, over an hour: "
-            "`tandem_job_release_seconds`. Dashed: TandemReleaseSlow, of the 95th percentile.",
+            "Time from the end of an attempt's last rank until the memory of its devices is free,"
+            " over an hour: `tandem_job_release_seconds`. Dashed: TandemReleaseSlow, of the 95th"
+            " percentile.",
             "s",
             *(
                 query(

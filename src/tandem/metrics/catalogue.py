@@ -18,7 +18,7 @@ _KINDS: dict[str, Kind] = {"gauge": "gauge", "counter": "counter"}
 PROCESS_METRICS = tuple(
     Metric(
         family.samples[0].name,
-        f"{family.documentation} Of the exporter, or the controller, itself.",
+        f"{family.documentation} The measured process is the exporter or the controller.",
         "prometheus_client",
         _KINDS[family.type],
         ALL,

@@ -47,15 +47,17 @@ _about_collector = partial(
 COLLECTOR_METRICS = (
     _about_collector(
         "tandem_collector_success",
-        "1 if the collector's last collection succeeded; 0 if it failed, or "
-        "hangs for more than a minute.",
+        "1 if the collector's last collection succeeded; 0 if the last collection failed, or if a "
+        "collection has run for more than a minute.",
     ),
     _about_collector(
-        "tandem_collector_duration_seconds", "How long the last finished collection took."
+        "tandem_collector_duration_seconds",
+        "Duration of the collector's last finished collection in seconds.",
     ),
     _about_collector(
         "tandem_collector_last_success_timestamp_seconds",
-        "When the collector last succeeded; 0: never.",
+        "Unix time of the collector's last successful collection; 0 if no collection has "
+        "succeeded.",
     ),
 )
 

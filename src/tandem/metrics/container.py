@@ -28,7 +28,8 @@ class BuildCollector(Collector):
     metrics = (
         Metric(
             "tandem_build_info",
-            "1; versions of this container. Empty: not installed.",
+            "Always 1; the labels give the versions of the software in this container. The label "
+            "of a package that is not installed is empty.",
             "package metadata, TANDEM_REVISION",
             exporters=ALL,
             labels=dict.fromkeys(
@@ -66,7 +67,7 @@ class SupervisorCollector(Collector):
         ),
         Metric(
             "tandem_supervisor_process_restarts_total",
-            "How often the program was started again.",
+            "Restarts of the program since the exporter's start.",
             "supervisord",
             "counter",
             BOTH,
@@ -74,7 +75,7 @@ class SupervisorCollector(Collector):
         ),
         _of_program(
             "tandem_supervisor_process_start_time_seconds",
-            "When the program's process started.",
+            "Unix time at which the program's current process started.",
             "supervisord",
         ),
     )
@@ -119,15 +120,19 @@ class VolumesCollector(SpoolCollector):
     metrics = (
         _of_volume(
             "tandem_volume_total_bytes",
-            "Size of the file system: of `shared` (the spool), `downloads` "
-            "(of models, HF_HOME), and the container's own.",
+            "Size of the volume's file system in bytes: the volume `shared` (the spool), "
+            "`downloads` (models, HF_HOME) or one of the container's own volumes.",
             "statvfs",
         ),
-        _of_volume("tandem_volume_free_bytes", "Bytes that this user can still write.", "statvfs"),
+        _of_volume(
+            "tandem_volume_free_bytes",
+            "Bytes that the exporter's user can still write to the volume.",
+            "statvfs",
+        ),
         _of_volume(
             "tandem_volume_write_probe_seconds",
-            "How long a write of 4 KiB with fsync and rename took; once a "
-            "minute, on the shared volume.",
+            "Seconds that writing and fsyncing a file of 4 KiB took; measured once a minute, only "
+            "on the shared volume.",
             "write probe",
         ),
     )

@@ -12,14 +12,15 @@ _of_controller = partial(Metric, exporters=("controller",))
 HTTP_METRICS = (
     _of_controller(
         "tandem_jobs_submitted_total",
-        "Jobs that were queued; the same id twice is one job.",
+        "Jobs that were queued; several submissions with the same id count as one job.",
         "controller",
         "counter",
         labels={"kind": JOB_KINDS},
     ),
     _of_controller(
         "tandem_http_requests_total",
-        'Answered requests. Route is the template, or "other".',
+        "Requests that the controller answered. The label route is the template of the path, or "
+        '"other".',
         "controller",
         "counter",
         labels={
@@ -30,7 +31,8 @@ HTTP_METRICS = (
     ),
     _of_controller(
         "tandem_http_request_duration_seconds",
-        "From the request's first byte to the answer's last; event streams are not counted.",
+        "Seconds from the arrival of a request at the controller to the end of the answer; event "
+        "streams are not counted.",
         "controller",
         "histogram",
         labels={"route": OPEN},
@@ -44,16 +46,18 @@ class QueueCollector(SpoolCollector):
     metrics = (
         _of_controller(
             "tandem_jobs",
-            "Jobs that are not done.",
+            "Jobs that have not ended, by state.",
             "jobs/live, jobs/active",
             perishable=True,
             labels={"state": ("queued", "running")},
         ),
-        _of_controller("tandem_runs", "Runs on the volume.", "runs/", perishable=True),
+        _of_controller(
+            "tandem_runs", "Number of runs on the shared volume.", "runs/", perishable=True
+        ),
         _of_controller(
             "tandem_spool_damaged",
-            "What is damaged and left out: jobs that were set aside, names "
-            "among the jobs' directories that are no job's, runs. `tandem doctor` names each.",
+            "Number of damaged entries that lists leave out: jobs that were set aside, invalid "
+            "names among the jobs' directories, and runs. `tandem doctor` names each entry.",
             "jobs/, runs/",
             perishable=True,
             labels={"kind": ("job", "name", "run")},

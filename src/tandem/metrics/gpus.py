@@ -21,58 +21,67 @@ _total = partial(Metric, kind="counter", exporters=BOTH, labels=_GPU)
 METRICS = (
     _measured(
         "tandem_gpu_info",
-        "1; what the device is. MIG devices have UUIDs of their own.",
+        "Always 1; the labels describe the device. Each MIG device has its own UUID.",
         "NVML",
         labels=_GPU | dict.fromkeys(_INFO, OPEN),
     ),
     _measured(
-        "tandem_gpu_memory_total_bytes", "Memory of the device.", "nvmlDeviceGetMemoryInfo v2"
+        "tandem_gpu_memory_total_bytes",
+        "Total memory of the device in bytes.",
+        "nvmlDeviceGetMemoryInfo v2",
     ),
     _measured(
-        "tandem_gpu_memory_free_bytes", "Memory that is not in use.", "nvmlDeviceGetMemoryInfo v2"
+        "tandem_gpu_memory_free_bytes",
+        "Free memory of the device in bytes.",
+        "nvmlDeviceGetMemoryInfo v2",
     ),
     _measured(
         "tandem_gpu_memory_reserved_bytes",
-        "Memory that the driver keeps for itself.",
+        "Memory of the device in bytes that the driver reserves for itself.",
         "nvmlDeviceGetMemoryInfo v2",
     ),
     _measured(
         "tandem_gpu_memory_used_bytes",
-        "Memory in use by any process, other containers' included: total - free - reserved.",
+        "Bytes of the device's memory in use by all processes, including other containers' "
+        "processes: total - free - reserved.",
         "nvmlDeviceGetMemoryInfo v2",
     ),
     _measured(
         "tandem_gpu_compute_processes",
-        "Processes with a context on the device, of those that the driver shows to this container.",
+        "Number of processes that use the device for computing. Only processes that the driver "
+        "shows to this container are counted.",
         "nvmlDeviceGetComputeRunningProcesses",
     ),
     _measured(
         "tandem_gpu_utilization_ratio",
-        "Share of the last sample period with a kernel running; not for MIG devices.",
+        "Share of the driver's last sample period in which a kernel ran, 0 to 1; absent for MIG "
+        "devices.",
         "nvmlDeviceGetUtilizationRates",
     ),
     _measured(
-        "tandem_gpu_temperature_celsius", "Temperature of the GPU.", "nvmlDeviceGetTemperatureV"
+        "tandem_gpu_temperature_celsius",
+        "Temperature of the GPU in degrees Celsius.",
+        "nvmlDeviceGetTemperatureV",
     ),
     _total(
         "tandem_gpu_energy_joules_total",
-        "Energy used since the driver was loaded; rate() is watts.",
+        "Energy in joules that the GPU has used since the driver was loaded; rate() gives watts.",
         "nvmlDeviceGetTotalEnergyConsumption",
     ),
     _measured(
         "tandem_gpu_power_limit_watts",
-        "Power that the device may draw.",
+        "Largest power in watts that the GPU may draw.",
         "nvmlDeviceGetEnforcedPowerLimit",
     ),
     _measured(
         "tandem_gpu_throttle_active",
-        "1 while clocks are reduced for this reason, else 0.",
+        "1 while the GPU's clocks are reduced for the label's reason, else 0.",
         "nvmlDeviceGetCurrentClocksEventReasons",
         labels=_GPU | {"reason": tuple(_THROTTLE_REASONS)},
     ),
     _total(
         "tandem_gpu_ecc_uncorrected_errors_total",
-        "Uncorrected ECC errors since the driver was loaded.",
+        "Uncorrected ECC errors of the GPU's memory since the driver was loaded.",
         "nvmlDeviceGetTotalEccErrors",
     ),
 )

@@ -58,34 +58,35 @@ _STEP_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 _MOST_ENDED = 20
 _JOB_BUCKETS = (1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600)
 
-# For each key in the event `step`, the `name` and the meaning of the gauge tandem_train_<name>,
-# which has the value of the last optimizer step.
+# Key in the event `step` -> the name and the meaning of the gauge tandem_train_<name>.
 _LAST_STEP = {
-    "loss": ("loss", "The loss"),
+    "loss": ("loss", "Training loss"),
     "grad_norm": ("grad_norm", "Norm of the gradient before clipping"),
-    "learning_rate": ("learning_rate", "The learning rate"),
-    "entropy": ("entropy", "Mean entropy of the policy per token, in nats"),
-    "kl_reference": ("kl", "KL to the reference, in nats; absent where it is not measured"),
-    "kl_sampler": ("kl_sampler", "KL of the sampler to the trainer, in nats (RL)"),
+    "learning_rate": ("learning_rate", "Learning rate"),
+    "entropy": ("entropy", "Mean entropy of the policy per token in nats"),
+    "kl_reference": ("kl", "KL divergence from the reference in nats, if the job measures it"),
+    "kl_sampler": ("kl_sampler", "KL divergence of the sampler from the trainer in nats (RL)"),
     "sampler_logprob_difference": (
         "logprob_mismatch",
-        "Mean absolute difference of the trainer's and the sampler's log-probs, in nats (RL)",
+        "Mean absolute difference between the trainer's and the sampler's log-probs in nats (RL)",
     ),
     "sampler_logprob_difference_fresh": (
         "logprob_mismatch_fresh",
-        "The same of the tokens that the job's base step sampled; absent if there are none",
+        "Mean absolute difference between the trainer's and the sampler's log-probs in nats over "
+        "tokens sampled by the job's base step (RL); absent without such tokens",
     ),
     "sampler_logprob_difference_stale": (
         "logprob_mismatch_stale",
-        "The same of the tokens that older steps sampled; absent if there are none",
+        "Mean absolute difference between the trainer's and the sampler's log-probs in nats over "
+        "tokens sampled before the job's base step (RL); absent without such tokens",
     ),
     "clip_fraction": ("clip_ratio", "Share of tokens whose importance ratio was clipped (RL)"),
-    "ratio_max": ("importance_ratio_max", "Largest importance ratio (RL)"),
-    "reward_mean": ("reward_mean", "Mean reward (RL)"),
-    "reward_std": ("reward_std", "Standard deviation of the rewards (RL)"),
+    "ratio_max": ("importance_ratio_max", "Largest importance ratio of all trained tokens (RL)"),
+    "reward_mean": ("reward_mean", "Mean reward of the trained trajectories (RL)"),
+    "reward_std": ("reward_std", "Standard deviation of the trained trajectories' rewards (RL)"),
     "off_policy_steps_max": (
         "off_policy_steps",
-        "Steps that the oldest turn is older than the base step (RL)",
+        "Largest number of steps from the step that sampled a turn to the job's base step (RL)",
     ),
 }
 _HELD_OUT = "tandem_train_held_out_loss"
@@ -94,10 +95,13 @@ _LAST_STEP_AT = "tandem_train_last_step_timestamp_seconds"
 _TOTALS = {
     "tokens": (
         "tandem_train_tokens_total",
-        "Tokens of the trained rows, without padding, shared prefixes once.",
+        "Tokens of the trained rows without padding; a shared prefix counts once.",
     ),
-    "trainable_tokens": ("tandem_train_trainable_tokens_total", "Tokens with a loss."),
-    "trajectories": ("tandem_train_samples_total", "Trained trajectories (RL) or examples (SFT)."),
+    "trainable_tokens": ("tandem_train_trainable_tokens_total", "Tokens that have a loss."),
+    "trajectories": (
+        "tandem_train_samples_total",
+        "Trained trajectories (RL), examples (SFT) or answers (DPO, two per pair).",
+    ),
 }
 
 _counter = partial(Metric, kind="counter")
@@ -105,25 +109,26 @@ _histogram = partial(Metric, kind="histogram")
 METRICS = (
     Metric(
         _HELD_OUT,
-        "The loss of the held-out examples after the last job that had any (SFT, DPO).",
+        "Loss of the held-out examples of the last job that had held-out examples (SFT, DPO).",
         "event evaluated",
     ),
     Metric(
         _LAST_STEP_AT,
-        "When the running job last finished an optimizer step; absent before its first one, and "
-        "without a job.",
+        "Unix time at which the running job last finished an optimizer step; absent before the "
+        "attempt's first step, and without a running job.",
         "event step",
         labels={"run": OPEN},
     ),
     _histogram(
         "tandem_train_step_duration_seconds",
-        "Forward, backward and optimizer of one step, on the slowest rank.",
+        "Seconds of a step's forward, backward and update on the slowest rank (sessions: rank 0).",
         "event step",
         buckets=_STEP_BUCKETS,
     ),
     _histogram(
         "tandem_train_phase_duration_seconds",
-        "Each phase: a step's phases on the slowest rank, others on rank 0.",
+        "Seconds that each phase took: an optimizer step's phases on the slowest rank (in "
+        "sessions, rank 0), other phases on rank 0.",
         "events loaded, step, checkpoint",
         labels={"phase": PHASES},
         buckets=_STEP_BUCKETS,
@@ -132,68 +137,68 @@ METRICS = (
     *(
         Metric(
             f"tandem_train_{name}",
-            f"{text}. Of the last optimizer step of any run; stays between jobs.",
+            f"{text}. Value of the last optimizer step of any run, exported until the next step.",
             f"event step, {key}",
         )
         for key, (name, text) in _LAST_STEP.items()
     ),
     _counter(
         "tandem_jobs_finished_total",
-        "Jobs that ended.",
+        "Jobs that ended, by outcome.",
         "events succeeded, failed, cancelled",
         labels={"outcome": ("succeeded", "failed", "cancelled")},
     ),
     _counter(
         "tandem_job_attempts_failed_total",
-        "Attempts that ended without their checkpoint, by the error type of "
-        "docs/jobs.md; cancelled ones are not counted.",
+        "Attempts that ended without a checkpoint, by the error type of docs/jobs.md; cancelled "
+        "attempts are not counted.",
         "events requeued, failed",
         labels={"error": ERRORS},
     ),
     _histogram(
         "tandem_job_queue_wait_seconds",
-        "From submission to the first claim.",
+        "Seconds from a job's submission until a runner first claims the job.",
         "event claimed",
         labels={"kind": JOB_KINDS},
         buckets=_JOB_BUCKETS,
     ),
     _histogram(
         "tandem_job_duration_seconds",
-        "From the first claim to the end.",
+        "Seconds from a runner's first claim of a job to the job's end.",
         "terminal events",
         labels={"kind": JOB_KINDS},
         buckets=_JOB_BUCKETS,
     ),
     Metric(
         "tandem_job_gpu_released_bytes",
-        "Device memory that the last attempt gave back: the most in use while it "
-        "ran, less what was left.",
+        "Device memory in bytes that the last attempt freed: the peak during the attempt minus "
+        "the memory left in use.",
         "event released",
         labels={"uuid": OPEN},
     ),
     Metric(
         "tandem_job_gpu_left_bytes",
-        "Device memory in use after the last attempt's ranks had exited; with resident "
-        "ranks, what is in use beyond what they keep.",
+        "Device memory in bytes still in use after the last attempt, without the memory of "
+        "resident ranks and of a sleeping vLLM.",
         "event released",
         labels={"uuid": OPEN},
     ),
     Metric(
         "tandem_job_gpu_resident_bytes",
-        "Device memory that resident ranks keep between jobs; absent without them "
-        "(TANDEM_LAUNCH=resident).",
+        "Device memory in bytes that resident ranks (TANDEM_LAUNCH=resident) keep between jobs; "
+        "absent without resident ranks.",
         "event released",
         labels={"uuid": OPEN},
     ),
     _histogram(
         "tandem_job_release_seconds",
-        "From the last rank's end to free devices.",
+        "Seconds from the end of an attempt's last rank until the memory of its devices is free.",
         "event released",
         buckets=(0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20),
     ),
     Metric(
         "tandem_checkpoint_duration_seconds",
-        "How long the last checkpoint took to make, hash and commit.",
+        "Seconds that it took to write, hash and commit the last checkpoint.",
         "event checkpoint",
     ),
 )
@@ -207,8 +212,7 @@ class _Followed:
     offset: int = 0  # bytes of the job's event file that have been read
     attempts: LivingAttempts = field(default_factory=LivingAttempts)
     first_claimed: float | None = None  # Unix seconds
-    # whether the job's terminal event was read; the event is written before the job's directory
-    # moves
+    # whether the terminal event, which is written before the job's directory moves, was read
     ended: bool = False
 
 
@@ -220,13 +224,11 @@ class JobsCollector(SpoolCollector):
     def __init__(self, open_spool: OpenSpool) -> None:
         super().__init__(open_spool)
         self._followed: dict[str, _Followed] = {}
-        # Ids of jobs that could not be read yet.
-        self._unread: set[str] = set()
+        self._unread: set[str] = set()  # ids of jobs that could not be read yet
         # The last listing of each directory of ended jobs.
         self._listed: dict[Path, tuple[JobDir, ...]] = {}
         self._caught_up = False
-        # Receives the counts of events that were written before this process started. Events from
-        # before the exporter's start set gauges, but are not counted.
+        # Counts of events from before the exporter's start. These events set only gauges.
         self._uncounted = Samples(self.metrics)
         self._last: dict[str, float] = {}  # gauges without labels
         # run -> time of the last step of its running job, Unix seconds
@@ -238,8 +240,7 @@ class JobsCollector(SpoolCollector):
         if not self._caught_up:
             self.try_each(self._begun(spool), lambda job_id: self._follow(spool, job_id))
         found = self._find(spool)
-        # An ended job stays in `_followed` until its directory has moved, so that the job is not
-        # counted twice.
+        # An ended job stays in `_followed` until its directory moves, so no job is counted twice.
         self._followed = {
             known: job for known, job in self._followed.items() if known in found or not job.ended
         }
@@ -351,8 +352,7 @@ class JobsCollector(SpoolCollector):
 def _last_ended(spool: Spool) -> list[str]:
     """A list with one element, the id of the job that ended last. The list is empty if the current
     or last runner has ended no job. Jobs of earlier runners have left no memory on the devices,
-    because resident ranks end with their runner.
-    """
+    because resident ranks end with their runner."""
     ended = list[tuple[float, str]]()
     runner = spool.runner()
     for key in (

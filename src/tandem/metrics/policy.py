@@ -18,40 +18,43 @@ class PolicyCollector(SpoolCollector):
     metrics = (
         Metric(
             "tandem_policy_version",
-            "Newest step of each run: made (side trainer), verified and served (side "
-            "inference). The 20 runs that changed last.",
+            "Step of the newest checkpoint (side trainer), or verified and served step (side "
+            "inference), of each of the 20 runs that changed last.",
             "checkpoints, served.json",
             exporters=BOTH,
             labels={"side": BOTH, "run": OPEN},
         ),
         Metric(
             "tandem_policy_refused",
-            "1 while a step of the run is refused, else 0; the same runs.",
+            "1 while a step of the run is refused and another step is served, else 0; only for "
+            "the 20 runs that changed last.",
             "served.json",
             exporters=("inference",),
             labels={"run": OPEN},
         ),
         Metric(
             "tandem_policy_info",
-            "1; how the run is served; the same runs.",
+            "1 for each served run of the 20 runs that changed last; the labels show how vLLM "
+            "serves the run.",
             "served.json",
             exporters=("inference",),
             labels={"run": OPEN, "weights": ("adapter", "merged"), "transport": OPEN},
         ),
         Metric(
             "tandem_publish_seconds",
-            "How long each part of serving the run's step took; the same runs. Of merged weights"
-            " stage (vLLM reads the adapter), drain (requests end, if they must) and swap (no"
-            " request runs) are in load. since_checkpoint is from the commit to served, also if a"
-            " new vLLM is served an old step.",
+            "Seconds that each part of serving the run's step took, for the 20 runs that changed "
+            "last. For merged weights, load includes stage (vLLM reads the adapter), drain (the "
+            "swap waits for running requests, if it must) and swap (no request is computed). "
+            "since_checkpoint is the time from the checkpoint's commit until the step is served, "
+            "even if a new vLLM loads an old step.",
             "served.json",
             exporters=("inference",),
             labels={"run": OPEN, "part": PARTS},
         ),
         Metric(
             "tandem_run_bytes",
-            "Bytes of the run's checkpoints on the volume, discarded ones too, and of its whole "
-            "merged weights; the same runs.",
+            "Bytes of the run's checkpoints on the volume, including discarded ones, and of its "
+            "complete merged weights; only for the 20 runs that changed last.",
             "checkpoints/, discarded/, merged/",
             exporters=("trainer",),
             labels={"run": OPEN},
@@ -95,10 +98,15 @@ class CheckpointsCollector(SpoolCollector):
     metrics = (
         Metric(
             "tandem_checkpoint_last_success_timestamp_seconds",
-            "When the newest checkpoint of any job was made; absent before the first one.",
+            "Unix time of the newest checkpoint that a job made; absent before the first such "
+            "checkpoint.",
             "manifests",
         ),
-        Metric("tandem_checkpoint_size_bytes", "Size of that checkpoint.", "manifests"),
+        Metric(
+            "tandem_checkpoint_size_bytes",
+            "Size in bytes of the newest checkpoint that a job made.",
+            "manifests",
+        ),
     )
 
     def __init__(self, open_spool: OpenSpool) -> None:

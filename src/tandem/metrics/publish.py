@@ -24,7 +24,8 @@ class PublishCollector(SpoolCollector):
     metrics = (
         Metric(
             "tandem_publish_total",
-            "Steps that were verified and served, or refused.",
+            "Steps that were verified and served (outcome served), and steps that were refused "
+            "(outcome refused).",
             "served.json",
             "counter",
             ("inference",),
@@ -32,7 +33,8 @@ class PublishCollector(SpoolCollector):
         ),
         Metric(
             "tandem_publish_duration_seconds",
-            "Stages of serving a step; since_checkpoint is from the commit to served.",
+            "Seconds of each stage of serving a step; since_checkpoint is the time from the "
+            "checkpoint's commit until the step is served.",
             "served.json, event served",
             "histogram",
             ("inference",),
@@ -41,15 +43,15 @@ class PublishCollector(SpoolCollector):
         ),
         Metric(
             "tandem_publish_logprob_error_nats",
-            "Mean absolute log-prob difference of trainer and vLLM in the last "
-            "verification that served a step.",
+            "Mean absolute difference between the trainer's and vLLM's log-probs in nats, in the "
+            "last verification after which a step was served.",
             "served.json",
             exporters=("inference",),
         ),
         Metric(
             "tandem_publish_logprob_error_allowed_nats",
-            "Largest mean log-prob difference of the closest 90 % of the tokens at which that "
-            "verification serves a step.",
+            "Limit in nats on the mean log-prob difference of the 90 % of tokens with the "
+            "smallest differences, in the last verification after which a step was served.",
             "served.json",
             exporters=("inference",),
         ),
@@ -122,10 +124,11 @@ class MergedCollector(SpoolCollector):
     metrics = (
         Metric(
             "tandem_merged_phase",
-            "1 for the phase of vLLM's merged weights, else 0. Requests are answered in phase"
-            " served, wait up to a minute in swapping and unverified, and get 503 in empty (nothing"
-            " was served yet) and torn (a swap failed). replica: each of several inference servers;"
-            " else empty. Absent while vLLM does not answer, and with TANDEM_WEIGHTS=adapter.",
+            "1 for the current phase of vLLM's merged weights, 0 for the other phases. vLLM "
+            "answers requests in phase served, holds requests up to a minute in phases swapping "
+            "and unverified, and answers 503 in phases empty (no step was served yet) and torn (a "
+            "swap failed). The label replica is empty if there is one inference server. Absent "
+            "while vLLM does not answer, and with TANDEM_WEIGHTS=adapter.",
             "GET /tandem/merged",
             exporters=("inference",),
             labels={"replica": OPEN, "phase": PHASES},
@@ -133,8 +136,8 @@ class MergedCollector(SpoolCollector):
         ),
         Metric(
             "tandem_merged_runs",
-            "Runs on the volume whose weights are merged into vLLM's; it can serve one. "
-            "Absent with TANDEM_WEIGHTS=adapter.",
+            "Number of runs on the volume that are served by merging their weights into vLLM's; "
+            "vLLM can serve only one such run. Absent with TANDEM_WEIGHTS=adapter.",
             "run.json",
             exporters=("inference",),
         ),
@@ -179,8 +182,8 @@ class ReplicasCollector(SpoolCollector):
     metrics = (
         Metric(
             "tandem_replica_ready",
-            "1 for an inference server that serves every announced step and answers requests, 0 for"
-            " one that does not. Absent of one that is gone, and of a single server.",
+            "1 if the inference server serves every announced step and answers requests, else 0. "
+            "Absent for a server that has ended, and in a deployment with a single server.",
             "replicas/*.json",
             exporters=("inference",),
             labels={"replica": OPEN},
@@ -188,8 +191,8 @@ class ReplicasCollector(SpoolCollector):
         ),
         Metric(
             "tandem_replica_steps_behind",
-            "Steps between a run's newest checkpoint and the newest that this inference server"
-            " serves, of the run where they are most.",
+            "Largest number of steps, over all runs, by which the step that this inference server "
+            "serves is behind the run's newest checkpoint.",
             "served/*.json",
             exporters=("inference",),
             labels={"replica": OPEN},
@@ -197,8 +200,8 @@ class ReplicasCollector(SpoolCollector):
         ),
         Metric(
             "tandem_replica_publish_seconds",
-            "From the commit of the last step that this inference server verified to its"
-            " verification.",
+            "Seconds between the commit and the verification of the checkpoint that this "
+            "inference server verified last.",
             "served/*.json",
             exporters=("inference",),
             labels={"replica": OPEN},
@@ -206,7 +209,8 @@ class ReplicasCollector(SpoolCollector):
         ),
         Metric(
             "tandem_replicas_wanted",
-            "Inference servers that this deployment should have (TANDEM_INFERENCE_REPLICAS).",
+            "Number of inference servers that this deployment should have "
+            "(TANDEM_INFERENCE_REPLICAS).",
             "settings",
             exporters=("inference",),
         ),

@@ -11,7 +11,7 @@ from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import Beat, Job
 
-_CPU = "; on the CPU the resident set"
+_CPU = "; on the CPU, the process's resident set size"
 _RUN = {"run": OPEN}  # a run has at most one running job
 _RANK = _RUN | {"rank": OPEN}
 _RANK_AND_GPU = {"uuid": OPEN, "rank": OPEN}
@@ -21,23 +21,24 @@ _RANK_AND_GPU = {"uuid": OPEN, "rank": OPEN}
 # exported, because no alert needs them, and each would add a series per rank.
 _ALLOCATOR_BYTES = {
     "allocated": (
-        f"Bytes of torch's allocator in tensors{_CPU}.",
+        f"Bytes in tensors, according to torch's allocator{_CPU}.",
         "allocated_bytes.all.current",
     ),
     "allocated_peak": (
-        f"Most bytes in tensors since the attempt began{_CPU}.",
+        f"Largest number of bytes in tensors since the attempt began{_CPU}.",
         "allocated_bytes.all.peak",
     ),
     "reserved": (
-        f"Bytes that torch took from the device, in use or cached{_CPU}.",
+        f"Bytes that torch holds on the device, in use or cached{_CPU}.",
         "reserved_bytes.all.current",
     ),
     "reserved_peak": (
-        f"Most bytes that torch took from the device since the attempt began{_CPU}.",
+        f"Largest number of bytes that torch held on the device since the attempt began{_CPU}.",
         "reserved_bytes.all.peak",
     ),
     "inactive_split": (
-        "Bytes that are free in blocks partly in use, which can't be given back; not on the CPU.",
+        "Free bytes that torch's allocator can't return to the device, because other parts of "
+        "their blocks are in use; absent on the CPU.",
         "inactive_split_bytes.all.current",
     ),
 }
@@ -45,12 +46,12 @@ _ALLOCATOR_COUNTS = {
     "alloc_retries": (
         "tandem_torch_memory_alloc_retries_total",
         "num_alloc_retries",
-        "Allocations that succeeded only after the cache was emptied.",
+        "Allocations that torch's allocator tried again after it had emptied its cache.",
     ),
     "ooms": (
         "tandem_torch_memory_ooms_total",
         "num_ooms",
-        "Allocations that failed because the memory was full.",
+        "Allocations that failed because the device's memory was full.",
     ),
 }
 _PHASE_BYTES = {
@@ -60,13 +61,13 @@ _PHASE_BYTES = {
     ),
     "device_used": (
         (
-            "Bytes in use on the whole device, by any process, when the phase last ended; on the"
-            " CPU the machine's memory."
+            "Bytes in use on the whole device by all processes when the phase last ended; on the "
+            "CPU, the machine's memory in use."
         ),
         "cudaMemGetInfo",
     ),
     "peak": (
-        f"Most bytes allocated in the last such phase{_CPU}.",
+        f"Largest number of bytes in tensors during the phase's last execution{_CPU}.",
         "allocated_bytes.all.peak, reset as each phase begins",
     ),
 }
@@ -75,8 +76,8 @@ _measured = partial(Metric, labels=_RANK_AND_GPU, perishable=True)
 METRICS = (
     _measured(
         "tandem_rank_up",
-        f"1 if the rank's heartbeat changed within {STALE_SECONDS:.0f} s, else 0; absent "
-        "without a job.",
+        f"1 if the rank's heartbeat changed within the last {STALE_SECONDS:.0f} s, else 0; absent "
+        "without a running job.",
         "beat.<rank>",
         labels=_RANK,
     ),
@@ -91,7 +92,7 @@ METRICS = (
     *(
         Metric(
             name,
-            f"{text} Summed over attempts; not on the CPU.",
+            f"{text} Counts all attempts since the exporter's start; absent on the CPU.",
             f"memory_stats {stat}",
             "counter",
             labels=_RANK_AND_GPU,
@@ -109,60 +110,61 @@ METRICS = (
     ),
     _measured(
         "tandem_torch_memory_step_floor_bytes",
-        "Bytes allocated right after zero_grad, once per optimizer step: "
-        f"constant unless something leaks{_CPU}.",
+        "Bytes in tensors right after zero_grad of the last optimizer step, constant unless memory "
+        f"leaks{_CPU}.",
         "allocated_bytes.all.current",
     ),
     _measured(
         "tandem_torch_host_pinned_bytes",
-        "Page-locked host memory that torch holds; not on the CPU.",
+        "Bytes of page-locked host memory that torch holds; absent on the CPU.",
         "torch.cuda.host_memory_stats",
         labels=_RANK,
     ),
     Metric("tandem_train_active", "1 while a job is running, else 0.", "jobs/active"),
     Metric(
         "tandem_train_step",
-        "Optimizer steps done by the running job; absent without one.",
+        "Optimizer steps that the running job has done; absent without a running job.",
         "beat.0",
         labels=_RUN,
     ),
     Metric(
         "tandem_train_steps",
-        "All optimizer steps of the running job; absent without one.",
+        "Number of all optimizer steps of the running job, done and to be done; absent without a "
+        "running job.",
         "beat.0",
         labels=_RUN,
     ),
     Metric(
         "tandem_train_rank_step",
-        "Optimizer steps done by each rank of the running job.",
+        "Optimizer steps that each rank of the running job has done.",
         "beat.<rank>",
         labels=_RANK,
     ),
     Metric(
         "tandem_job_last_progress_timestamp_seconds",
-        "When the rank that has been silent for longest wrote its "
-        "last heartbeat, or the attempt began or waited; absent without a job.",
+        "Unix time of the oldest of the ranks' last heartbeats; until every rank has a heartbeat, "
+        "the time when the attempt began or last waited. Absent without a running job.",
         "beat.<rank>",
         labels=_RUN,
     ),
     Metric(
         "tandem_job_waiting_seconds",
-        "How long the running attempt has waited for its ranks' start: for a quota, nodes or hosts;"
-        " absent once they run. `tandem jobs` says for what.",
+        "Seconds for which the running attempt has waited for a quota, nodes or hosts to start "
+        "its ranks; absent once the ranks run. `tandem jobs` shows the reason.",
         "lease.json",
         labels=_RUN,
     ),
     Metric(
         "tandem_session_idle_seconds",
-        "For how long the ranks of a session's running job have had no request; 0 while a request"
-        " waits or is computed. Absent without such a job, and while it waits for its ranks' start."
-        " Counted from the exporter's start at the earliest.",
+        "Seconds for which the ranks of a running session job have had no request, counted from "
+        "the exporter's start at the earliest; 0 while a request waits or is computed. Absent "
+        "without a running session job, and while the job waits for its ranks' start.",
         "requests/",
         labels=_RUN,
     ),
     Metric(
         "tandem_job_info",
-        "1; the running jobs, and no other.",
+        "1 for each running job; other jobs have no series.",
         "jobs/active",
         labels={"job_id": OPEN, "run": OPEN, "kind": JOB_KINDS},
     ),

@@ -53,7 +53,8 @@ from tandem.vllm_client.names import ROLLOUT_PATHS
 
 _BREAKS = Counter(
     "tandem_rollout_prefix_breaks",
-    "Turns of sessions of the rollout door that do not continue the tokens sampled before.",
+    "Turns in sessions of the rollout door (/rollout) whose prompts do not begin with the tokens "
+    "of the preceding turn.",
     ["reason"],
 )
 for _reason in BREAKS:
