@@ -1,4 +1,4 @@
-"""Draws the rewards of evaluations and rollouts of `tandem rl` runs against the step.
+"""Draws the rewards of `tandem rl` runs against the step: those of evaluations and of rollouts.
 
 python docs/source/curves.py docs/sums.png "SmolLM2 on sums" sums.metrics.jsonl ...
 """
