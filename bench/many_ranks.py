@@ -1,5 +1,5 @@
-"""Compares two readings of many ranks' GPU memory. The exporter and `tandem memory` give one reading,
-and nvidia-smi gives the other. Also checks the memory after `kill -9` of one rank.
+"""Compares two readings of many ranks' GPU memory. The exporter and `tandem memory` give the first
+reading, and nvidia-smi gives the second. Also checks the memory after `kill -9` of one rank.
 
     python -m bench.many_ranks [--ranks 4] [--tensor-parallel 2] [--launch fork] [--device cuda]
     [--out DIR]

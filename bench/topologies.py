@@ -13,9 +13,12 @@ first. Memory is the largest peak of any rank: torch's allocations, and the addi
 CUDA and NCCL. The cases `groups-…` show the memory of CUDA and NCCL with small models. With
 `--recommended N` each case has the topology that `tandem plan` recommends for N of this machine's
 GPUs. With `--recommended`, a job that trains all weights is cancelled before it writes its
-checkpoint of ten bytes per weight. With `--hosts N` each case's ranks are divided over N hosts, each
-of which is an agent on this machine. `DIR` should be in memory, because the largest models have
-65 GB.
+checkpoint of ten bytes per weight. With `--hosts N` each case's ranks are divided over N hosts,
+each of which is an agent on this machine. `DIR` should be in memory, because the largest models
+have 65 GB.
+"""
+
+import argparse
 import itertools
 import json
 import os
@@ -308,9 +311,9 @@ def submit(spool: Spool, job_id: str, vocabulary: int, case: Case) -> None:
 
 
 def gpu_memory() -> int:
-    """The memory of GPU 0 in bytes, which the program nvidia-smi reads. On a machine without GPUs it
-    is 80 GiB, the memory of an H100. This process must not use memory on the trainer's GPUs, because
-    the runner would wait for free GPUs."""
+    """The memory of GPU 0 in bytes, read by nvidia-smi. On a machine without GPUs it is 80 GiB, the
+    memory of an H100. This process must not use memory on the trainer's GPUs, because the runner
+    would wait for free GPUs."""
     if not torch.cuda.is_available():
         return 80 * 2**30
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]

@@ -7,9 +7,9 @@ Each case's errors are appended to `--rows FILE` as soon as they are known. If t
 and started again, it continues with the missing cases.
 
 `RUN` and `OTHER` are trained runs of the same base model on the spool `ROOT`. This program runs
-vLLM in its own process. So the program can load another adapter into vLLM than the checkpoint's
-adapter (`bench.verification_cases`). Each case goes through the publisher's two checks. The first
-check compares the tensors in vLLM's worker, and the second check compares the log-probs of the
+vLLM in its own process, so it can give vLLM another adapter in place of the checkpoint's adapter
+(`bench.verification_cases`). Each case goes through the publisher's two checks. The first check
+compares the tensors in vLLM's worker, and the second check compares the log-probs of the
 checkpoint's probe. With `--mode merged`, the adapter is merged into vLLM's weights, and rows of the
 merged weights are compared.
 
@@ -95,8 +95,8 @@ class Engine:
 
 
 class Adapters(Engine):
-    """vLLM with adapters. After a call of `hold`, vLLM reads the adapter from another directory than
-    the one that the request names."""
+    """vLLM with adapters. After a call of `hold`, vLLM reads the adapter from a directory that the
+    request does not name."""
 
     beside = BASE
 
