@@ -153,8 +153,8 @@ def claims(spool: Spool, count: int) -> dict[str, float]:
 
 
 def collected(spool: Spool) -> float:
-    """Milliseconds that the jobs' metrics collectors take for their second collection. The first
-    collection reads all existing jobs."""
+    """The time in milliseconds that the metrics collectors for jobs take for their second
+    collection. The first collection reads all existing jobs."""
     collectors = (QueueCollector(lambda: spool), JobsCollector(lambda: spool))
 
     def collect() -> None:

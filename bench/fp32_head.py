@@ -1,12 +1,12 @@
-"""Compares the log-probs of trainer and vLLM if the output head is in float32 in the trainer, in
-vLLM or in both.
+"""Compares log-probs of the trainer and of vLLM, each with an output head in bf16 and in float32.
 
     python -m bench.fp32_head --model DIRECTORY --adapters ROOT [--every 10] [--device cpu]
 
 Each adapter under `ROOT` is merged into the base model, and the weights are rounded to bf16. So the
 trainer and vLLM have the same weights. The trainer and vLLM score the sums of `bench.rounding`.
-vLLM runs in its own process and gets `hf_overrides = {"head_dtype": "float32"}`. An error is the
-difference from the log-probs by transformers in float32.
+Each vLLM runs in its own process. With the head in float32, vLLM gets `hf_overrides =
+{"head_dtype": "float32"}`. An error is the difference from the log-probs that transformers computes
+in float32.
 """
 
 import argparse
@@ -88,8 +88,8 @@ def merged(model: str, adapter: Path, directory: str) -> None:
 
 
 def scores(model: str, adapter: Path, sequences: Sequences) -> dict[str, torch.Tensor]:
-    """Log-probs under one merged adapter: "exact" by transformers in float32, and by the trainer
-    and by vLLM with each dtype of the output head."""
+    """Log-probs under one merged adapter. The log-probs "exact" are computed by transformers in
+    float32. The trainer and vLLM each compute log-probs with each dtype of the output head."""
     with tempfile.TemporaryDirectory() as work:
         directory = f"{work}/model"
         merged(model, adapter, directory)

@@ -1,5 +1,5 @@
-"""Compares the GPU memory of many ranks that the exporter and `tandem memory` show with the memory
-that nvidia-smi shows. Also checks the memory after `kill -9` of one rank.
+"""Compares two readings of many ranks' GPU memory. The exporter and `tandem memory` give the first
+reading, and nvidia-smi gives the second. Also checks the memory after `kill -9` of one rank.
 
     python -m bench.many_ranks [--ranks 4] [--tensor-parallel 2] [--launch fork] [--device cuda]
     [--out DIR]

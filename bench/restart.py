@@ -304,8 +304,9 @@ def used(gpus: list[int], device: str) -> list[int]:
 
 
 def host_memory(runner: int) -> dict[str, float]:
-    """The host memory in MiB and the number of open files of the runner and its descendants, and
-    the MiB in /dev/shm. Memory of mapped files is not counted, because other processes share it."""
+    """The host memory in MiB and the number of open files, each summed over the runner and its
+    descendants. Also the MiB in /dev/shm. Memory of mapped files is not counted, because other
+    processes share it."""
     members = [runner, *(process.pid for process in processes.descendants(runner))]
     pss, files = 0, 0
     for pid in members:

@@ -1,5 +1,5 @@
-"""Compares the sampling speed of `tandem rl` with the client of vLLM's own benchmark, on the same
-server.
+"""Compares the sampling speed of two clients on the same server: `tandem rl`, and the client of
+vLLM's own benchmark.
 
     python -m bench.rollouts http://127.0.0.1:8000 [--model my-run@1] [--in-flight 256 1024]
                              [--tokens 24 512] [--turns 1 3] [--answers 4] [--repeat 2] [--name N]
@@ -12,16 +12,17 @@ Each conversation is a session of the route `/rollout`. The second client is the
 `vllm bench serve` sends chat completions. This function requests no log-probs and reads a stream.
 Both clients play the same conversations at temperature 1. Each conversation begins with a different
 question, and each later user message asks the model to go on. An answer has at most `--tokens`
-tokens. `--in-flight` conversations run at the same time. A measurement has `--answers` times
-`--in-flight` conversations. The two clients run one after the other, each in its own process.
-Before each measurement, a round of `--in-flight` conversations opens the connections. This round is
-not counted. The column `of vLLM's` is a client's rate of answers divided by the rate of vLLM's
-client. `server CPU ms` is the CPU time of vLLM's API process, if the process is on this machine.
+tokens. `--in-flight` conversations run at the same time. The number of conversations in a
+measurement is `--answers` multiplied by `--in-flight`. The two clients run one after the other,
+each in its own process. Before each measurement, a round of `--in-flight` conversations opens the
+connections. This round is not counted. The column `of vLLM's` is a client's rate of answers divided
+by the rate of vLLM's client. `server CPU ms` is the CPU time of vLLM's API process, if the process
+is on this machine.
 
 The option `--client` needs no vLLM: a server on the loopback interface answers after 0.2 s. The
 rows have the client's CPU time per answer. Four clients are compared: a whole rollout of `tandem
-rl`, aiohttp alone, httpx with one pool, and httpx with a client for each concurrent request. The
-rollout and aiohttp have the settings of `tandem.client.vllm`.
+rl`, aiohttp alone, httpx with one pool, and one `httpx.AsyncClient` for each concurrent request.
+The rollout and aiohttp have the settings of `tandem.client.vllm`.
 """
 
 import argparse
@@ -131,9 +132,8 @@ def vllm_side(
 
 
 async def measure(play: Conversation, in_flight: int, conversations: int) -> dict[str, Any]:
-    """Plays a round that opens the connections, and then `conversations` conversations, of which
-    `in_flight` run at the same time. Returns the figures of the conversations after the first
-    round."""
+    """First plays `in_flight` conversations, which open the connections. Then plays `conversations`
+    conversations, `in_flight` at a time, and returns the figures of these conversations."""
     numbers, total = itertools.count(), 0
 
     async def worker(end: int) -> None:

@@ -150,8 +150,8 @@ def make_policy(model: str, lora: LoraShape) -> Policy:
 
 
 def train(model: str, root: Path, sequences: Sequences, steps: int, rate: float) -> None:
-    """Writes an adapter after each of `steps` optimizer steps that raise the sequences'
-    log-probs."""
+    """Trains on the sequences with `steps` optimizer steps, which raise their log-probs. Writes an
+    adapter after each optimizer step."""
     lora = LoraShape(rank=16, alpha=32.0)
     first = root / "step-0"
     first.mkdir(parents=True)

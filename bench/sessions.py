@@ -6,10 +6,10 @@ the memory that is in use after the session's ranks exit.
 
 The program starts a runner with one rank, and the run has a LoRA of rank 16. The first part is a
 job of `--calls` optimizer steps, each on one row. In the second part a session's client makes
-`--calls` calls. A call appends a forward and backward pass over a row of the same size and an
-optimizer step, and waits for both results. The ranks exit because no further call arrives, and the
-program reads the GPU's memory. Another call starts the ranks again. The program prints a line of
-JSON for each measured figure.
+`--calls` calls. A call appends two requests and waits for both results. The first request is a
+forward and backward pass over a row of the same size, and the second request is an optimizer step.
+When no further call arrives, the ranks exit, and the program reads the GPU's memory. Another call
+starts the ranks again. The program prints a line of JSON for each measured figure.
 
 With `--shape` the model's weights are random, and are written to DIR if nothing is there.
 """
@@ -91,7 +91,7 @@ class Client:
 
 
 def submit(spool: Spool, options: argparse.Namespace, vocabulary: int) -> None:
-    """Queues a job whose rows are those of `--calls` calls."""
+    """Queues a job that trains on as many rows as `--calls` calls, with the same tokens."""
     rows = token_rows(options, vocabulary)
     examples = [
         SFTExample(token_ids=tokens.tolist(), trainable=[False] + [True] * (len(tokens) - 1))

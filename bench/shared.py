@@ -5,10 +5,11 @@ Measures the seconds and the bytes of each part.
     DIR]
 
 vLLM, publisher and runner are separate processes, as in their containers. The base model has random
-weights, the run has a LoRA of rank 16, and each job is two optimizer steps of SFT. bench.restart
-has the same model, run and jobs. A rollout samples a fixed number of tokens from the newest served
-step. Times come from the job's events and the client's clock, and bytes come from nvidia-smi. The
-program fails if the size of vLLM's KV cache changes, or if any program runs out of memory.
+weights, the run has a LoRA of rank 16, and each job is two optimizer steps of SFT. The model, the
+run and the jobs are those of bench.restart. A rollout samples a fixed number of tokens from the
+newest served step. Times come from the job's events and the client's clock, and bytes come from
+nvidia-smi. The program fails if the size of vLLM's KV cache changes, or if any program runs out of
+memory.
 """
 
 import argparse
@@ -302,7 +303,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def troubles(made: Parts, spool: Spool) -> list[str]:
-    """The log lines of all programs that report a lack of memory."""
+    """The log lines, from all programs, that report a lack of memory."""
     logs = [*made.logs.glob("*.log"), *spool.paths.jobs.rglob("log")]
     return [
         f"{path.name}: {line.strip()[:300]}"

@@ -13,10 +13,10 @@ gap between two tokens of a request during the swap, minus the median gap before
 transport nccl a trainer's ranks send whole weights, and with the transport volume these ranks write
 whole weights. The ranks do not train, and their adapters are the random adapters. `sent` is the
 time to connect and to send the weights. `sending` is the time to send the weights, without the time
-to connect. The transports nccl and volume are measured with the same vLLM process. vLLM and the
-trainer each have one tensor-parallel rank per GPU. After the swaps, `--many` requests without
+to connect. The transports nccl and volume are measured with the same vLLM process. Both vLLM and
+the trainer have one tensor-parallel rank per GPU. After the swaps, `--many` requests without
 streaming measure the throughput of the newest checkpoint, from the start of the first request to
-the end of the last request. The reference log-probs in each checkpoint (its probe) come from vLLM
+the end of the last request. Each checkpoint has a probe, whose reference log-probs come from vLLM
 itself. With `--publications N`, N more checkpoints are published one after another while no client
 samples. The memory of vLLM's processes is read after the 10th publication and after every 50th.
 """
@@ -412,7 +412,7 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(ways: list[str], model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures each way of serving in `ways`, all with the same vLLM process."""
+    """Measures serving in each of the `ways`. One vLLM process serves all of them."""
     name, (transport, _, copy) = "+".join(ways), ways[0].partition("-")
     started, rows = time.monotonic(), []
     with server(name, transport, copy, model, options) as vllm:

@@ -1,5 +1,5 @@
-"""Runs jobs under each topology. Measures tokens/s, compares the memory with the plan of `tandem
-plan`, and compares the start time with the start time on one GPU.
+"""Runs jobs under each topology. Measures tokens/s, memory and the start time. Compares the memory
+with the plan of `tandem plan`, and the start time with that on one GPU.
 
     python -m bench.topologies [--cases moe-1 moe-ep2 moe-tp2-sp ...] [--out DIR] [--jobs 2]
     [--device cuda]
@@ -8,13 +8,14 @@ plan`, and compares the start time with the start time on one GPU.
 
 Each case runs jobs of a few optimizer steps through the runner, with the launcher `fork` and a
 model of random weights. Cases with the same shape and row have the same data, so their first losses
-differ by rounding alone. tokens/s are measured over all optimizer steps of a job except the first.
-Memory is the largest peak of any rank: torch's allocations, and the additional memory of CUDA and
-NCCL. The cases `groups-…` show the memory of CUDA and NCCL with small models. With `--recommended
-N` each case has the topology that `tandem plan` recommends for N of this machine's GPUs. With
-`--recommended`, a job that trains all weights is cancelled before it writes its checkpoint of ten
-bytes per weight. With `--hosts N` each case's ranks are divided over N hosts, each of which is an
-agent on this machine. `DIR` should be in memory, because the largest models have 65 GB.
+differ by rounding alone. The tokens/s are measured over all optimizer steps of a job except the
+first. Memory is the largest peak of any rank: torch's allocations, and the additional memory of
+CUDA and NCCL. The cases `groups-…` show the memory of CUDA and NCCL with small models. With
+`--recommended N` each case has the topology that `tandem plan` recommends for N of this machine's
+GPUs. With `--recommended`, a job that trains all weights is cancelled before it writes its
+checkpoint of ten bytes per weight. With `--hosts N` each case's ranks are divided over N hosts,
+each of which is an agent on this machine. `DIR` should be in memory, because the largest models
+have 65 GB.
 """
 
 import argparse
@@ -310,9 +311,9 @@ def submit(spool: Spool, job_id: str, vocabulary: int, case: Case) -> None:
 
 
 def gpu_memory() -> int:
-    """The memory of GPU 0 in bytes. On a machine without GPUs it is 80 GiB, the memory of an H100.
-    nvidia-smi reads the memory. This process must not use memory on the trainer's GPUs, because the
-    runner would wait for free GPUs."""
+    """The memory of GPU 0 in bytes, read by nvidia-smi. On a machine without GPUs it is 80 GiB, the
+    memory of an H100. This process must not use memory on the trainer's GPUs, because the runner
+    would wait for free GPUs."""
     if not torch.cuda.is_available():
         return 80 * 2**30
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]

@@ -6,16 +6,16 @@ are accepted.
 Each case's errors are appended to `--rows FILE` as soon as they are known. If the program is killed
 and started again, it continues with the missing cases.
 
-`RUN` and `OTHER` are trained runs of the same base model on the spool `ROOT`. vLLM runs in this
-process, so that this program can load an adapter into vLLM that differs from the checkpoint's
-adapter (`bench.verification_cases`). Each case goes through the publisher's two checks. The first
-check compares the tensors in vLLM's worker, and the second check compares the log-probs of the
+`RUN` and `OTHER` are trained runs of the same base model on the spool `ROOT`. This program runs
+vLLM in its own process, so it can give vLLM another adapter in place of the checkpoint's adapter
+(`bench.verification_cases`). Each case goes through the publisher's two checks. The first check
+compares the tensors in vLLM's worker, and the second check compares the log-probs of the
 checkpoint's probe. With `--mode merged`, the adapter is merged into vLLM's weights, and rows of the
 merged weights are compared.
 
 A wrong case counts if its float32 log-probs differ enough from the right weights' log-probs: by
-more than vLLM's error for the base model. transformers computes the float32 log-probs. The other
-wrong cases are listed separately.
+more than vLLM's error for the base model. The float32 log-probs are computed by transformers. The
+other wrong cases are listed separately.
 """
 
 import argparse
@@ -95,8 +95,8 @@ class Engine:
 
 
 class Adapters(Engine):
-    """vLLM with adapters. `hold` makes vLLM read the adapter from another directory than the
-    request names."""
+    """vLLM with adapters. After a call of `hold`, vLLM reads the adapter from a directory that the
+    request does not name."""
 
     beside = BASE
 

@@ -155,8 +155,8 @@ def show(report: dict[str, Any]) -> None:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Draws the reward against the step: the reward of the batch that each step was trained on, and
-    the reward of the two evaluations."""
+    """Draws the reward against the step: the reward of each step's training batch, and the reward
+    of the two evaluations."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -124,8 +124,8 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Draws the reward against the step: the reward of the rollouts that each step was trained on,
-    and the reward of the evaluations."""
+    """Draws the reward against the step: the reward of the rollouts that trained each step, and the
+    reward of the evaluations."""
     import matplotlib as mpl
 
     mpl.use("Agg")

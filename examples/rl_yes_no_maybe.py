@@ -25,7 +25,7 @@ QUESTIONS = [
 
 
 def tasks() -> list[str]:
-    """The questions. `tandem rl` plays the questions in another order in each epoch."""
+    """The questions. `tandem rl` plays the questions in a new order in each epoch."""
     return QUESTIONS
 
 

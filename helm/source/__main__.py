@@ -1,5 +1,5 @@
-"""`python helm/source` makes the chart's README.md and values.schema.json from values.yaml with its
-comments, and from schema.py.
+"""`python helm/source` makes two files of the chart, README.md and values.schema.json. It reads
+values.yaml with its comments, and schema.py.
 
 With `--check` nothing is written, and the exit status is 1 if a file differs from the text that
 would be written.

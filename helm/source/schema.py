@@ -40,8 +40,8 @@ def closed(**properties: Schema) -> Schema:
 
 
 def removable(schema: Schema) -> Schema:
-    """`schema`, or "", which removes the value. The value null can't remove a value, because the
-    templates replace null by the default."""
+    """`schema`, which then also allows "". The empty string removes the value. A null does not
+    remove it, because the templates replace a null by the default."""
     return schema | {"pattern": f"^({schema['pattern'].removeprefix('^').removesuffix('$')})?$"}
 
 
@@ -219,8 +219,8 @@ def of(text: str) -> Schema:
 
 
 def _schema(value: values.Value) -> Schema | None:
-    """The schema of one value. Returns None for a mapping, because a mapping allows only its keys
-    in values.yaml."""
+    """The schema of one value. Returns None for a mapping, because `of` makes the mapping's schema
+    from its keys in values.yaml."""
     special = SPECIAL.get(value.name)
     if special is None and len(value.path) > 1:
         special = SPECIAL.get(f"*.{value.path[-1]}")

@@ -41,8 +41,8 @@ _COLLECTORS: dict[Exporter, tuple[str, ...]] = {
 
 
 class DemoPage(Collector):
-    """The page that Prometheus' job `job` scrapes. For vLLM, the page is that of the server with
-    the number `server`."""
+    """The page that Prometheus' job `job` scrapes. For vLLM, `server` is the number of the vLLM
+    server that has the page."""
 
     def __init__(self, world: World, job: str, server: int = 0) -> None:
         self._world, self._server = world, server

@@ -1,5 +1,5 @@
-"""The thresholds of alerts that panels show; tests/monitoring compares these thresholds with the
-rules."""
+"""Panels show these thresholds of alerts. The tests in tests/monitoring compare the thresholds with
+the rules."""
 
 LIMITS: dict[str, float] = {
     "TandemGPUMemoryNearlyFull": 0.97,

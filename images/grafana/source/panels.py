@@ -69,8 +69,8 @@ def panel(
 
     `text`: the description, which says what the panel shows and from which metrics. `limits`:
     (colour, the value from which the colour applies); values below all limits are green. `texts`:
-    value -> (word, colour). `more`: the panel's `options`, and `custom` and other defaults of the
-    panel's fields.
+    value -> (word, colour). `more`: other parts of the panel, such as its `options`, and `custom`
+    for the panel's fields.
     """
     steps: list[Json] = [{"color": GREEN, "value": None}]
     steps += [{"color": colour, "value": value} for colour, value in limits or []]
@@ -217,8 +217,8 @@ def heatmap(title: str, text: str, unit: str, *queries: Json, **more: Any) -> Js
 def table(
     title: str, text: str, *queries: Json, columns: dict[str, str], unit: str = "none", **more: Any
 ) -> Json:
-    """`columns`: name of a label, or "Value" -> heading of the column. The table has its columns in
-    this order, and hides all other columns."""
+    """`columns`: the headings of the columns. A key is the name of a label, or "Value". The table
+    has its columns in this order, and hides all other columns."""
     order = {name: index for index, name in enumerate(columns)}
     organize = {
         "id": "organize",
