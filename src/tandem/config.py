@@ -391,7 +391,7 @@ def load_settings() -> Settings:
 
 
 def resolve_model(root: Path, base_model: str) -> str:
-    """The path of a run's `base_model` if it is a directory under the spool's `root`, else
+    """The path of a run's base model, if the spool's `root` has a directory `base_model`; else
     `base_model` itself."""
     inside = root / base_model
     with suppress(OSError):  # OSError if `base_model` is too long for a path

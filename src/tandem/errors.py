@@ -90,7 +90,7 @@ class SpoolUnusable(TandemError, code="spool_unusable", http_status=503, retriab
 
 
 class VolumeFull(SpoolUnusable):
-    """The volume has no space left. A program that can't start without free space waits until there
+    """The volume has no space left. A program that can't start on a full volume waits until there
     is free space."""
 
     ERRNOS = errno.ENOSPC, errno.EDQUOT

@@ -8,9 +8,9 @@ and files of PEFT's adapters. The page docs/models.md says what each family refu
 a family.
 
 LoRA on experts has PEFT's names and shapes: an A and a B for each projection of each expert, such
-as `model.layers.0.mlp.experts.17.gate_proj`. In memory, one parameter `[experts, …]` has the A
-matrices of one projection of all experts of a layer, and another has the B matrices. The stacked
-parameter's name has `*` in place of the expert's number. Files never contain stacked adapters. Base
-weights of experts are read from one tensor per expert (Qwen3) or from one tensor for all experts
-(GPT-OSS).
+as `model.layers.0.mlp.experts.17.gate_proj`. In memory, the matrices of all experts of a layer are
+stacked, `[experts, …]`. For each projection, one parameter has the A matrices, and another
+parameter has the B matrices. The stacked parameter's name has `*` in place of the expert's number.
+Files never contain stacked adapters. Base weights of experts are read from one tensor per expert
+(Qwen3) or from one tensor for all experts (GPT-OSS).
 """

@@ -77,8 +77,8 @@ def adapts_experts(lora: LoraShape) -> bool:
 
 
 def sums_experts_apart(arch: Arch, lora: LoraShape | None, sizes: Sizes) -> bool:
-    """Whether gradients of experts are summed over another process group than the gradients of
-    other parameters.
+    """Whether the gradients of experts and of other parameters are summed over different process
+    groups.
 
     Args:
         lora: the adapter's shape; None: all weights are trained.
@@ -122,18 +122,18 @@ def in_targets(name: str, targets: Collection[str] | None) -> bool:
 
 def peft_keys(module: str) -> tuple[str, str]:
     """PEFT's names of the matrices A and B of the linear layer at Hugging Face path `module`."""
-    # Checkpoints of Mistral 3 have the tensor names of transformers before version 5. PEFT uses the
-    # names of transformers' modules.
+    # Checkpoints of Mistral 3 have the tensor names that transformers used before version 5. PEFT
+    # uses the names of transformers' modules.
     if module.startswith(_OLD_PREFIX):
         module = "model.language_model." + module.removeprefix(_OLD_PREFIX)
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
 
 
 def misread_by_peft(keys: Collection[str]) -> bool:
-    """Whether `PeftModel.from_pretrained` (0.21) would load an adapter with these tensors wrongly.
+    """Whether `PeftModel.from_pretrained` (0.21) would misread an adapter with these tensors.
 
-    PEFT has one layer for the gate and up projections of all experts. If experts have a layer with
-    the name of a target, PEFT searches for this target only in experts. PEFT silently drops the
+    PEFT has one layer for the gate and up projections of all experts. If a target is also the name
+    of an experts' layer, PEFT searches for this target only in experts. PEFT silently drops the
     adapters of dense layers and shared experts if experts have adapters of the same name. If
     experts have adapters on gate and up but not on down, PEFT leaves these adapters at their
     initial values.

@@ -43,7 +43,7 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class Window:
-    """Layers with sliding-window attention: a token attends to the `tokens` latest tokens only."""
+    """Layers with sliding-window attention. A token attends only to the latest `tokens` tokens."""
 
     tokens: int  # Number of tokens that a token attends to, itself included.
     layers: tuple[bool, ...]  # For each layer, whether the layer has the window.
@@ -69,13 +69,14 @@ class GlobalHeads:
 
     head_dim: int
     num_kv_heads: int
-    # Values are equal to the keys before the keys' norm, so there is no v_proj.
+    # Values are equal to the keys before normalisation, so there is no v_proj.
     keys_are_values: bool
 
 
 @dataclass(frozen=True)
 class QueryGrowth:
-    """Queries are multiplied by 1 + rate * log(1 + floor(position / positions)), as in Llama 4."""
+    """Queries at position p are multiplied by 1 + rate * log(1 + floor(p / positions)), as in Llama
+    4."""
 
     rate: float
     positions: int
@@ -91,9 +92,10 @@ class MoE:
     ffn_hidden_size: int  # Size of one expert's MLP.
     norm_topk_prob: bool  # Whether the chosen experts' probabilities are divided by their sum.
     # The function that turns the router's logits of all experts into probabilities. The sigmoid
-    # router (DeepSeek-V3, 2024, arXiv:2412.19437) first chooses the best `groups_per_token` of
-    # `groups` equal groups of experts. In the best groups, the sigmoid router then chooses the
-    # experts with the largest sum of probability and bias. Each expert has its own bias.
+    # router (DeepSeek-V3, 2024, arXiv:2412.19437) divides the experts into `groups` equal groups,
+    # and first chooses the best groups: `groups_per_token` for each token. From these groups, it
+    # then chooses the experts with the largest sum of probability and bias. Each expert has its own
+    # bias.
     router: Literal["softmax", "sigmoid"] = "softmax"
     groups: int = 1
     groups_per_token: int = 1
@@ -254,8 +256,8 @@ class Arch:
 
     @property
     def rope_sizes(self) -> tuple[int, int]:
-        """The number of a head's dimensions that RoPE rotates, in layers without a window and in
-        layers with a window."""
+        """The number of dimensions that RoPE rotates in a head, as a pair: for layers without a
+        window, and for layers with a window."""
         heads = self.global_heads
         size = self.head_dim if self.rotary_size is None else self.rotary_size
         return (size if heads is None else heads.head_dim), size

@@ -53,8 +53,9 @@ class Gemma3(Decoder):
         )
 
     def _rope(self, config: ModelConfig, kind: str, key: str, theta: float) -> dict[str, Any]:
-        """RoPE's parameters in layers of kind `kind`. Version 5 of transformers writes
-        `rope_parameters` for each kind of layer; older versions write theta under `key`."""
+        """RoPE's parameters in one kind of layers; `kind` is "full_attention" or
+        "sliding_attention". Version 5 of transformers writes `rope_parameters` for each kind of
+        layer; older versions write theta under `key`."""
         given = config.get("rope_parameters") or {}
         if given.keys() - {"full_attention", "sliding_attention"}:
             raise config.invalid(

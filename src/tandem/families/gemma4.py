@@ -170,7 +170,7 @@ class Gemma4(Decoder):
 
 
 def _rope(config: ModelConfig, kind: str) -> dict[str, Any]:
-    """RoPE's parameters in layers of kind `kind`."""
+    """RoPE's parameters in one kind of layers; `kind` is one of `_KINDS`."""
     found: dict[str, Any] = (config.get("rope_parameters") or _ROPE)[kind]
     return found
 

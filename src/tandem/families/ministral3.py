@@ -1,5 +1,6 @@
 """Ministral 3: YaRN, and queries that grow with the position. The checkpoints of Ministral 3 and of
-Mistral Small 3 have a vision tower, and the tensor names of transformers before version 5."""
+Mistral Small 3 have a vision tower. Their tensors have the names that transformers used before
+version 5."""
 
 from dataclasses import replace
 

@@ -57,8 +57,9 @@ class LatentMoe(Glm4Moe):
         return moe
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
-        """RoPE's parameters. YaRN's `mscale` gives a factor of the cosines and sines.
-        `mscale_all_dim` gives a factor of queries and keys, including the rotated features."""
+        """RoPE's parameters. With YaRN, `Arch.attention_scale` multiplies queries and keys by the
+        factor from `mscale_all_dim`. The rotated features need the factor from `mscale` instead, so
+        the cosines and sines are multiplied by the quotient of the two factors."""
         rope = super().rope_parameters(config)
         one, all_dim = (rope.get(key) for key in _MSCALES)
         if not (one and all_dim):

@@ -68,8 +68,8 @@ class Olmo3(Decoder):
         ]
 
     def _rope(self, config: ModelConfig, kind: str) -> dict[str, Any]:
-        """RoPE's parameters in layers of kind `kind`. Version 5 of transformers writes
-        `rope_parameters` for each kind of layer."""
+        """RoPE's parameters in one kind of layers; `kind` is one of `_KINDS`. Version 5 of
+        transformers writes `rope_parameters` for each kind of layer."""
         given = config.get("rope_parameters") or {}
         if given.keys() - set(_KINDS):
             raise config.invalid(

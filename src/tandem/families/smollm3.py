@@ -9,8 +9,9 @@ from tandem.families.model_config import ModelConfig
 
 class SmolLM3(Decoder):
     def arch(self, config: ModelConfig) -> Arch:
-        """The model's shape. `no_rope_layers` is 1 for each layer with RoPE. Without the key
-        `no_rope_layers`, layers at a fixed interval have no RoPE."""
+        """The model's shape. In spite of its name, the list `no_rope_layers` has a 1 for each layer
+        with RoPE, and a 0 for each other layer. Without the key `no_rope_layers`, layers at a fixed
+        interval have no RoPE."""
         arch = super().arch(config)
         layers, turned = arch.num_layers, config.get("no_rope_layers")
         if turned is None:

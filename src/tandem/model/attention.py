@@ -30,8 +30,8 @@ class TreeParams:
     length: int  # The number of queries in the attention, padding included.
     # RoPE's cosines and sines for the slots that the layers compute (see the function `rotation`).
     rotation: tuple[torch.Tensor, torch.Tensor]
-    # For `flex` with a sliding window: each slot's depth in its tree, and the largest depth outside
-    # of the slot's window.
+    # For `flex` with a sliding window: each slot's depth in its tree, and a limit for each query. A
+    # query sees no key whose depth is less than or equal to the limit.
     reach: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
     # The slots of this rank's queries, if context-parallel ranks share the row.
     deal: Deal | None = None

@@ -28,8 +28,8 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive slots of the row. In each sequence that contains the slots, the slots are
-    consecutive too."""
+    """Consecutive slots of the row. The slots are also consecutive tokens of each sequence that
+    contains them."""
 
     begin: int
     end: int
@@ -39,7 +39,7 @@ class Segment:
 @dataclass(frozen=True)
 class Level:
     """Pieces of a row that can be computed together. A piece is a segment or a chunk of a segment.
-    All pieces of a level have the same number of pieces before them in their sequences."""
+    A piece's level is the number of pieces that come before it in its sequences."""
 
     slots: torch.Tensor  # int64; its shape is described in `Recurrence`
     # int64 [pieces]: the index of each piece's parent among the pieces of the previous level
@@ -50,17 +50,18 @@ class Level:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """For each slot, the slots that a causal convolution over `tokens` tokens reads, and the slot's
-    readers. A slot's readers are the slots for which the convolution reads the slot.
+    """The neighbours of each slot in a causal convolution over `tokens` tokens. The convolution
+    computes a slot's result from the slot and its ancestors. A slot's readers are the slots whose
+    results are computed from this slot, the slot itself included.
 
     Attributes:
-        ancestors: int64 [tokens - 1, length]; row d has the slots that are d + 1 tokens earlier in
-            the slots' sequences. The value is `length` if there is no such slot.
+        ancestors: int64 [tokens - 1, length]. For each slot, row d has the ancestor d + 1 tokens
+            earlier. The value is `length` if there is no such ancestor.
         begins: for each slot, the index in `readers` at which the slot's pairs begin, int64 [length
             + 1].
         readers: for each slot, one pair for each reader of the slot, int64 [pairs, 2]. The first
-            number of a pair is the reader. The second number is the column of the weights
-            [features, tokens] by which the reader multiplies the slot.
+            number of a pair is the reader. The second number is a column of the weights [features,
+            tokens]: for the reader's result, the slot is multiplied by this column.
     """
 
     ancestors: torch.Tensor
@@ -186,8 +187,8 @@ def _segments(ends: NDArray[np.int64]) -> list[Segment]:
 
 
 def _ancestors(segments: list[Segment], length: int, distance: int) -> NDArray[np.int64]:
-    """For each slot, the slot that is `distance` tokens earlier in the slot's sequences, or
-    `length` if there is no such slot."""
+    """For each slot, its ancestor `distance` tokens earlier, or `length` if there is no such
+    ancestor."""
     found = np.arange(length) - distance
     for segment in segments:
         for slot in range(segment.begin, min(segment.begin + distance, segment.end)):

@@ -2,8 +2,9 @@
 capability 8.9 or newer.
 
 A weight is quantised once, in two layouts. The layout for the forward product has a scale per row.
-The layout for the backward product has a scale per column. Both layouts together take the memory of
-the bfloat16 weight. Activations and gradients are quantised at each product, with a scale per row.
+The layout for the backward product has a scale per column. Both layouts together take as much
+memory as the bfloat16 weight. Activations and gradients are quantised at each product, with a scale
+per row.
 """
 
 import torch

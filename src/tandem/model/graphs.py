@@ -141,12 +141,13 @@ def repeat(policy: Policy, row: RowTensors, passes: int) -> None:
     to the passes over this row.
 
     Args:
-        row: the row whose backward pass has just ended, without the changes of `Policy.lay_out`.
+        row: the row whose backward pass has just ended. `repeat` calls `Policy.lay_out` itself.
         passes: the number of further passes over rows of this length.
     """
-    # Models with trained base weights, latent attention, or changes of heads' rows are not
-    # captured, because no test shows that their graphs compute the same bits. Models with delta
-    # nets are not captured, because they launch different kernels for rows with different trees.
+    # Some models are not captured, because no test shows that their graphs compute the same bits:
+    # models with trained base weights, models with latent attention, and the models for which
+    # `of_rows` is true. Models with delta nets are not captured, because they launch different
+    # kernels for rows with different trees.
     arch = policy.arch
     of_rows = arch.wide_qk_norm or arch.value_norm or arch.query_growth or arch.rope_layers
     if not device.is_cuda() or policy.lora is None or arch.moe or arch.gdn or arch.mla or of_rows:
@@ -182,7 +183,8 @@ def capture(policy: Policy, hidden: torch.Tensor, tree: TreeParams) -> None:
         hidden: the input of the first layer, [S, 1, hidden].
         tree: the parameters of the row that `hidden` belongs to.
     """
-    # The unused memory of earlier passes is released, because the graphs need as much memory.
+    # The graphs need as much memory as the earlier passes took. So the unused memory of these
+    # passes is released.
     memory.release_cached()
     layers = list(policy.gpt.decoder.layers)
     failed = None
@@ -217,8 +219,8 @@ def _gpu_is_done() -> bool:
 
 
 def _fits(policy: Policy, items: int) -> bool:
-    """Whether the memory of the passes fits beside the memory that is allocated between passes. The
-    memory of the passes stays allocated, because graphs keep their memory."""
+    """Whether there is enough memory for the graphs. Graphs keep the memory of the passes. So this
+    memory must fit beside the memory that is allocated between passes."""
     stats, most = memory.stats(), memory.obtainable()
     adapter = sum(parameter.nbytes for parameter in policy.lora_parameters().values())
     # `between` is the larger of two sizes: the softmax's memory, and the memory of Adam's state.

@@ -18,11 +18,12 @@ row-parallel layers. The input x of a column-parallel layer has only the rank's 
 output and A x of a row-parallel layer have only the rank's own tokens.
 
 - Column-parallel layers gather x over the ranks in the forward pass. The backward pass sums the
-  gradients of x and A x for the rank's own tokens, and sums A's gradient over the ranks.
+  gradients of x and A x over the ranks, and each rank gets the sums for its own tokens. The
+  backward pass also sums A's gradient over the ranks.
 
-- In the forward pass, row-parallel layers sum the output and A x over the ranks, for the rank's own
-  tokens. The backward pass gathers the gradients of the output and A x, and sums B's gradient over
-  the ranks.
+- Row-parallel layers sum the output and A x over the ranks in the forward pass, and each rank gets
+  the sums for its own tokens. The backward pass gathers the gradients of the output and A x, and
+  sums B's gradient over the ranks.
 
 - Layers that are not cut (the layers that compute MLA's latents) compute only the rank's own
   tokens. The backward pass sums the gradients of A and B over the ranks.

@@ -218,8 +218,8 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def scatter_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's n rows of the sum of all ranks' tensors [ranks * n, ...]. The order of summation
-    is fixed, so two runs give the same bits."""
+    """Sums the tensors [ranks * n, ...] of all ranks, and returns this rank's n rows of the sum.
+    The order of summation is fixed, so two runs give the same bits."""
     if group.size() == 1:
         return tensor
     parts = torch.empty_like(tensor, memory_format=torch.contiguous_format)

@@ -178,8 +178,8 @@ class Policy(nn.Module):
         """Release the device memory of all parameters. Returns the number of bytes released.
 
         Trained tensors go to host memory. Frozen base weights are dropped, because they can be read
-        from files again. Nothing may be computed until `restore` was called and the dropped base
-        weights were read again.
+        from files again. Before the next computation, call `restore` and read the dropped base
+        weights again.
         """
         self.stage.finish()
         for layer in self._linear_layers():
@@ -357,8 +357,8 @@ class Policy(nn.Module):
             tree.recurrence = recurrence(row.subtree_end, len(row.tokens), row.tokens.device)
         if sizes.sequence and row.slot_experts is not None:
             tree.slot_experts = row.slot_experts.chunk(sizes.tensor)[place.tensor]
-        # `tree` is passed as `packed_seq_params`, because Megatron's decoder passes its layers no
-        # other argument unchanged.
+        # `tree` is passed as `packed_seq_params`, the only argument of Megatron's decoder that
+        # reaches the layers unchanged.
         return {"attention_mask": None, "packed_seq_params": tree}
 
     @property

@@ -111,8 +111,8 @@ class _Kind:
 
     layers: int
     saved: dict[SaveLevel, int]  # Bytes that a layer saves.
-    # Further bytes that a layer's passes take. At the level `INPUT`, a layer's passes take the most
-    # further bytes, because the backward pass recomputes the tensors that the other levels save.
+    # Bytes that a layer's passes take in addition to the saved tensors. The number is largest at
+    # the level `INPUT`, because the backward pass recomputes the tensors that other levels save.
     working: dict[SaveLevel, int]
 
 

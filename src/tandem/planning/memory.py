@@ -44,8 +44,8 @@ _BF16, _INT16, _FP32 = 2, 2, 4
 
 @dataclass(frozen=True)
 class Workload:
-    """The properties of a training that planning needs: the trained weights, and the rows. `lora`
-    is the adapter's shape, or None if all weights are trained."""
+    """Describes the training for which a topology is planned: the trained weights, and the rows.
+    `lora` is the adapter's shape, or None if all weights are trained."""
 
     arch: Arch
     lora: LoraShape | None
@@ -85,8 +85,8 @@ def choose_levels(saved: SavedBytes, layers: int, budget: float) -> tuple[int, i
 
 @dataclass(frozen=True)
 class Memory:
-    """GPU memory of one rank, in bytes. The rank's `layers` layers keep the activations of
-    `in_flight` rows at the same time."""
+    """GPU memory of one rank, in bytes. The rank has `layers` layers, which keep the activations
+    of `in_flight` rows at the same time."""
 
     weights: int
     adapter: int
@@ -277,8 +277,8 @@ def _delta_net(
     workload: Workload, gdn: GatedDeltaNet, sizes: Sizes, others: SavedBytes
 ) -> tuple[SavedBytes, int, int]:
     """Memory in bytes of a layer with a delta net (`DeltaNetSublayer`, with
-    flash-linear-attention). The results are `saved`, `graph` and `passes`. `saved` is the tensors
-    that the layer keeps, and `graph` the part of `saved` between the input and output projections.
+    flash-linear-attention). Returns `saved`, `graph` and `passes`. `saved` counts the tensors
+    that the layer keeps. `graph` is the part of `saved` between the input and output projections.
     `passes` is the backward pass's extra memory between the projections. The sizes agree with
     measurements of Qwen3.5-9B's shape on an H200. `others`: bytes of a layer with attention."""
     slots, parts, hidden = workload.sequence_length, sizes.tensor, workload.arch.hidden_size
@@ -372,9 +372,9 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     log_sums = slots * arch.num_heads // sizes.tensor * _FP32
     saved = SavedBytes(*(level * _BF16 + log_sums for level in (least, attention, everything)))
 
-    # The MLP's backward pass needs the gradients of the MLP's output and of the activated features,
-    # the activated features, and the normalised input. In a mixture, the output's gradient and the
-    # normalised input exist once for each assignment of a token to an expert.
+    # The MLP's backward pass needs the activated features and their gradient, the gradient of the
+    # MLP's output, and the normalised input. In a mixture, the output's gradient and the normalised
+    # input exist once for each assignment of a token to an expert.
     working = 2 * rows * features + 2 * slots * hidden
     clamped = moe is not None and moe.biases
     working += (

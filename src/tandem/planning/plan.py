@@ -273,7 +273,7 @@ def _step_seconds(
     if workload.lora is None:
         step += needs.optimizer / ADAM_RATE
         if sizes.data * sizes.context > 1:
-            # The ranks sum the bytes of the gradients, and gather the bytes of the updated weights.
+            # The ranks sum the gradients, and gather the updated weights.
             step += (needs.gradients + needs.weights) / EXCHANGE_RATE
     return step
 
@@ -341,10 +341,10 @@ def _exchange_bytes(workload: Workload, sizes: Sizes) -> float:
 
 
 def _order(one: Candidate) -> tuple[float, int, int]:
-    """The sort key of candidates. The fastest candidate comes first; the speed of a topology that
-    was not measured counts a tenth less. Equally fast candidates are sorted by the number of parts
-    of each expert, the smallest first, because larger parts have larger matrix products. The last
-    criterion is the memory, the smallest first."""
+    """The sort key of candidates. The fastest candidate comes first. If a topology was not
+    measured, its speed counts a tenth less. Equally fast candidates are sorted by the number of
+    parts of each expert, the smallest first, because larger parts have larger matrix products. The
+    last criterion is the memory, the smallest first."""
     worth = one.tokens_per_second * (1 if one.measured else UNMEASURED)
     return -round(worth), one.sizes.expert_tensor, one.total
 

@@ -71,8 +71,8 @@ class Items:
     pair: Tensor | None = None  # int64: index of the item's pair in the row; needed for pairs
     # bool: whether the item belongs to its pair's rejected answer; needed for pairs
     rejected: Tensor | None = None
-    # int64: number of steps between the checkpoint that sampled the token and the job's base step;
-    # negative if unknown.
+    # int64: the job's base step minus the step that sampled the token; negative if the token's step
+    # is unknown.
     steps_behind: Tensor | None = None
 
 
@@ -288,8 +288,9 @@ def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
 
     The sum `kl_sampler` is k3 of KL(sampler || trainer) in nats. The sum `logprob_difference`
     is |trainer - sampler| in nats. The sum `masked` counts importance weights that are 0. The
-    suffix `_fresh` marks sums over items that the job's base step sampled, `_stale` over items of
-    older steps. The maximum `above_sampler` is the largest trainer - sampler in nats.
+    suffix `_fresh` marks sums over items that the job's base step sampled. The suffix `_stale`
+    marks sums over items that older steps sampled. The maximum `above_sampler` is the largest
+    trainer - sampler in nats.
     """
     if loss.kl_in == "advantage":
         items = with_kl_in_advantages(items, loss)

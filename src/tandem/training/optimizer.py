@@ -111,7 +111,7 @@ class AdapterOptimizer:
         return float(square.sqrt())
 
     def _norm_with_experts(self, topology: parallel.Topology) -> float:
-        """`gradient_norm` for a model whose experts are cut over other ranks than its dense layers.
+        """`gradient_norm` for a model whose experts and dense layers are cut over different ranks.
         Only the first of the ranks that hold a tensor counts the tensor."""
         place, counted = topology.place, []
         for tensor in self._tensors.values():

@@ -221,8 +221,8 @@ def reward_metrics(batch: PackedBatch, rows: tuple[int, ...]) -> dict[str, float
 
 
 def staleness(job: BatchJob) -> dict[str, float]:
-    """The age of the job's turns: the number of steps from the checkpoint that sampled a turn to
-    the checkpoint that the job starts from."""
+    """The age of the job's turns, in steps. A turn's age is the job's base step minus the step that
+    sampled the turn."""
     data, base = job.data, job.base_step
     if data.policy_step_min is None or data.policy_step_mean is None:
         return {}

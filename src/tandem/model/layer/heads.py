@@ -25,6 +25,6 @@ class HeadShape:
     # Whether the norms multiply heads by 1 + weight. If so, the caller passes 1 + weight to the
     # kernels instead of the weight.
     offset_norms: bool = False
-    # Whether each query in the fused rows is followed by a gate, until `output_gate.py` takes the
-    # gates out of the rows.
+    # Whether a gate follows each query in the fused rows. `output_gate.py` takes the gates out of
+    # the rows.
     output_gate: bool = False

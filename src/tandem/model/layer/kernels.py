@@ -275,7 +275,7 @@ def clamped_swiglu_backward(
 def sum_assignments(
     values: torch.Tensor, assignments: torch.Tensor, plus: torch.Tensor
 ) -> torch.Tensor:
-    """For each token, the sum of the values of its assignments, plus `plus` [S, features].
+    """For each token, the sum of `plus` [S, features] and the values of the token's assignments.
 
     Args:
         values: one row per assignment of a token to an expert, [N, features].

@@ -6,12 +6,12 @@ Megatron's token dispatcher is not used. The dispatcher sums the outputs of a to
 atomic operations, so on CUDA the last bits would differ between two runs. In this module, every sum
 has a fixed order.
 
-The experts are divided among ranks by expert parallelism and expert tensor parallelism. Each rank
-gathers the tokens and the routers' choices of all ranks among which the experts are divided. A rank
-computes its own experts for all tokens, and sends the sum of each token's outputs to the token's
-rank. Gathering all tokens sends less data than sending each token to the ranks of its k experts, if
-there are at most k ranks. Without expert parallelism, the host never waits for the device. With
-expert parallelism, the host waits for one number, which is the number of assignments of this rank.
+The experts are divided among ranks by expert parallelism and expert tensor parallelism. From all of
+these ranks, each rank gathers the tokens and the routers' choices for the tokens. A rank computes
+its own experts for all tokens, and sends the sum of each token's outputs to the token's rank.
+Gathering all tokens sends less data than sending each token to the ranks of its k experts, if there
+are at most k ranks. Without expert parallelism, the host never waits for the device. With expert
+parallelism, the host waits for one number, which is the number of assignments of this rank.
 """
 
 from dataclasses import dataclass
@@ -261,8 +261,8 @@ class MoeSublayer(Sublayer):
     def _sum_per_token(
         self, values: torch.Tensor, routing: Routing, plus: torch.Tensor
     ) -> torch.Tensor:
-        """For each of this rank's tokens, the sum of its assignments' values over all ranks, plus
-        `plus` [S, features]."""
+        """For each of this rank's tokens, the sum of `plus` [S, features] and the values of the
+        token's assignments on all ranks."""
         if self._group.size() == 1:
             return kernels.sum_assignments(values, routing.assignment, plus)
         # The index N, which stands for the assignments of other ranks, gets a row of zeros.

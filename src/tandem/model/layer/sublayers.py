@@ -48,7 +48,7 @@ class Sublayer:
     """The base class of sublayers. A sublayer normalises its input x, and adds the output to x."""
 
     def __init__(self, norm: Any, post_norm: Any = None) -> None:
-        """`norm` normalises the input, `post_norm` the output before the sum; None: no norm."""
+        """`norm` normalises x; `post_norm` normalises the output before the sum; None: no norm."""
         self._norm, self._post_norm = norm, post_norm
 
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
@@ -379,7 +379,7 @@ class _HeadsGraph:
 
 
 class _Enter(torch.autograd.Function):
-    """Makes tensors the outputs of a graph's node, because a graph keeps leaf tensors alive."""
+    """Returns the heads as outputs of a graph node, because a graph keeps leaf tensors alive."""
 
     @staticmethod
     def forward(_ctx: Any, _leaf: torch.Tensor, *heads: torch.Tensor) -> Any:

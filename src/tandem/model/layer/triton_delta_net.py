@@ -2,9 +2,9 @@
 its activation, and the gated norm of the heads' outputs.
 
 `gated_delta_net.py` has the same computations in torch's operations. Each of torch's operations
-reads and writes a whole tensor in fp32, so a layer takes several times as long with torch's
-operations. The kernels compute in fp32 and round only the result. One Triton program computes the
-whole of each sum, so results always have the same bits.
+reads and writes a whole tensor in fp32. So a layer takes several times as long with torch's
+operations as with the kernels of this module. The kernels compute in fp32 and round only the
+result. One Triton program computes the whole of each sum, so results always have the same bits.
 """
 
 from typing import Any

@@ -20,7 +20,7 @@ class Part:
     experts' tensors, stacked along a first dimension."""
 
     name: str  # The Hugging Face tensor's name, with `*` for an expert's number.
-    in_tensor: tuple[slice, ...]  # The part's ranges in the tensor; no begin or end is None.
+    in_tensor: tuple[slice, ...]  # The part's ranges in the tensor, each with a begin and an end.
     parameter: str  # The Megatron parameter that contains the part.
     blocks: int  # The parameter is viewed as [blocks, rows] or [blocks, rows, columns].
     # The part's ranges of blocks and rows in the viewed parameter.

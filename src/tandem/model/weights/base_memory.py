@@ -28,8 +28,8 @@ SEGMENT = 2 * 2**20
 
 @dataclass(frozen=True)
 class Section:
-    """A range of the weights' memory. The same ranks hold the whole range. The range's length is a
-    multiple of the number of ranks that hold the range."""
+    """A range of the weights' memory that all ranks of one group hold. The range's length is a
+    multiple of the number of these ranks."""
 
     begin: int  # elements
     end: int
@@ -75,8 +75,8 @@ class BaseWeights:
             rule.parameter: shapes[rule.parameter] for rule in rules if rule.num_experts is not None
         }
         apart = bool(experts) and sizes.experts_apart
-        # A gap makes the length of the section before the experts a multiple of the number of
-        # ranks.
+        # The section before the experts ends with a gap, so that its length is a multiple of the
+        # number of ranks.
         if apart:
             step = ALIGNMENT // dtype.itemsize
             before = {name: shape for name, shape in shapes.items() if name not in experts}

@@ -90,7 +90,7 @@ def _pieces(
     sizes: Sizes,
     place: Place,
 ) -> Iterator[Piece]:
-    """The pieces that read this rank's part of each source of the rule into `target`."""
+    """The pieces that together fill `target`: this rank's part of each source of the rule."""
     if rule.interleaved is not None:
         [name] = rule.sources
         for expert, matrix in enumerate(target, rule.first_expert(sizes, place)):

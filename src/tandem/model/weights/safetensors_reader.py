@@ -174,12 +174,12 @@ def _merge(chunks: list[Piece]) -> Iterator[list[Piece]]:
 def _work(
     reads: deque[list[Piece]], files: dict[Path, int], buffer_bytes: int, where: torch.device
 ) -> None:
-    """The work of one thread, which takes reads until none is left. If one thread fails, all
-    threads stop.
+    """The work of one thread: the thread takes reads from `reads` until the queue is empty. If one
+    thread fails, all threads stop.
 
     After each call that releases the GIL, the thread must wait to get the GIL back. So the thread
-    makes as few calls that release the GIL as possible: a read that consists of one verbatim chunk
-    needs only two such calls.
+    makes as few such calls as possible. A read that consists of one verbatim chunk needs only two
+    such calls.
     """
     if where.type == "cuda":
         # A new thread's default device is GPU 0, and the thread's first CUDA call would create a
