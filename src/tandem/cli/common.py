@@ -215,8 +215,8 @@ def _records(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _line(text: str, loc: tuple[int | str, ...]) -> int:
-    """The number of the line that sets `loc`. If no line sets `loc`, the number of the line with
-    the header of the innermost table that contains `loc`."""
+    """The number of the line that sets `loc`. If no line sets `loc`, the innermost table that
+    contains `loc` is chosen, and the result is the number of the line with its header."""
     lines: dict[tuple[int | str, ...], int] = {(): 1}
     counts: dict[str, int] = {}
     table: tuple[int | str, ...] = ()

@@ -32,7 +32,7 @@ from tandem.spool.schema import TERMINAL, JobState, PackedData, SessionJob
 app = typer.Typer(help="Look at training jobs, and stop them.", no_args_is_help=True)
 _STATES = ", ".join(get_args(JobState))
 _POLL_SECONDS = 0.5
-# Event type -> fields of its data that are printed.
+# Event type -> the fields that are printed from the event's data.
 _FIELDS = {
     "claimed": ["runner"],
     "waiting": ["seconds", "reason"],
@@ -275,9 +275,9 @@ def _attempt_memory(job: str, attempt: AttemptMemory) -> Iterator[Table | str]:
 
 def _memory_rows(attempt: AttemptMemory) -> Iterator[tuple[str, object, dict[str, int]]]:
     """The table's rows (phase, rank, bytes), sorted by phase. A phase that runs once has a row per
-    rank. A phase that each step repeats has two rows per rank: the memory after the phase's last
-    run, and the maximum over all runs. A phase in `attempt.last_step` has one row, with the maximum
-    over all ranks.
+    rank. A phase that each step repeats has two rows per rank: the memory after the phase in the
+    last step, and the maximum over all steps. A phase in `attempt.last_step` has one row, with the
+    maximum over all ranks.
     """
     ranks = attempt.ranks.items()
     for phase in dict.fromkeys(

@@ -72,8 +72,8 @@ def plan(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Show which topologies fit a model, with the memory of each GPU and the expected speed, and
-    recommend one."""
+    """Show in which topologies a model fits, with the memory of each GPU and the expected speed,
+    and recommend one topology."""
     with data_extra("a model of the hub"):
         arch = read_arch(model)
     if full and (target or rank is not None):

@@ -48,8 +48,8 @@ def rl(
 
     After Ctrl-C or a kill, the same command continues the training. TANDEM_INFERENCE_URL is vLLM's
     address (http://127.0.0.1:8000). Exit status 6: the publisher refused a trained step, so vLLM
-    does not serve the step. The same command continues once vLLM serves the step, after a restart
-    of vLLM at the latest. With --from-served, the same command continues from the step that vLLM
+    does not serve the step. vLLM serves the step after its next restart, or earlier. The same
+    command then continues. With --from-served, the same command continues from the step that vLLM
     serves.
     """
 

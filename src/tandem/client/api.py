@@ -34,7 +34,7 @@ from tandem.spool.schema import TERMINAL, Event, JobState, LoraShape, Manifest, 
 JOB_SECONDS = 24 * 3600.0
 SERVED_SECONDS = 600.0
 DELETE_SECONDS = 120.0
-# The controller answers once it has packed the batch of the request and all earlier batches.
+# The controller answers once it has packed the request's batch and all earlier batches.
 _PACKING_SECONDS = 900.0
 _FORK_SECONDS = 4 * 3600.0  # the controller copies and hashes the checkpoint before it answers
 _SERVED_POLL_SECONDS = 0.25
@@ -141,7 +141,7 @@ class Api(Requests):
         )
 
     async def wait_served(self, run: str, step: int, timeout: float = SERVED_SECONDS) -> Served:
-        """Wait until vLLM serves `step` or a later step, and the publisher has verified that step.
+        """Wait until vLLM serves a step that the publisher has verified: `step` or a later step.
 
         Raises StepRefused if the publisher refused the step, and NotServed after `timeout` seconds.
         """
@@ -184,7 +184,7 @@ class Api(Requests):
         Args:
             wait: "job": return when the job has succeeded. "served": return when the job's
                 checkpoint is served. None: return as soon as the job is queued.
-            timeout: seconds of waiting for the job after which TimeoutError is raised.
+            timeout: TimeoutError is raised after this many seconds of waiting for the job.
             on_event: called with each event of the job while this method waits for it.
         """
         request = {"kind": "rl", "groups": groups, **options}
@@ -265,13 +265,13 @@ class Api(Requests):
         limit: int = 200,
         before: str | None = None,
     ) -> list[JobStatus]:
-        """The newest `limit` jobs, at most 1000, oldest first. `run` and `states` filter the jobs.
-        `before` is the id of a job: only older jobs are listed."""
+        """The newest `limit` jobs (at most 1000), sorted from the oldest to the newest. `run` and
+        `states` filter the jobs. `before` is the id of a job: only older jobs are listed."""
         params = {"run": run, "state": list(states), "limit": limit, "before": before}
         return await self._call(list[JobStatus], "GET", "jobs", params=params)
 
     async def cancel(self, job: str) -> JobStatus:
-        """Ask for a job to stop. A job that has ended stays as it is."""
+        """Ask the controller to stop a job. A job that has ended stays as it is."""
         return await self._call(JobStatus, "POST", "jobs", job, "cancel")
 
     async def wait_job(

@@ -70,7 +70,7 @@ _DEPLOYMENTS = (
 )
 _TEMPLATE = "chat_template_kwargs"  # ART's client also sends the key in rollouts' requests
 _POLICIES = {"cispo": "cispo", "ppo": "ppo", "importance_sampling": "cispo"}
-# A bound for the ratio that no ratio reaches, so nothing is clipped. Unclipped CISPO, sg(ratio) *
+# No ratio reaches this bound, so nothing is clipped. Unclipped CISPO, sg(ratio) *
 # advantage * log-prob, has the gradient of importance sampling, ratio * advantage.
 _UNBOUNDED = 1e9
 _METRICS = {

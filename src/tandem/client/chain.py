@@ -145,8 +145,8 @@ class Chain:
         )
 
     def _submit(self, tandem: Tandem, part: Slice, start: int | None) -> JobStatus:
-        """The job of this slice: the existing job that is queued, running or succeeded, else a new
-        job."""
+        """The job of this slice. An existing job is used if it is queued or running, or if it has
+        succeeded and no rollback has discarded its step. Otherwise a new job is submitted."""
         tries = (
             f"{self.name}.{part.number:05}" + (f".{again}" if again else "")
             for again in range(1000)
@@ -193,8 +193,8 @@ class Chain:
 
 
 def _steps(part: Slice, event: Event) -> int:
-    """The number of the training's optimizer steps that are done when the event of a slice's job is
-    written."""
+    """The number of optimizer steps of the whole training that are done when the event is written.
+    The event belongs to the job of the slice `part`."""
     if event.type == "succeeded":
         return part.last
     return part.first + (int(event.data["step"]) if event.type in ("step", "evaluated") else 0)

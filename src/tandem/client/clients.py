@@ -37,8 +37,8 @@ class AsyncTandem(Api):
 
 
 def _run[T](coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine over `BlockingHttp`. The coroutine ends at its first step, because
-    nothing suspends it."""
+    """The result of a coroutine over `BlockingHttp`. The first `send` runs the coroutine to its
+    end, because nothing suspends it."""
     try:
         coroutine.send(None)
     except StopIteration as end:

@@ -108,8 +108,8 @@ def error_of(response: httpx.Response) -> TandemError:
 
 
 def raise_if_failed(job: JobStatus) -> None:
-    """Raises JobFailed for a job that ended without success, with the reason and the end of the
-    job's log."""
+    """Raises JobFailed if the job ended without success. The error's message has the reason and the
+    end of the job's log."""
     if job.state == "succeeded":
         return
     reason = job.error.type if job.error else job.state

@@ -18,9 +18,10 @@ INSTRUCTION = "Give your final answer between <answer> and </answer>."
 class GymEnvironment:
     """A dataset of reasoning-gym.
 
-    The reward is the dataset's score, 0 to 1, of the part of the model's answer that the regular
-    expression `answer` finds. If `answer` finds nothing, the whole answer is scored. Most datasets
-    give a low score to a longer text that contains the right answer.
+    The regular expression `answer` selects a part of the model's message, and the dataset gives
+    this part a score from 0 to 1. The score is the reward. If the expression finds nothing, the
+    whole message is scored. Most datasets give a low score to a text that contains more than the
+    right answer.
 
     Args:
         name: the dataset's name, such as `chain_sum`.

@@ -21,8 +21,7 @@ class LogPart:
 
 
 class _JobOptions(TypedDict, total=False):
-    """Options of a job. An option that is left out has the default of the request in
-    `tandem.controller.schemas`."""
+    """Options of a job. The defaults are those of the requests in `tandem.controller.schemas`."""
 
     id: str
     base_step: int

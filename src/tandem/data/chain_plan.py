@@ -146,7 +146,7 @@ class ChainPlan:
     def request(
         self, part: Slice, name: str, start: int | None, labels: Mapping[str, str]
     ) -> dict[str, Any]:
-        """The request for the job of id `name` that trains the slice `part`.
+        """The request for the job with the id `name`, which trains the slice `part`.
 
         Args:
             start: the step that the chain's first job starts from, if known.

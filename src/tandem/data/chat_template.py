@@ -263,8 +263,8 @@ class Renderer:
         return completion[:end] if begin < end else completion
 
     def ends_answers(self) -> bool:
-        """Whether the template writes a token at which vLLM stops after an answer that has no
-        calls."""
+        """Whether the template writes a stop token after an answer that has no calls. A stop token
+        is a token at which vLLM stops."""
         said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         messages = [Message.model_validate(one) for one in said]
         try:

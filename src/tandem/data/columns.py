@@ -20,7 +20,7 @@ def json_value(value: Any, field: str) -> Any:
 
 
 def text(record: Record, *names: str) -> str:
-    """The text of the first of the columns `names` that has a value; "" if none has a value. Raises
+    """The text of the first column in `names` that has a value; "" if none has a value. Raises
     InvalidInput if the value is not a text."""
     name = next((name for name in names if record.get(name) is not None), None)
     value = "" if name is None else record[name]

@@ -192,7 +192,8 @@ class SFTExample(Record):
     - `token_ids` with `trainable`, a flag for each token (the first flag is false, since nothing
       predicts the first token);
     - `token_ids` with `weights`, a factor for each token's loss (the first factor is 0). Factors
-      may be negative. The optional `targets` has for each token the token to predict in its place.
+      may be negative. The optional `targets` changes the tokens to predict: `targets[i]` is
+      predicted in place of `token_ids[i]`.
 
     `weight` multiplies the loss of each trained token."""
 

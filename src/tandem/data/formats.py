@@ -95,8 +95,8 @@ def _is_answered(messages: list[Any]) -> bool:
 
 
 def _swift(record: Record) -> Record:
-    """The pair of an ms-swift record. The record has a conversation that ends with the chosen
-    answer, and the rejected answer as messages or as a text. Argilla's column names
+    """The pair of an ms-swift record. The record's conversation ends with the chosen answer.
+    Another column has the rejected answer, as messages or as a text. Argilla's column names
     `chosen_response` and `rejected_response` are accepted too."""
     if "chosen_response" in record:
         both = {"chosen": record["chosen_response"], "rejected": record["rejected_response"]}
@@ -192,7 +192,7 @@ class Examples:
         path: a file, or a directory of the package datasets.
         format: one of `FORMATS`, or `auto` for the format of the first record.
         kind: "sft" for examples, "dpo" for pairs, None for either. Raises InvalidInput (field
-            `--format`) if the format is not of the kind `kind`.
+            `--format`) if the format is for the other kind.
         template_kwargs: chat template variables for all conversations.
     """
 

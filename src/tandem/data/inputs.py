@@ -209,8 +209,8 @@ class PackingSettings(Record):
 
 
 def _as_dict(response: Any) -> Mapping[str, Any]:
-    # The openai package does not validate responses. It would warn, because vLLM's nulls don't
-    # match the package's types.
+    # The openai package does not validate responses. Its `model_dump` would warn, because vLLM's
+    # nulls don't match the package's types.
     return response if isinstance(response, Mapping) else response.model_dump(warnings=False)
 
 
@@ -220,9 +220,9 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
     `response`: an object of the openai package, or the object as a dict. A chat completion has
     `prompt_token_ids` beside `choices`, and log-probs in `choices[i].logprobs.content[j].logprob`.
     A text completion has `prompt_token_ids` in the choice, and log-probs in
-    `choices[i].logprobs.token_logprobs`. A single choice is accepted if it was sampled through
-    vLLM's path /rollout/v1. Raises InvalidInput (field: the path in the response) if data is
-    missing.
+    `choices[i].logprobs.token_logprobs`. `response` may also be a single choice that was sampled
+    through vLLM's path /rollout/v1. Raises InvalidInput (field: the path in the response) if data
+    is missing.
     """
     data = _as_dict(response)
     choices, where = (

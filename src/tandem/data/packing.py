@@ -18,7 +18,7 @@ import numpy as np
 
 from tandem.data.packed_format import Arrays, Float32, Int16, Int32, check_size
 
-# The number of a split group's last rows in which the group's next sequence may be placed. The
+# A split group's next sequence is placed in one of the group's last OPEN_ROWS rows, if it fits. The
 # constant limits the number of rows that are compared for each sequence.
 OPEN_ROWS = 8
 

@@ -45,13 +45,12 @@ def prepare_rl(
     unless `keep_zero_variance` is on. Reward statistics are over all trajectories of `groups`.
     `PackedData.path` stays empty: the spool sets it when the directory gets its final name.
 
-    Raises InvalidInput (field `groups.<i>.trajectories.<j>...`) or NothingToLearn, writing nothing.
+    Before writing, raises InvalidInput (field `groups.<i>.trajectories.<j>...`) or NothingToLearn.
 
     Args:
         batch_size: groups per optimizer step, for `row_batch`; None: all groups in one step.
-        max_off_policy_steps: the most steps from a turn's `policy_step` to `base_step`, the step
-            that the job starts from. If `max_off_policy_steps` is None, a turn may lack
-            `policy_step`.
+        max_off_policy_steps: the largest allowed `base_step` - `policy_step` of a turn. The job
+            starts from `base_step`. None: a turn may lack `policy_step`.
         mixture: the base model's mixture of experts; None: the model is dense.
     """
     if not groups:
@@ -227,9 +226,10 @@ def turn_advantages(
     Without turn rewards, a token's advantage is the advantage of its trajectory: the given
     advantage, or the result of `group_advantages`. With turn rewards, a turn's return is the
     trajectory's reward plus the turn rewards from this turn on. A turn's return is compared with
-    the returns of the turns with the same index in the group's other trajectories. If a turn's
-    index exists in no other trajectory, the turn gets the advantage of its trajectory's first
-    return. A turn's `advantage` replaces the computed advantage; a turn's `advantages` are added.
+    the returns of the turns with the same index in the group's other trajectories. If no other
+    trajectory has this index and `baseline` is not "none", the turn gets the advantage of its
+    trajectory's first return. A turn's `advantage` replaces the computed advantage; a turn's
+    `advantages` are added.
     """
     returns = [trajectory.returns for trajectory in group.trajectories]
     whole = group_advantages(

@@ -68,10 +68,11 @@ def routed_expert_ids(turn: Turn, mixture: Mixture | None, field: str) -> Int16 
 
 
 def joined(known: Int16 | None, more: Int16 | None) -> Int16 | None:
-    """The experts of each token of a sequence after the next turn was appended. `known`: the
-    experts of the sequence's tokens before this turn. `more`: the experts that the turn gives for
-    all of its tokens. Each token keeps the experts of the turn that sampled the token. `known` and
-    `more` are int16 [tokens, layers, experts per token], or None if the experts are unknown."""
+    """The experts of each token of a sequence, including the tokens of the turn that extends the
+    sequence. `known`: the experts of the sequence's tokens before this turn. `more`: the experts
+    that the turn gives for all of its tokens. Each token keeps the experts of the turn that sampled
+    the token. `known` and `more` are int16 [tokens, layers, experts per token], or None if the
+    experts are unknown."""
     if known is None or more is None:
         return more if known is None else known
     return np.concatenate([known, more[len(known) :]])

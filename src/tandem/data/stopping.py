@@ -10,8 +10,8 @@ import numpy as np
 from tandem.data.packing import LinearSequence
 from tandem.errors import InvalidInput
 
-# White space and special tokens may follow a turn's stop token. `_TAIL` is the number of a turn's
-# last tokens among which the stop token is searched.
+# White space and special tokens may follow a turn's stop token. So the stop token is looked for
+# among the last `_TAIL` tokens of a turn.
 _TAIL = 8
 
 

@@ -244,8 +244,8 @@ def _served(settings: Settings, arch: Arch, model: str) -> Iterator[Answer]:
 
 
 def weights(asked: Asked) -> Iterator[Answer]:
-    """Answers about the way in which vLLM gets the weights of a run, and the setting that chooses
-    the way. One answer names the runs that the deployment can't serve."""
+    """The answers tell how vLLM gets the weights of a run, and name the setting that decides this.
+    One answer names the runs that the deployment can't serve."""
     settings = asked.settings
     if settings.weights == "adapter":
         found = (
@@ -320,8 +320,9 @@ def _second_copy(settings: Settings) -> str:
 
 
 def _automatic(settings: Settings) -> str:
-    """The topology that TANDEM_TOPOLOGY=auto chooses, if this machine has the trainer's GPUs.
-    Raises the InvalidInput of `automatic`."""
+    """A text with the topology that TANDEM_TOPOLOGY=auto chooses. If this machine does not know the
+    memory of the trainer's GPUs, the text says that the trainer chooses the topology. Raises the
+    InvalidInput of `automatic`."""
     try:
         memory = Devices(settings, "trainer").smallest()
     except TandemError:

@@ -119,5 +119,5 @@ def reverse_kl(sampled: Sequence[float], teacher: Sequence[float]) -> list[float
 
 
 def _finite(logprob: float | None) -> float:
-    """The log-prob, at least LOWEST_LOGPROB. vLLM sends null for a token of probability 0."""
+    """The log-prob, but at least LOWEST_LOGPROB. For a token of probability 0, vLLM sends null."""
     return LOWEST_LOGPROB if logprob is None else max(float(logprob), LOWEST_LOGPROB)

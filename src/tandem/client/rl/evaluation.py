@@ -125,7 +125,8 @@ class Evaluations:
         found: dict[int, float] = {}
         name = self._sections[0].name if self._sections else ""
         for line in self._record.lines:
-            # Training a step again, after a rollback, discards the evaluations from this step on.
+            # If a step is trained again after a rollback, the evaluations from this step on no
+            # longer count.
             if "step" in line:
                 found = {step: reward for step, reward in found.items() if step < line["step"]}
             elif "evaluated" in line and line.get("name", "") == name and line["samples"]:

@@ -21,7 +21,7 @@ _REFUSED = 3
 
 
 class Limits:
-    """Counts failed groups, groups with equal rewards and refused batches. `teaches`: whether a
+    """Counts failed groups, refused batches, and groups with equal rewards. `teaches`: whether a
     group with equal rewards also changes the weights.
 
     Failures are tolerated for `patience` seconds after a success. Before the first success no
@@ -64,7 +64,7 @@ class Limits:
 
     @property
     def grace(self) -> float:
-        """Seconds from now during which every group may fail; 0 before the first success."""
+        """Every group may fail for this many seconds from now; 0 before the first success."""
         return 0.0 if self._succeeded == -inf else self._patience
 
     @property

@@ -74,9 +74,9 @@ async def play(
 async def _limited(
     rollout: Callable[..., Any], task: Any, sampler: Any, seconds: float, watch: Watch
 ) -> Any:
-    """The rollout's return value. Raises TandemError after `seconds`. Seconds during which another
-    rollout blocked the event loop do not count towards `seconds`. At the limit a coroutine is
-    cancelled. A thread, or a coroutine that does not end, keeps running unobserved."""
+    """The rollout's return value. Raises TandemError after `seconds`. Time in which another rollout
+    blocks the event loop does not count towards `seconds`. At the limit a coroutine is cancelled. A
+    thread, or a coroutine that does not end, keeps running unobserved."""
     clock, stalled, threads = asyncio.get_running_loop().time, watch.stalled, list[int]()
     running = asyncio.create_task(_run(rollout, task, sampler, threads))
     watch.follow(running, seconds)

@@ -145,8 +145,8 @@ def whose(file: str) -> str:
 
 def run_to_the_end[T](main: Coroutine[Any, Any, T], stopped: Callable[[], object]) -> T:
     """Like `asyncio.run`, but does not wait for tasks that keep running after their cancellation.
-    After Ctrl-C the process ends within two seconds, after a second Ctrl-C immediately. `stopped`
-    is called before the process is ended by force.
+    The process ends within two seconds after Ctrl-C, and immediately after a second Ctrl-C.
+    `stopped` is called before the process is ended by force.
     """
     loop = asyncio.new_event_loop()
     task = loop.create_task(main)

@@ -164,7 +164,7 @@ class Follower:
         return Row(position, event.type, event.time, values, dict(_flat(settings)), samples)
 
     def _samples(self, step: int) -> Sequence[Mapping[str, Any]]:
-        """The last `_SAMPLES` samples that the step gave for training, not for an evaluation."""
+        """The last `_SAMPLES` samples of the step, without the samples of evaluations."""
         file = self._find()
         kept = read_samples(file) if file else []
         return [

@@ -52,7 +52,7 @@ def _value(name: str, *content: bytes) -> bytes:
 
 
 def _text(name: str, content: str) -> bytes:
-    """A value for TensorBoard's tab Text: a tensor of strings of shape [1]."""
+    """A value for TensorBoard's tab Text: a tensor of shape [1] that contains one string."""
     tensor = _field(8, b"\x08\x07", _field(2, _field(2, b"\x08\x01")), _field(8, content.encode()))
     return _value(name, tensor, _field(9, _field(1, _field(1, b"text"))))
 

@@ -53,7 +53,7 @@ CONNECT_SECONDS = 5.0
 
 
 class LeavingError(Exception):
-    """The agent has to give its attempt up before its ranks have started."""
+    """The agent has to give up an attempt whose ranks have not started yet."""
 
     def __init__(self, leave: Leave) -> None:
         super().__init__(leave.why)
@@ -314,8 +314,8 @@ class HostAgent:
             used = devices.wait_free(RELEASE_SECONDS, {})
             free = not devices.over(used, {})
         clean = leave.status == DONE and free and not left
-        # The pods stay only if the agent has used less than `start_seconds` so far. After a longer
-        # run, the pod's own deadline could end the next attempt too early.
+        # The pods stay only if the agent has run for less than `start_seconds` so far. After a
+        # longer time, the pod's own deadline could end the next attempt too early.
         if clean and time.monotonic() - self._begin < self.settings.start_seconds:
             self.lingers = self.linger_seconds
         return HostEnd(

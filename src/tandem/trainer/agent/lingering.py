@@ -35,8 +35,8 @@ def serve_and_linger(agent: HostAgent, job: str, number: int, hosts: int | None)
 
 def _next_attempt(agent: HostAgent) -> tuple[str, int]:
     """Waits for the runner's order for another attempt. Raises LeavingError if no order comes in
-    time, or on SIGTERM. A runner that still runs deletes the Job before the agent's waiting time is
-    over. The agent has its own limit for the case that the runner has died."""
+    time, or on SIGTERM. A living runner deletes the Job before the agent's waiting time is over.
+    The agent has its own limit for the case that the runner has died."""
     end = time.monotonic() + agent.lingers + TAKE_SECONDS
 
     def turn() -> None:

@@ -102,8 +102,8 @@ class Executor(Protocol):
         `rest` often, so `rest` must return soon."""
 
     def adopts(self, attempt: Attempt, /) -> bool:
-        """Whether an attempt that an earlier runner started may go on. If the attempt may go on,
-        `start` finds the attempt's processes."""
+        """Whether the attempt may go on. An earlier runner has started the attempt. If the attempt
+        may go on, `start` finds its processes."""
 
     def start(self, order: Order) -> Execution:
         """Starts the attempt's processes, or finds the processes that an earlier runner started. If

@@ -64,8 +64,8 @@ class AgentsExecution:
         self._met = False
         self._records: dict[int, HostRecord] = {}
         self._ends: dict[int, HostEnd] = {}
-        # Maps a host to its last heartbeat, and to the time of the heartbeat's last change by the
-        # runner's clock.
+        # Maps a host to its last heartbeat, and to the time at which the heartbeat last changed.
+        # The time is measured by the runner's clock.
         self._beats: dict[int, tuple[HostBeat, float]] = {}
         self._polled = time.monotonic()
 
@@ -100,8 +100,8 @@ class AgentsExecution:
         return self._state
 
     def _forgive(self, now: float) -> None:
-        """Time in which this runner could not read the volume does not count as time in which a
-        host wrote no heartbeat."""
+        """Moves the times of the hosts' heartbeats later by the time in which this runner could not
+        read the volume. This time then does not count as silence of a host."""
         if (away := now - self._polled) > AWAY_SECONDS:
             self._beats = {
                 host: (beat, min(changed + away, now))

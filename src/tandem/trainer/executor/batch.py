@@ -85,8 +85,8 @@ class Batch:
         self._settings, self._environment = settings, environment
         self._root = settings.root.absolute()
         words = _checked(settings.slurm_args)
-        # Container options are passed to srun, which starts a container on each node. The program
-        # sbatch would start the script itself in a container.
+        # Container options are passed to srun, which starts a container on each node. If sbatch got
+        # these options, it would run the batch script in a container.
         self._container = [word for word in words if word.startswith(_CONTAINER)]
         self._words = [word for word in words if word not in self._container]
         digest = hashlib.sha256(str(self._root).encode()).hexdigest()

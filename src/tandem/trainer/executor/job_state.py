@@ -100,9 +100,9 @@ class JobStates:
         return (self._disruption(seen.job) or found) if stopped else found
 
     def _disruption(self, job: Object | None) -> Ended | None:
-        """The disruption of a pod that no longer exists. If no earlier poll has seen the
-        disruption, the Job's message names the disruption: the Job's failure policy makes the Job
-        fail after a disruption."""
+        """The disruption of a pod that no longer exists, as an earlier poll has seen it. If no poll
+        has seen it, the Job's message names it, because the Job's failure policy makes the Job fail
+        after a disruption."""
         if self._disrupted is not None:
             return self._disrupted
         conditions = _true_conditions(job or {})
@@ -135,8 +135,8 @@ class JobStates:
 
 def _why_failed(pods: Sequence[Object]) -> Ended | None:
     """The reason why the pods of a failed Job failed; None if the pods don't report a reason. If
-    several pods report a reason, returns the reason that caused the others. A disruption comes
-    before a failure of ranks, and a failure of ranks before a stopped pod."""
+    several pods report a reason, returns the reason that caused the others: a disruption, else a
+    failure of ranks, else a stopped pod."""
     if (disrupted := _why_disrupted(pods)) is not None:
         return disrupted
     ends = [(pod, end) for pod in pods if (end := _terminated(pod)) is not None]

@@ -178,8 +178,8 @@ class SharedGpus:
         self, before: Mapping[str, int | None], interrupted: Callable[[], object]
     ) -> tuple[dict[str, int | None], dict[str, int | None]]:
         """Wait, at most FREED_SECONDS, until vLLM has freed its memory and the bytes in use don't
-        change. Returns the bytes in use, by device UUID: first for all devices, then for the
-        devices on which vLLM has not freed its memory."""
+        change. Returns two dicts from device UUIDs to bytes in use. The first dict has all devices.
+        The second dict has the devices on which vLLM has not freed its memory."""
         most = {
             uuid: max(int(KEPT_SHARE * (size or 0)) - self._devices.free_bytes, 0)
             for uuid, size in before.items()

@@ -72,7 +72,8 @@ class Slurm:
                 " apt-get install slurm-client) with the cluster's slurm.conf and munge.key",
                 field="TANDEM_EXECUTOR",
             )
-        # If the runner is itself in a Slurm job, Slurm has set variables with a prefix in `own`.
+        # If the runner itself is in a Slurm job, Slurm has set variables whose names begin with a
+        # prefix in `own`.
         own = ("SLURM_", "SBATCH_", "SQUEUE_", "SCANCEL_")
         self._environment = {
             name: value

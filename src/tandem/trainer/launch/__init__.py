@@ -13,8 +13,8 @@ chooses (`torchrun.py`). No process stays between jobs.
 keep CUDA's context, NCCL's buffers, and the model object, whose device memory is released. Between
 jobs, a rank releases the memory of parameters, gradients and optimizer state
 (`model/device/offload.py`). A resident rank drops the frozen base weights and reads them again from
-the page cache for the next job. Weights are read from the page cache as fast as they would be
-copied from pinned memory. A resident rank keeps the adapter and Adam's state in pinned buffers. The
+the page cache for the next job. Reading the weights from the page cache takes as long as copying
+them from pinned memory. A resident rank keeps the adapter and Adam's state in pinned buffers. The
 rank uses the buffers if the next job starts from a checkpoint with the buffers' content. A rank
 that uses the buffers still verifies the checkpoint's hashes. Memory that a living process can't
 release is measured and reported in the job's event `released`. Resident ranks end after every job

@@ -17,8 +17,8 @@ Forking is safe because of three rules:
   NVML's thread.
 
 - All ranks are forked before the store's threads start. The elastic agent of torch has threads when
-  it forks. So the ranks' parent is a process of Tandem, the leader, instead of torch's agent. The
-  leader ends the other ranks after the first failure and restarts none, like torch's agent. The
+  it forks. So the ranks' parent is a process of Tandem, the leader, instead of torch's agent. Like
+  torch's agent, the leader ends the other ranks after the first failure, and restarts no rank. The
   ranks' connections wait in the listening socket's backlog until the store runs.
 
 Each packet on the socket between runner and fork server is one JSON object. The runner sends a

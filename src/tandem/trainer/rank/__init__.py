@@ -41,6 +41,6 @@ passes since the last optimizer step. The optimizer step sums the gradients over
 updates the weights and zeroes the gradients, with the code of ordinary jobs. So a pass and an
 optimizer step give the same weights as a job with the same batch, bit for bit. After
 `TANDEM_SESSION_IDLE_SECONDS` without a request, the ranks make a checkpoint of all changes, and
-exit. If another job waits, the ranks exit after 2 s without a request, and at the latest after
-`TANDEM_SESSION_IDLE_SECONDS`.
+exit. If another job waits, the ranks exit after 2 s without a request. They also exit when their
+job has run for `TANDEM_SESSION_IDLE_SECONDS` and another job waits.
 """

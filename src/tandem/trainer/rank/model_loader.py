@@ -266,8 +266,8 @@ def reference_policy(
     """Within the `with` block, `policy` computes with the weights of the reference policy. The
     policy's trained tensors are kept in host memory and restored afterwards, bit for bit.
 
-    Raises InvalidInput (field: `field`) if the reference's checkpoint does not exist, and
-    CheckpointDamaged if the checkpoint is damaged.
+    Raises InvalidInput, whose field is `field`, if the reference's checkpoint does not exist.
+    Raises CheckpointDamaged if the checkpoint is damaged.
 
     Args:
         base_model: the base model's directory.

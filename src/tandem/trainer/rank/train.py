@@ -40,7 +40,7 @@ from tandem.training.steps import Training
 
 def run_rank(attempt: Attempt, settings: RankSettings, state: RankState | None = None) -> None:
     """Run this rank's part of one attempt. After a job that trains a batch, checkpoint base_step +
-    1 exists. Without `state`, the rank leaves the process groups.
+    1 exists. Without `state`, the rank destroys the process groups at the end.
 
     Raises Conflict if checkpoint base_step + 1 already exists, and CheckpointDamaged if the
     checkpoint to start from is damaged. Also raises NonFinite, InvalidInput, SpoolUnusable, and
@@ -257,8 +257,8 @@ def _publication(
     session: Session, run: RunSpec, base_model: Path, policy: Policy
 ) -> Publication | None:
     """The object that publishes whole weights. None if vLLM reads the checkpoint's files itself.
-    With the way `merge`, vLLM reads the adapter's files. With the way `volume`, vLLM reads the
-    model's files if the run trains all weights."""
+    If the setting `way` is `merge`, vLLM reads the adapter's files. If `way` is `volume` and the
+    run trains all weights, vLLM reads the model's files."""
     way = session.settings.way
     if run.weights != "merged" or way == ("volume" if run.lora is None else "merge"):
         return None

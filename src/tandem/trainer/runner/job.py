@@ -206,10 +206,10 @@ class JobRun:
         return error
 
     def _watch(self, execution: Execution) -> JobError:
-        """Watch an attempt until its processes have ended. The ranks are stopped at the latest
-        `deadline_seconds` after their start, or `stall_seconds` after their last progress. Stopped
-        ranks end within TERMINATE_SECONDS plus the executor's limit. Returns the reason why the
-        attempt failed, as `_attempt` does.
+        """Watch an attempt until its processes have ended. The ranks are stopped once they have run
+        for `deadline_seconds`, or have made no progress for `stall_seconds`. Stopped ranks end
+        within TERMINATE_SECONDS plus the executor's limit. Returns the reason why the attempt
+        failed, as `_attempt` does.
         """
         heartbeats: Heartbeats | None = None
         begin = kill_time = math.inf

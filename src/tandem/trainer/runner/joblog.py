@@ -85,7 +85,7 @@ class JobLog:
         self._copied = Counter[str]()  # source -> number of lines that an earlier runner has copied
 
     def go_on(self, attempt: int) -> None:
-        """Skip the lines of the attempt that an earlier runner has already copied."""
+        """Skip the attempt's lines that an earlier runner has already copied."""
         with suppress(OSError), open_plain(self._path) as file:
             for line in file:
                 source, bracket, _ = line.decode(errors="replace").partition("] ")

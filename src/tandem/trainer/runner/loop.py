@@ -1,11 +1,11 @@
 """The runner: claims jobs, starts their ranks, watches them and records how they end. A spool has
 one runner. The runner imports no torch.
 
-Every attempt of a claimed job ends with a recorded reason. The ranks are stopped at the latest
-`deadline_seconds` after their start, or `stall_seconds` after their last progress. Stopped ranks
-end within the limits in `job` and in the executor. On SIGTERM or SIGINT the runner stops the ranks,
-and puts the job back into the queue without counting the attempt. Attempts under Kubernetes or
-Slurm continue without the runner. The runner exits with 0 within STOP_SECONDS.
+Every attempt of a claimed job ends with a recorded reason. The ranks are stopped once they have run
+for `deadline_seconds`, or have made no progress for `stall_seconds`. Stopped ranks end within the
+limits in `job` and in the executor. On SIGTERM or SIGINT the runner stops the ranks, and puts the
+job back into the queue without counting the attempt. Attempts under Kubernetes or Slurm continue
+without the runner. The runner exits with 0 within STOP_SECONDS.
 """
 
 import os
