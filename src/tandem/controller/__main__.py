@@ -43,10 +43,10 @@ def main() -> int:
         # freed memory after each burst of requests or streams.
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
     # This line keeps transformers from importing torch together with a tokenizer. If torch is
-    # installed, the import of torch takes seconds and gigabytes of memory.
+    # installed, its import takes several seconds and needs gigabytes of memory.
     sys.modules["torch"] = None  # type: ignore[assignment]
-    # This variable keeps transformers from printing that torch is missing, in lines that are not
-    # JSON.
+    # Without this variable, transformers would print that torch is missing. The printed lines would
+    # not be JSON.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         settings = load_settings()

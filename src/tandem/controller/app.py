@@ -159,8 +159,8 @@ async def _run_threads(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -> None:
-    """Removes the files of dead processes from the volume, and everything that the settings do not
-    keep, until `stop` is set.
+    """Regularly removes files from the volume until `stop` is set: the files of dead processes, and
+    the files that the settings do not keep.
 
     Also returns the memory of closed streams to the system, because glibc alone would keep freed
     memory. Python's allocator keeps a block of 1 MiB while any byte of the block is in use, and

@@ -16,9 +16,9 @@ from tandem.metrics.controller import HTTP_METRICS
 from tandem.metrics.metric import Samples
 from tandem.spool import Spool
 
-# Parsing and packing a batch takes one core, and several times the request's size in memory. Large
-# batches are therefore handled one at a time. Small requests mostly wait for the volume and need
-# little memory, so more of them run at the same time.
+# Parsing and packing a batch keeps one core busy. It also needs several times as much memory as the
+# request itself. Large batches are therefore handled one at a time. Small requests mostly wait for
+# the volume and need little memory, so more of them run at the same time.
 PACKING_THREADS, SMALL_PACKING_THREADS = 2, 4
 
 

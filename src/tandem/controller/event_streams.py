@@ -59,15 +59,15 @@ class EventStreams:
     ) -> AsyncIterator[bytes]:
         """The job's events as Server-Sent Events, up to the terminal event.
 
-        The stream also ends if the job has ended without a terminal event, because the writer of
-        the event died. After the end of a stream without a terminal event, clients reconnect, or
-        ask for the job's state. The `id` of an event is the event's `seq`. Clients that reconnect
-        send the last `id` as Last-Event-ID.
+        The stream also ends if the job was removed. A damaged event file may lack the terminal
+        event. In this case, the stream ends because the job's state is terminal. If a stream ends
+        without the terminal event, clients reconnect or ask for the job's state. The `id` of an
+        event is the event's `seq`. Clients that reconnect send the last `id` as Last-Event-ID.
 
         Args:
             after: only events with a higher sequence number are sent; -1: all events are sent.
-            wait: whether to wait for new events; False: the stream has only the events written so
-                far.
+            wait: whether to wait for new events; False: the stream has only the events that are
+                already written.
             stopping: setting `stopping` ends the stream; clients then reconnect.
         """
         yield b"retry: 1000\n\n"

@@ -37,7 +37,7 @@ log = Log("controller")
 
 
 def response_of(error: TandemError, path: str) -> JSONResponse:
-    """The response for an error of a request for the URL path `path`."""
+    """The response to a request that raised `error`. `path` is the path in the request's URL."""
     headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
     if error.http_status == HTTPStatus.SERVICE_UNAVAILABLE:
         headers["Retry-After"] = str(RETRY_SECONDS)

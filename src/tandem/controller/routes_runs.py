@@ -58,8 +58,8 @@ def _answer(deployment: Deployment, run: str, new: bool, response: Response) -> 
 
 
 def _create(deployment: Deployment, spec: RunSpec, create: Callable[[], RunSpec]) -> bool:
-    """Creates the run `spec` by `create`; returns False if the run exists. Raises Conflict if the
-    existing run differs."""
+    """Calls `create`, which creates the run `spec`. Returns False if the run exists. Raises
+    Conflict if the existing run differs."""
     try:
         create()
         return True

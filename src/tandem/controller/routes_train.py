@@ -75,7 +75,7 @@ async def train(
     run: RunName, request: Request, response: Response, deployment: CurrentDeployment
 ) -> JobStatus:
     """Queue a job that makes the run's next step. The job starts after all jobs that were queued
-    earlier. The job trains the step that is the run's newest step when the job starts."""
+    earlier. The job continues from the step that is the run's newest step at that time."""
 
     def submit(body: bytes) -> tuple[JobStatus, bool]:
         job, new = queue_job(deployment, run, body)
@@ -141,7 +141,7 @@ def _check_weight(weight: int, settings: Settings, field: str = "body") -> None:
 
 @asynccontextmanager
 async def received(request: Request, directory: Path) -> AsyncIterator[SpooledTemporaryFile[bytes]]:
-    """The request's whole body as a file. A body of up to MEMORY_BYTES is in memory, a larger body
+    """The request's whole body as a file. A body of up to MEMORY_BYTES is in memory. A larger body
     is in an unnamed file in `directory`.
 
     Raises SpoolUnusable if the volume can't store the body.
@@ -265,8 +265,8 @@ def _pack(
         )
         return RLJob.model_validate(spec | {"data": packed})
     arguments |= {"tokenizer_path": deployment.model_path, "held_out": request.held_out}
-    # Chat templates may contain today's date. All jobs of a run use the run's creation date as
-    # today's date, whenever the jobs are submitted.
+    # Chat templates may contain today's date. In all jobs of a run, this date is the day on which
+    # the run was created, even if the jobs are submitted on other days.
     arguments["day"] = datetime.fromtimestamp(of_run.created, UTC).date()
     if isinstance(request, DPORequest):
         return DPOJob.model_validate(spec | {"data": prepare_dpo(request.pairs, **arguments)})

@@ -25,13 +25,13 @@ This package and `vllm_client/` protect vLLM from faults that were found in vLLM
 - On the CPU, vLLM's engine crashes on a seeded request whose prefill is split. Tandem therefore
   switches split prefills off on the CPU.
 
-vLLM serves a mixture of experts with adapters on attention in the same way as a dense model. A test
-on the CPU covers adapters on the attention of a mixture of experts (vLLM 0.32). On CUDA, no test
-covers adapters on the attention of a mixture of experts yet. If LoRA is enabled, vLLM computes
-every mixture of experts with Triton kernels, which the CPU does not have. On the CPU, Tandem's
-plugin makes vLLM compute mixtures of experts with other kernels. Adapters on experts need CUDA and
-`TANDEM_EXPERT_LORA=1` (`test_experts_on_a_gpu.py`). On the CPU, vLLM loads an adapter on experts
-without an error, but ignores the adapter's matrices for the experts. Without
+If an adapter changes only the attention of a mixture of experts, vLLM serves the model in the same
+way as a dense model. A test on the CPU covers adapters on the attention of a mixture of experts
+(vLLM 0.32). On CUDA, no test covers adapters on the attention of a mixture of experts yet. If LoRA
+is enabled, vLLM computes every mixture of experts with Triton kernels, which the CPU does not have.
+On the CPU, Tandem's plugin makes vLLM compute mixtures of experts with other kernels. Adapters on
+experts need CUDA and `TANDEM_EXPERT_LORA=1` (`test_experts_on_a_gpu.py`). On the CPU, vLLM loads an
+adapter on experts without an error, but ignores the adapter's matrices for the experts. Without
 `TANDEM_EXPERT_LORA=1`, a controller therefore refuses adapters on experts. The publisher's
 verification also refuses a checkpoint if vLLM ignores the checkpoint's matrices for the experts.
 """

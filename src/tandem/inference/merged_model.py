@@ -16,8 +16,8 @@ from tandem.spool.schema import LoraShape
 def write_merged_model(directory: Path, base_model: Path, adapter: Path, lora: LoraShape) -> int:
     """Write the base model, merged with an adapter, into a new directory. Return the size of all
     files in bytes. The files have the base model's names and dtypes. Every program that can load
-    the base model can load the merged model. Tensors that the adapter does not change keep their
-    bytes.
+    the base model can load the merged model. The adapter leaves some tensors unchanged, and these
+    tensors keep their bytes.
 
     Args:
         directory: the new directory; its parent must exist.

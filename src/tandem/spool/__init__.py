@@ -78,11 +78,11 @@ other package builds a path on the volume.
       jobs/inference.json                 with TANDEM_TRANSPORT=nccl: the publisher says where vLLM
                                           is; of several servers each says it in replicas/<id>.json
 
-Checks: a rank computes the hashes in an adapter's manifest from the bytes in its memory. The
-adapter's file is not read back to compute the hashes, because the data would come from the page
-cache. If all weights are trained, several ranks write the files of the weights, and these files are
-read back to compute their hashes. The next job and the publisher compare the files that they read
-with the hashes in the manifest.
+Checks: a rank computes the hashes in an adapter's manifest from the bytes in its memory. The rank
+does not read the adapter's file back, because the data would come from the page cache. If all
+weights are trained, several ranks write the files of the weights, and these files are read back to
+compute their hashes. The next job and the publisher hash the files that they read. They compare
+these hashes with the manifest.
 
 Commit by rename (`fs.py`): a file or directory that has its final name is complete. On NFS, a
 reader opens the parent directory before it relies on the absence of a name. `checkpoints.py`

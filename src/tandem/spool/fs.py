@@ -222,7 +222,8 @@ def make_dir(directory: Path) -> None:
 
 
 def remove_empty(*directories: Path) -> None:
-    """Removes the directories in order, up to the first that is not empty."""
+    """Removes the directories in order. Stops at the first directory that can't be removed, for
+    example because it is not empty."""
     with suppress(OSError):
         for directory in directories:
             directory.rmdir()

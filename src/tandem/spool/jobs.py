@@ -2,7 +2,7 @@
 
 A job is one directory (`tandem.spool.paths`), and the file `job.json` in this directory has the
 job's state. A job with a result is called decided, no matter which directory the job is in. A job
-has ended once its terminal event is written. A live job whose `job.json` is damaged fails. The
+has ended once its terminal event is written. A live job fails if its `job.json` is damaged. The
 directory of a damaged job, live or ended, is moved to `jobs/damaged/`. A `job.json` with keys of a
 newer version of Tandem stays unchanged, and its job waits for a program of that version.
 """

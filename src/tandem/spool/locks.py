@@ -29,7 +29,7 @@ _FLOCK = "hhqqi4x"
 
 
 class LockHeldError(Exception):
-    """Another process or thread holds the lock. `content` is the content of the lock file."""
+    """Another process or thread holds the lock. `content` has the bytes of the lock file."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__("lock held")

@@ -1,6 +1,6 @@
-"""The paths of jobs and locks on the volume. The module also caches listings of directories and
-values that are computed from files. The modules `runs` and `checkpoints` build the paths inside a
-run.
+"""The paths of jobs and locks on the volume. The module also caches listings of directories, and
+caches values that are computed from files. The modules `runs` and `checkpoints` build the paths
+inside a run.
 
 A job is one directory. The directory of a job is `jobs/live/<run>/<bucket>/<key>/` until the job
 ends, and `jobs/ended/<digit>/<key>,<state>/` afterwards.
@@ -231,8 +231,8 @@ def _digit(job_id: str) -> str:
 
 
 def _entry(parent: Path, name: str, ended: bool) -> JobDir | None:
-    """The job whose directory has the name `name`; None if `name` is not the name of a job's
-    directory."""
+    """Parses the name of a job's directory in `parent`. Returns None if `name` is not such a
+    name."""
     state = None
     if ended:
         name, _, last = name.rpartition(",")

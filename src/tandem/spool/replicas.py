@@ -1,9 +1,10 @@
 """Several inference servers on one spool. `replicas/<id>.json` describes a server, and
 `runs/<run>/served/<id>.json` has the steps of a run that this server serves.
 
-A step is *announced* (`runs/<run>/served.json`) when every ready replica has verified it. A replica
-is one inference server. Each replica writes only its own records. `announce` reads the records of
-all replicas under one lock, so its result does not depend on the process that calls it.
+A step is *announced* (`runs/<run>/served.json`) when every ready replica has verified this step or,
+with merged weights, a newer step. A replica is one inference server. Each replica writes only its
+own records. `announce` reads the records of all replicas under one lock, so its result does not
+depend on the process that calls it.
 """
 
 import re
@@ -90,7 +91,7 @@ class Replicas:
 
     def fresh(self) -> dict[str, Replica]:
         """The replicas that are alive according to this machine's clock. The method is for programs
-        that call `fresh` only once, and that base no decision on the result."""
+        that call `fresh` only once, and that do not use the result for a decision."""
         now = time.time()
         return {
             name: record
@@ -237,7 +238,8 @@ def _oldest(replicas: _Steps) -> list[Served]:
 
 
 def _refused_by_all(records: Mapping[str, ReplicaServed], above: int) -> Refused | None:
-    """The newest step above `above` that every replica has refused."""
+    """The oldest of the replicas' newest refused steps, if it is newer than the step `above`. None
+    if a replica has refused no step."""
     refusals = [record.refused for record in records.values()]
     if not refusals or None in refusals:
         return None

@@ -171,8 +171,8 @@ class RequestLog:
         return seq if self.has(run, seq) else None
 
     def first_pass(self, run: str, after: int) -> int | None:
-        """The number of the first `PassRequest` after request `after`, but before the first missing
-        number. None if there is no such `PassRequest`."""
+        """The number of the first `PassRequest` with a number above `after`. The search stops at
+        the first missing number. None if the search finds no `PassRequest`."""
         seq = after + 1
         while self.has(run, seq):
             if isinstance(self.get(run, seq).request, PassRequest):

@@ -26,8 +26,8 @@ MANIFEST = "manifest.json"
 def write_manifest(
     directory: Path, manifest: Manifest, sha256: Mapping[str, str] | None = None
 ) -> Manifest:
-    """Writes `manifest.json` with `files` filled in. Raises InvalidInput, with the file's name as
-    its field, if the directory holds anything but plain files and directories.
+    """Writes `manifest.json` with `files` filled in. Raises InvalidInput if an entry of the
+    directory is neither a plain file nor a directory. The error's field is the entry's name.
 
     Args:
         sha256: path relative to `directory` -> SHA-256, for files whose writers computed the hash;
@@ -177,7 +177,7 @@ class Runs:
         names = listing(self._paths.runs)
         for at in range(bisect_right(names, name), len(names)):
             if is_run_name(names[at]):
-                # The method `damaged` reports damaged runs. A run that is listed but not found was
+                # The method `damaged` reports damaged runs. If a listed run is not found, it was
                 # removed meanwhile.
                 with suppress(RunDamaged, NotFound):
                     yield self.get(names[at])

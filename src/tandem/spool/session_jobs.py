@@ -12,9 +12,9 @@ from tandem.spool.schema import JobSpec, RequestError, RequestResult, SessionJob
 
 
 def queue_waiting(spool: Spool) -> None:
-    """Queues a job for each run of an open session that has an uncomputed request and no job. If
-    the run's last job has failed or was cancelled since the request arrived, the run's waiting
-    requests get that job's error. Only the spool's runner calls this function."""
+    """Queues a job for each run that has an uncomputed request and no job, if the run's session is
+    open. If the run's last job has failed or was cancelled since the request arrived, the run's
+    waiting requests get that job's error. Only the spool's runner calls this function."""
     for session, run, seq in _waiting(spool):
         # No job is queued if the run was removed or is damaged, or if its session has ended.
         # `tandem doctor` reports a damaged run.

@@ -52,8 +52,8 @@ def openai_error(
 
 
 def at_param(error: TandemError, param: str) -> TandemError:
-    """A copy of the error. The field of the copy is `param`, the client's name of the wrong
-    parameter. The message of the copy contains Tandem's name of the field."""
+    """A copy of the error for the client. Its `field` is `param`, the client's name of the wrong
+    parameter. Its message begins with the field of the original error, if there is one."""
     message = f"{error.field}: {error.message}" if error.field else error.message
     found = type(error)(message, field=param)
     found.code = error.code

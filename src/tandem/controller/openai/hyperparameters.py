@@ -1,5 +1,5 @@
-"""Translates hyperparameters of OpenAI's API to a Tandem training, and chooses values for
-"auto"."""
+"""Translates hyperparameters of OpenAI's API into Tandem's training settings, and chooses values
+for "auto"."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,8 +57,8 @@ def resolved(given: Hyperparameters, method: TuningMethod, examples: int) -> Hyp
 
 
 def checkpoint_every(batch: int, examples: int, size: int) -> int:
-    """The number of optimizer steps of each job: the steps of one epoch, or fewer if the epoch has
-    many steps or large lines.
+    """The number of optimizer steps of each job. A job trains one epoch; if the epoch has many
+    steps or large lines, a job trains only a part of it.
 
     Args:
         batch: examples of one optimizer step.
@@ -72,9 +72,9 @@ def checkpoint_every(batch: int, examples: int, size: int) -> int:
 
 def row_length(longest: int, tokens: int, steps: int, positions: int) -> int:
     """The number of slots of a row: a power of two into which the longest example fits, but at most
-    `positions`. If one optimizer step has more tokens than the longest example, a row has room for
-    the tokens of the step, up to ROW_SLOTS. Longer rows would have empty slots, because a row has
-    only tokens of one optimizer step.
+    `positions`. If one optimizer step has more tokens than the longest example, all tokens of the
+    step fit into a row, unless they are more than ROW_SLOTS. Longer rows would have empty slots,
+    because a row has only tokens of one optimizer step.
 
     Args:
         longest: tokens of the longest example.

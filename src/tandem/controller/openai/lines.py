@@ -113,8 +113,8 @@ def _check_shapes(path: Path, method: TuningMethod) -> None:
 
 
 def in_lines(error: InvalidInput) -> str:
-    """The error's message, which begins with the line number instead of the name of Tandem's own
-    file."""
+    """The message of `error` without the name of Tandem's own file. For example, the result begins
+    with `line 3:` instead of `file-<id>.jsonl line 3:`."""
     return _OURS.sub(r"line \1: ", str(error), count=1)
 
 

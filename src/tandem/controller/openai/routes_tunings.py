@@ -271,8 +271,8 @@ def resume_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
 def _change(
     deployment: Deployment, job_id: str, update: Callable[[Tuning], Tuning], *, refuse: str
 ) -> Tuning:
-    """Changes the job's record by `update`. Raises BadRequest if the job has ended and its status
-    is not `refuse`."""
+    """Changes the job's record by `update`. Raises BadRequest if the job has ended, unless it has
+    ended with the status `refuse`."""
     tuning = deployment.spool.tunings.change(job_id, update)
     if tuning.end is not None and tuning.end.status != refuse:
         problem = f"{job_id} has ended already: {tuning.end.status}"

@@ -252,8 +252,8 @@ class Tuner:
                     return  # the previous part's job has changed its state meanwhile
 
     def _state(self, tuning: Tuning, part: int) -> JobState | None:
-        """The state of the part's job; None if the job has yet to be submitted. Raises _Failed if
-        the job failed."""
+        """The state of the part's job; None if the job has not been submitted yet. Raises _Failed
+        if the job failed."""
         jobs = part_jobs(self._deployment.spool, tuning, part)
         for state, job in reversed(jobs):
             if state in PENDING:
@@ -325,8 +325,8 @@ class Tuner:
 
     def _change(self, tuning: Tuning, **update: Any) -> None:
         """Changes the record, unless the client has paused, resumed or cancelled the fine-tuning
-        since the record was read. A pause or a cancellation changes the states of jobs. A change of
-        the record that was derived from the earlier states of jobs may therefore be wrong."""
+        since the record was read. A pause or a cancellation changes the states of jobs. An update
+        that was derived from the earlier states may therefore be wrong."""
 
         def changed(now: Tuning) -> Tuning:
             same = _steered(now) == _steered(tuning)
@@ -370,7 +370,7 @@ def cancel_jobs(spool: Spool, tuning: Tuning, *, states: Collection[str] = PENDI
 
 
 def _bad_file(tuning: Tuning, error: InvalidInput) -> _Failed:
-    """The failure for an error in a file. The failure's parameter names the file."""
+    """The failure for an error in a file. Its `param` is `training_file` or `validation_file`."""
     of_validation = tuning.validation_file is not None and tuning.validation_file in str(error)
     param = "validation_file" if of_validation else "training_file"
     return _Failed(f"invalid_{param}", in_lines(error), param)

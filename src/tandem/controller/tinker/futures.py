@@ -35,8 +35,8 @@ SNAPSHOT_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class Unfinished:
-    """The outcome of a request that has no result yet. `reason` is the reason in words; it is empty
-    while the request is being computed."""
+    """The outcome of a request that has no result yet. `reason` says why the result is missing; it
+    is empty while the request is being computed."""
 
     reason: str = ""
 

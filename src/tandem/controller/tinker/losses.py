@@ -1,5 +1,5 @@
-"""Turns a forward or backward pass of Tinker's API into a request for the session's request log.
-The module also has the reasons why some of Tinker's losses are not supported."""
+"""Turns a forward or backward pass of Tinker's API into a request that the session's request log
+can store. The module also has the reasons why some of Tinker's losses are not supported."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ UNSERVED = {
 
 
 def pack_pass(deployment: Deployment, asked: Pass) -> tuple[PassRequest, Callable[[Path], str]]:
-    """The request for the log, and the function that writes the request's arrays. Raises
+    """Returns the request to be logged, and the function that writes the request's arrays. Raises
     InvalidInput that names the wrong field."""
     if asked.loss in UNSERVED:
         raise InvalidInput(f"{asked.loss} is not served: {UNSERVED[asked.loss]}", field="loss_fn")

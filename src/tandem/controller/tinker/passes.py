@@ -56,7 +56,7 @@ def read_pass(content_type: str, encoding: str, body: bytes, most: int) -> Pass:
 
     Args:
         encoding: the header Content-Encoding.
-        most: the most bytes of the message.
+        most: the maximum size of the message in bytes.
     """
     if content_type.partition(";")[0].strip().lower() != PROTOBUF:
         problem = f"the body must be {PROTOBUF}, which tinker sends from 0.25 on"

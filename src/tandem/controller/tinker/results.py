@@ -51,8 +51,8 @@ class SampleResult:
 
 
 def encode_pass(logprobs: Sequence[bytes], metrics: Mapping[str, float]) -> bytes:
-    """The result of a forward or backward pass as protobuf. The argument `logprobs` has for each
-    datum the bytes of its log-probs, a little-endian float32 array."""
+    """The result of a forward or backward pass as protobuf. The argument `logprobs` has one entry
+    for each datum: the datum's log-probs as the bytes of a little-endian float32 array."""
     message = ForwardBackwardOutput(loss_fn_output_type=_TYPE, metrics=metrics)
     record = message.loss_fn_outputs.add(type_tag=_TYPE, num_datums=len(logprobs))
     offsets = np.cumsum([0, *map(len, logprobs)], dtype="<i8")

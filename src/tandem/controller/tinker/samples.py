@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from tandem.errors import InvalidInput, TandemError
 
 MOST = 20_000
-# Seconds for which a result is kept after a client has fetched it, because a client whose
-# connection broke asks again.
+# Seconds for which a result is kept after a client has fetched it. A client whose connection broke
+# asks for the result again.
 TAKEN_SECONDS = 60.0
 # Seconds for which the controller keeps a result that no client has asked for.
 LEFT_SECONDS = 900.0
@@ -54,7 +54,7 @@ class SampleFutures:
         Args:
             session: the session whose end cancels the sample.
             digest: a hash of the request, which identifies a repeated request.
-            sample: begins the sample; the result of `sample` is the answer's body.
+            sample: an async function that samples, and returns the body of the answer.
         """
         self._sweep()
         if (known := self._samples.get(request_id)) is not None:

@@ -1,5 +1,5 @@
-"""Bodies of Tinker's API in JSON. An unknown key is an error in bodies that train or sample,
-because the key's setting would be ignored silently."""
+"""Bodies of Tinker's API in JSON. An unknown key is an error in bodies that train or sample.
+Otherwise, the setting under this key would be ignored silently."""
 
 from typing import Annotated, Any, Literal
 

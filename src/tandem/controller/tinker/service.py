@@ -72,7 +72,7 @@ class TinkerApi:
 
     async def result(self, request_id: str) -> Response:
         """The answer to a client that asks for a request's result. The method waits for a result
-        for at most HOLD_SECONDS, a shorter time than the client waits for an answer."""
+        for at most HOLD_SECONDS. The client waits longer than this for an answer."""
         asked = request_of(request_id)
         if asked.of.kind == "sample":
             return await self._sampled(request_id)

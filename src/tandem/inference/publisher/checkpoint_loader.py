@@ -45,7 +45,7 @@ class ServedCheckpoint:
 
     def with_manifest(self, manifest: tuple[int, int] | None) -> "ServedCheckpoint":
         """Records that the checkpoint's manifest was read. `manifest`: the `manifest_identity` of
-        the manifest's file right before the read."""
+        the manifest's file just before the file was read."""
         self.record = self.record.model_copy(update={"manifest": manifest})
         return self
 
@@ -61,9 +61,9 @@ class CheckpointNotVisible(Exception):
 
 @dataclass
 class Refusal:
-    """A refused checkpoint. `stats` has the stats of the refused files. If the files do not change,
-    the publisher tries the checkpoint again after `pause` seconds. `again` is the end of the pause
-    on the monotonic clock."""
+    """A refused checkpoint. `stats` shows whether the refused files have changed. If vLLM's status
+    500 caused the refusal, the publisher tries the same files again after `pause` seconds. `again`
+    is the end of this pause on the monotonic clock; it is infinite after any other refusal."""
 
     stats: FileStats
     reason: str

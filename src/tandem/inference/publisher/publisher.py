@@ -139,8 +139,8 @@ class Publisher:
         """Make vLLM serve the newest `keep` steps of each run. Returns for each run the names of
         the steps that must stay loaded."""
         wanted: dict[str, set[str]] = {}
-        # Run -> the Unix time of the last change of the run's checkpoints that this call has
-        # published.
+        # For each run that this call has published: the Unix time at which the run's checkpoints
+        # had last changed.
         published: dict[str, float] = {}
         again = False  # whether the last load was for a run that was already in `published`
         while (changed := self._changes()).keys() - published.keys():
@@ -257,7 +257,7 @@ class Publisher:
         # The newest refused step, if this step is newer than all steps in `kept`.
         refused: Refused | None = None
         # If steps are refused, older steps are tried, but one call loads at most `keep + 2` steps.
-        # If no step can be served, the next call tries still older steps: refused steps are
+        # If no step can be served, the next call tries even older steps: refused steps are
         # remembered and not loaded again.
         most_steps, most_loads = keep + 2, self._loader.loads + keep + 2
         invisible = ""

@@ -97,7 +97,7 @@ def tell_job(spool: Spool, job: str, served: Served) -> None:
     once, however often the checkpoint is loaded."""
     with spool.job_lock(job):
         events = spool.events.read(job)
-        # A job without events is a job whose records were removed.
+        # If the job has no events, the job's records were removed.
         if events and not any(event.type == "served" for event in events):
             told = {
                 "step",

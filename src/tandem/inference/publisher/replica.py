@@ -2,11 +2,11 @@
 answers requests.
 
 A replica is *ready* when it serves every announced step. The replica's vLLM answers requests only
-while the replica is ready (`inference.server.middleware.readiness`). No step is announced before
-every ready replica has verified it. One lock protects three actions: a replica becomes ready, a
-replica stops being ready, and a step is announced. A ready replica therefore has every announced
-step that a client may ask for. With merged weights, no client gets an answer from a step older than
-the announced step.
+while the replica is ready (`inference.server.middleware.readiness`). A step is announced only after
+every ready replica has verified this step or, with merged weights, a newer step. One lock protects
+three actions: a replica becomes ready, a replica stops being ready, and a step is announced. A
+ready replica therefore has every announced step that a client may ask for. With merged weights, no
+client gets an answer from a step older than the announced step.
 
 vLLM's permission to answer requests expires before the other replicas consider this replica dead.
 If a publisher stops or loses the volume, its vLLM therefore stops answering requests.

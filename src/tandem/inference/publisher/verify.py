@@ -32,7 +32,7 @@ ROUNDING = {"float32": 0.02, "bfloat16": 0.15}
 """The allowed effect of rounding on log-probs, in nats, by the dtype in which vLLM serves. The
 limit holds for any model."""
 BASE_ERRORS = 4.0
-"""The allowed error as a multiple of vLLM's error of the base model on the same tokens. This limit
+"""The allowed error as a multiple of vLLM's error for the base model on the same tokens. This limit
 counts if it is above ROUNDING, for example with an FP8 base model or a mixture of experts."""
 MOVED_SHARE = 0.25
 """The allowed error grows by this share of the distance between the log-probs of the base model and
@@ -65,9 +65,9 @@ class WrongWeights(Exception):
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The rule for the largest error at which a step is served, in nats.
+    """The rule for the largest error, in nats, with which a step is served.
 
-    The rule estimates the rounding error from two numbers: vLLM's error of the base model on the
+    The rule estimates the rounding error from two numbers: vLLM's error for the base model on the
     same tokens, and the distance between the checkpoint's and the base model's log-probs.
     `bench/verification.py` measures the rule, and docs/performance.md has the table of results.
     """
@@ -82,7 +82,7 @@ class Tolerance:
         return cls(ROUNDING[serving_dtype(settings)], settings.verify_tolerance or math.inf)
 
     def allowed(self, base_error: float, moved: float) -> float:
-        """The limit for a checkpoint in nats. `base_error` is vLLM's mean error of the base model,
+        """The limit for a checkpoint in nats. `base_error` is vLLM's mean error for the base model,
         in nats; 0 if vLLM does not serve the base model. `moved` is the mean distance between the
         checkpoint's and the base model's log-probs, in nats."""
         return min(max(self.rounding, BASE_ERRORS * base_error) + MOVED_SHARE * moved, self.limit)
@@ -143,12 +143,12 @@ def verify(
     identity: str = BASE_MODEL_NAME,
     beside: str = "",
 ) -> Verification:
-    """Compare the model that vLLM serves as `model` with the trainer's `probe`, or with the model
-    `identity` if there is no probe (step 0).
+    """Compare the log-probs of vLLM's model `model` with the trainer's log-probs in `probe`. If
+    there is no probe (step 0), compare them with the log-probs of vLLM's model `identity`.
 
     The mean error of the closest tokens must be within `tolerance`. The served log-probs must also
-    be nearer to this checkpoint's log-probs than to the previous checkpoint's and the base model's.
-    Differences as small as rounding do not cause a refusal.
+    be nearer to this checkpoint's log-probs than to the log-probs of the previous checkpoint and of
+    the base model. Differences of the size of rounding errors do not cause a refusal.
 
     Args:
         client: a client of the vLLM server.
@@ -180,9 +180,10 @@ def verify(
             )
     base_error = 0.0
     if beside:
-        # The reference is not vLLM's log-probs of the base model, because `served` contains the
-        # same rounding errors of vLLM. After a step as small as rounding, `served` would be nearer
-        # to vLLM's base model than to the trainer's step, although the weights are right.
+        # The reference is the trainer's log-probs of the base model. vLLM's log-probs of the base
+        # model are no reference, because they contain the same rounding errors as `served`. If a
+        # step changes the log-probs no more than rounding does, `served` would be nearer to vLLM's
+        # base model than to the trainer's step, although the weights are right.
         served_base = list(chain.from_iterable(client.prompt_logprobs(beside, *prompts)))
         base_error = _closest_mean(served_base, base)
     allowed = tolerance.allowed(base_error, _closest_mean(expected, base))

@@ -157,8 +157,8 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *("--tensor-parallel-size", str(settings.inference_tensor_parallel)),
         *(_lora_arguments(settings) if settings.weights == "adapter" else _MERGED_ARGUMENTS),
         *family_arguments(model, serving_dtype(settings), on_cpu=device == "cpu"),
-        # vLLM returns log-probs after temperature, top-k and top-p. The log-probs therefore belong
-        # to the distribution from which the tokens were sampled.
+        # vLLM applies temperature, top-k and top-p before it computes the returned log-probs. The
+        # log-probs therefore belong to the distribution from which the tokens were sampled.
         *("--logprobs-mode", "processed_logprobs"),
         # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k
         # in that file would make the sampling policy differ from the trained policy.
@@ -183,8 +183,8 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *(["--enable-scale-out"] if _scale_out_is_optional() else []),
         "--disable-fastapi-docs",
         # Logging a line per request takes a fifth of the API server's time if answers are short. If
-        # API keys have no names, the access log is off, because its lines add little information to
-        # the metrics. If API keys have names, the access log leaves out /health, /metrics and
+        # API keys have no names, the access log is off, because the metrics have most of its
+        # information. If API keys have names, the access log leaves out /health, /metrics and
         # /v1/models, which Tandem's programs and probes request all the time.
         *(
             ["--disable-access-log-for-endpoints", "/health,/metrics,/v1/models"]
@@ -322,8 +322,8 @@ def _environment(
             "second_copy": ordered_copy(settings),
         }
         env[MERGED_VARIABLE] = json.dumps(options)
-    # CUDA_DEVICE_ORDER makes CUDA number the GPUs in NVML's order, in which Tandem finds and
-    # measures the devices.
+    # With CUDA_DEVICE_ORDER, CUDA gives the GPUs the same numbers as NVML. Tandem finds and
+    # measures the GPUs by NVML's numbers.
     env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if settings.inference_devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(settings.inference_devices)

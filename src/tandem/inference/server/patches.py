@@ -257,7 +257,7 @@ def switch_expert_lora_off() -> None:
 
 
 def multiply_adapters_on_the_cpu() -> None:
-    """Makes vLLM on the CPU multiply each adapter once with all tokens of the batch that use it.
+    """Makes vLLM on the CPU multiply each adapter only once, with all of its tokens in the batch.
     Tokens without an adapter (slot -1) are skipped."""
     from vllm.platforms import current_platform
 

@@ -94,7 +94,7 @@ def _withdraw_records(settings: Settings) -> None:
 
 
 def wait_for_gpu(settings: Settings, *, free_seconds: float = FREE_SECONDS) -> dict[str, str]:
-    """Kill the leftover processes of an earlier vLLM with this spool and port. Wait until no
+    """Kill the leftover processes of an earlier vLLM that used this spool and port. Wait until no
     trainer holds the GPUs and the GPUs' memory is free.
 
     Returns the marker variable for the environment of the vLLM that starts now. Takes a lock, which
@@ -138,8 +138,8 @@ def _wait_for_trainer(settings: Settings) -> None:
         while spool.hold.live():
             time.sleep(_POLL_SECONDS)
     except SpoolUnusable as error:
-        # Without the volume no runner can work, so vLLM does not have to wait for a trainer. After
-        # this function, the caller measures the memory in use in any case.
+        # Without the volume no runner can work, so vLLM does not have to wait for a trainer. The
+        # caller then waits as usual until the GPUs' memory is free.
         log.warning("can't see whether a trainer holds the GPUs", error=error)
 
 

@@ -199,8 +199,8 @@ class Lease(BaseModel):
 
     @property
     def waited(self) -> float | None:
-        """Seconds for which the attempt had waited for the start of its ranks at the last
-        heartbeat; None if the ranks run."""
+        """Seconds for which the attempt had already waited for its ranks to start when the runner
+        wrote the last heartbeat. None if the ranks run."""
         return None if self.waits_since is None else max(self.beat - self.waits_since, 0.0)
 
 

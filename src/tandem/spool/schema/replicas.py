@@ -26,8 +26,8 @@ ReplicaId = Annotated[str, Field(pattern=REPLICA_PATTERN)]
 class Replica(Record):
     """`replicas/<id>.json`: one vLLM with its publisher, which rewrites the record while it lives.
 
-    If `ready` is true, a step is announced only after this replica serves the step. `why` is the
-    reason why the replica is not ready.
+    If `ready` is true, a step is announced only after this replica serves the step or, with merged
+    weights, a newer step. `why` is the reason why the replica is not ready.
     """
 
     replica: ReplicaId

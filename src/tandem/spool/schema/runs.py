@@ -223,23 +223,22 @@ class Served(Record):
     # from the commit of the checkpoint to `verified`. `since_checkpoint` is long if a publisher or
     # vLLM started after the commit.
     seconds: dict[str, float] = Field(default_factory=dict)
-    # The newest checkpoint that the publisher refused while an older step is served, and the
-    # reason.
+    # The newest refused checkpoint, if it is newer than the served step, and the reason.
     refused_step: int | None = None
     refused_reason: str | None = None
 
     @property
     def refused(self) -> "Refused | None":
-        """The newest step that the publisher refused while an older step is served; None if no such
-        step was refused."""
+        """The newest refused step, if it is newer than the served step; None if there is no such
+        step."""
         if self.refused_step is None:
             return None
         return Refused(step=self.refused_step, reason=self.refused_reason or "")
 
 
 class Refused(Record):
-    """`runs/<run>/refused.json`: the newest step that the publisher refused, while vLLM serves no
-    step of the run."""
+    """`runs/<run>/refused.json`: the newest step that the publisher refused. The file exists only
+    while vLLM serves no step of the run."""
 
     step: int = Field(ge=0, lt=STEPS)
     reason: str

@@ -200,9 +200,9 @@ class RLLoss(Record):
 
 
 class SFTLoss(Record):
-    """Cross-entropy on the items: the weighted mean, or, with `normalisation="sum"`, the weighted
-    sum over an optimizer step. If weights of both signs occur, only `sum` is possible, because a
-    mean divides by the sum of the weights, which may be 0."""
+    """Cross-entropy on the items. The loss is the weighted mean; with `normalisation="sum"`, it is
+    the weighted sum over an optimizer step. If weights of both signs occur, only `sum` is possible,
+    because a mean divides by the sum of the weights, which may be 0."""
 
     reference_field: ClassVar[str] = ""
     normalisation: Literal["token", "trajectory", "sum"] = "token"
@@ -287,7 +287,7 @@ class Schedule(Record):
         return self
 
     def factor(self, step: int) -> float:
-        """The factor on `learning_rate` in the job's optimizer step `step`, which counts from 0."""
+        """The factor on `learning_rate` in the job's optimizer step number `step` (from 0)."""
         k = self.start + step
         if k < self.warmup:
             return (k + 1) / (self.warmup + 1)
@@ -309,7 +309,8 @@ class OptimizerSettings(Record):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
-    # Packed rows per optimizer step over all data-parallel ranks. None: the data-parallel size.
+    # The number of packed rows in an optimizer step, summed over all data-parallel ranks. None: the
+    # data-parallel size.
     grad_accumulation_sequences: int | None = Field(default=None, ge=1)
     # The size of an optimizer step, counted in examples, pairs or groups instead of rows. If
     # `batch_size` is set, the packer fills each row with samples of one optimizer step only.
@@ -323,7 +324,7 @@ class OptimizerSettings(Record):
         return self
 
     def rate(self, step: int) -> float:
-        """The learning rate of the job's optimizer step `step`, which counts from 0."""
+        """The learning rate of the job's optimizer step number `step` (from 0)."""
         return self.learning_rate * self.schedule.factor(step)
 
 
@@ -339,11 +340,13 @@ class PackedData(Record):
     num_unshared_tokens: int = Field(ge=1)  # slots that would be in use without prefix sharing
     num_trajectories: int = Field(ge=1)
     num_groups: int = Field(ge=1)
-    dropped_groups: int = Field(default=0, ge=0)  # Groups dropped because their rewards are equal.
+    # Number of groups that are left out because all rewards of the group are equal.
+    dropped_groups: int = Field(default=0, ge=0)
     # Number of trajectories that are left out because they are too long, or because they have no
     # trained token after truncation.
     dropped_trajectories: int = Field(default=0, ge=0)
-    truncated_trajectories: int = Field(default=0, ge=0)  # Trajectories cut to a row's length.
+    # Number of trajectories that are cut to a row's length.
+    truncated_trajectories: int = Field(default=0, ge=0)
     # The number of examples or pairs that are only evaluated. The counts num_rows,
     # dropped_trajectories and truncated_trajectories include evaluated examples; the other counts
     # do not.

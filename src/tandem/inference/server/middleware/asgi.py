@@ -55,8 +55,8 @@ async def read_body(scope: Scope, receive: Receive) -> bytes | None:
 
 
 class ChangedAnswer:
-    """Changes vLLM's answer on its way to the client. A JSON answer is changed as a whole, a stream
-    event by event. Answers with an error status are not changed."""
+    """Changes vLLM's answer on its way to the client. A JSON answer is changed as a whole. A stream
+    is changed one event at a time. Answers with an error status are not changed."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

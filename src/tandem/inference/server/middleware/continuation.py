@@ -9,8 +9,8 @@ tokens instead of the rendered text of the answer. To build the prompt, vLLM ren
 with a mark in place of the last answer. The text after the mark is tokenized and appended to the
 sampled tokens.
 
-Each request's `Recording` is a context variable, because vLLM's code between the rollout door and
-the engine runs in the request's context on every route.
+A context variable contains each request's `Recording`. On every route, vLLM's code between the
+rollout door and the engine runs in the request's context, and so finds the `Recording`.
 """
 
 import json
@@ -187,7 +187,7 @@ def follow(engine: Any) -> None:
 
 
 def malformed_call(name: str) -> str:
-    """The error message for a tool call in the history whose arguments vLLM can't render."""
+    """The error message if vLLM can't render the arguments of a tool call in the history."""
     return (
         f"the arguments of the call of {name!r} in the history are not a JSON object, and vLLM"
         f" would render a call without arguments: send the answer back as it came, with the header"
@@ -231,8 +231,8 @@ def _listed(message: Any) -> Any:
 
 
 def _begin(messages: Sequence[Any], end: int) -> int:
-    """The index of the first assistant message in the unbroken series of assistant messages that
-    ends right before index `end`."""
+    """The beginning of the unbroken series of assistant messages that ends right before index
+    `end`. Returns the index of the first message in this series."""
     begin = end
     while begin and messages[begin - 1].get("role") == "assistant":
         begin -= 1

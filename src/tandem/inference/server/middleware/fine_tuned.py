@@ -1,4 +1,4 @@
-"""ASGI middleware inside the guard that accepts the names of fine-tuned models in OpenAI's API.
+"""ASGI middleware inside the guard. It accepts the names that OpenAI's API gives fine-tuned models.
 
 The controller calls a model `ft:<base>:<organization>:<suffix>:<run>@<step>`. In vLLM, the model's
 name is only the last part, `<run>@<step>`. The middleware replaces the long name in a request by

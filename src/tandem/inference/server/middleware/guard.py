@@ -2,10 +2,10 @@
 tandem.inference.server.middleware.guard.AdminGuard`.
 
 vLLM (0.26 to 0.33) checks its API key only on `/v1`, `/v2`, `/inference` and `/cohere`, and every
-sampling client has that key. Routes that change the served weights (`/v1/load_lora_adapter`,
-`/pause`, `/update_weights`, ...) need the admin token in this guard. The guard has a list of
-allowed routes. A route that a new vLLM version adds needs the admin token until the route is in
-this list.
+sampling client has that key. This guard therefore requires the admin token on the routes that
+change the served weights (`/v1/load_lora_adapter`, `/pause`, `/update_weights`, ...). The guard has
+a list of allowed routes. A route that a new vLLM version adds needs the admin token until the route
+is in this list.
 """
 
 import hmac

@@ -51,9 +51,9 @@ _CHECK_SECONDS = 1.0  # seconds between two checks that the engine is alive, whi
 @dataclass(frozen=True)
 class Version:
     """One version of the weights. `path`: the adapter's path, or a name for the content of whole
-    weights; `scale`: the adapter's scale. `transport` is the `Way` of `config.py` by which the
-    weights came to vLLM. `again` is a source of `server/worker/landing.py`, from which vLLM can get
-    the same weights again."""
+    weights; `scale`: the adapter's scale. `transport` tells how the weights came to vLLM (`Way` in
+    `config.py`). `again` is a source of `server/worker/landing.py`, from which vLLM can get the
+    same weights again."""
 
     name: str
     path: str
@@ -99,8 +99,8 @@ class MergedServer:
             await self.app(scope, receive, send)
 
     def _follow(self, state: Any) -> None:
-        """Makes vLLM mark each request in `current_request` when vLLM passes the request to the
-        engine."""
+        """Makes vLLM mark a request as `in_engine` when it passes the request to the engine. The
+        request is the value of the context variable `current_request`."""
         if self._state is state:
             return
         self._state, self._engine = state, state.engine_client
@@ -151,8 +151,8 @@ class MergedServer:
         return f"{given}-{uuid4().hex}" if given else uuid4().hex
 
     async def _until(self, check: Callable[[], bool], deadline: float) -> bool:
-        """Wait until `check()` is true. Returns False if the engine dies, or if the deadline
-        (monotonic clock) passes first."""
+        """Wait until `check()` is true. Returns False if the engine dies or the deadline (monotonic
+        clock) passes before that."""
         async with self._changed:
             while (
                 not check()
@@ -283,7 +283,7 @@ class MergedServer:
         in_engine = {request: request.in_engine for request in self._in_flight}
         arguments = (version.path, version.name, deadline)
 
-        # `tell` runs before any token that was sampled after the swap is passed on to a client.
+        # Tokens that were sampled after the swap reach clients only after `tell` has run.
         def tell(answers: list[dict[str, Any]]) -> None:
             if "tokens" in answers[0] and version.path != self.current.path:
                 for request in self._in_flight:

@@ -10,8 +10,9 @@ In a session (header X-Session-ID), each turn continues the sampled tokens of th
 (`continuation.py`), and the server keeps the turns. `POST /rollout/sessions/{id}/finish` returns
 the kept turns as a trajectory. The header X-Session-ID is required in the API dialects whose
 clients can't send tokens back. In a session, a chat answer that is not streamed gets its tokens and
-log-probs from the session's record instead of from vLLM. To return the tokens of a longer answer,
-vLLM would make several Python objects for each token, which is most of the API server's work.
+log-probs from the session's record instead of from vLLM. To return the tokens, vLLM would make
+several Python objects for each token. For long answers, this would be most of the API server's
+work.
 """
 
 import json

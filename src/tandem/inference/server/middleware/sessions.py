@@ -2,8 +2,8 @@
 memory.
 
 The key of a turn is a digest of the conversation up to and including the turn's answer. The tokens
-of each turn are therefore stored only once. A session may branch, for example by several samples of
-a prompt, sub-agents or edits.
+of each turn are therefore stored only once. A session may branch, for example because of edits, of
+sub-agents, or of several samples of a prompt.
 """
 
 import json
@@ -83,8 +83,8 @@ class SampledTurn:
 class SentMessages:
     """A request's messages, where consecutive messages of the assistant are joined. The entry
     `digests[i]` is the digest of the chat template, its options and the first i joined messages.
-    The entry `ends[i]` is the number of the request's messages that the first i joined messages
-    contain."""
+    The entry `ends[i]` tells how many of the request's messages are in the first i joined
+    messages."""
 
     messages: list[dict[str, Any]]
     digests: list[bytes]

@@ -42,8 +42,8 @@ class MergedWorker:
 
 def attach(worker: Any) -> None:
     """Give a worker that has just loaded its model the second copy of the weights. Later, vLLM
-    sizes the KV cache, and leaves space for the copy and for the memory that a swap needs. The
-    copy's tensors on the GPU come from the allocator's current memory pool.
+    chooses the size of the KV cache, and leaves space for the copy and for the memory that a swap
+    needs. The copy's tensors on the GPU come from the allocator's current memory pool.
     """
     options = json.loads(os.environ[MERGED_VARIABLE])
     runner = worker.model_runner
@@ -156,8 +156,8 @@ def _tend(core: Any, name: str) -> dict[str, int]:
         for r in scheduler.requests.values()
     }
     patches.replace_hash_root()
-    # With speculative decoding, the number of drafted tokens in flight that will be accepted is not
-    # known yet.
+    # With speculative decoding, drafted tokens may be in flight. It is not known yet how many of
+    # them vLLM will accept.
     drafted = getattr(scheduler, "num_spec_tokens", 0) and any(
         r.num_output_placeholders for r in scheduler.running
     )

@@ -51,7 +51,7 @@ class Held(NamedTuple):
 
 
 def check(worker: Any, request: Any) -> int:
-    """Compare the slot of an adapter that the worker has just activated with the adapter's file.
+    """Compare an adapter's slot with the adapter's file. The worker has just activated the adapter.
 
     Args:
         worker: vLLM's `Worker`, of any tensor-parallel rank.

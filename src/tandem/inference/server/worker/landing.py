@@ -59,8 +59,8 @@ class Content:
 
 @dataclass
 class Arrival:
-    """A version that is being written into the second copy. `way`: the way by which the version
-    came to this worker; empty until the whole version has arrived."""
+    """A version that is being written into the second copy. `way`: how the version came to this
+    worker; empty until the whole version has arrived."""
 
     version: str
     source: Source | None = None
@@ -162,7 +162,7 @@ class LandingWeights(ModelWeights):
         try:
             with torch.inference_mode(), self._in_stream(self._stream):
                 if self._stream is not None:
-                    # Wait for the writes of the previous version.
+                    # Wait until the previous version has been written.
                     self._stream.synchronize()
                 arrived = self._bring(arrival, scale)
                 for rectangle in changed - arrived:
@@ -175,7 +175,7 @@ class LandingWeights(ModelWeights):
                 log.warning("The weights of %s did not arrive", arrival.version, exc_info=True)
 
     def _bring(self, arrival: Arrival, scale: float) -> frozenset[Rectangle]:
-        """Write the tensors that differ from the base model into the second copy. Returns the
+        """Write into the second copy all tensors that differ from the base model. Returns the
         rectangles of the written tensors."""
         source = arrival.source
         if source is None:
@@ -212,7 +212,7 @@ class LandingWeights(ModelWeights):
     def _scatter(
         self, arrival: Arrival, rectangle: Rectangle, part: Part, values: torch.Tensor
     ) -> int:
-        """Write the elements of `part` that lie in `rectangle` into the second copy. Returns the
+        """Write into the second copy the elements of `part` that lie in `rectangle`. Returns the
         number of written elements."""
         box = (slice(None), *rectangle.in_tensor) if rectangle.stacked else rectangle.in_tensor
         source, target = [], []
@@ -263,8 +263,8 @@ class LandingWeights(ModelWeights):
 
     @torch.inference_mode()
     def swap(self, version: str) -> None:
-        """Exchange the weights with the weights of a staged version, like `MergedWeights.swap`.
-        Raises RuntimeError if the version has not arrived."""
+        """Make the staged version `version` the current weights, like `MergedWeights.swap`. The
+        second copy then has the old weights. Raises RuntimeError if the version has not arrived."""
         if not self._has(version):
             raise RuntimeError(f"{version} is not staged")
         for name in self._copy:
@@ -300,7 +300,7 @@ def receive(
     next part is taken.
 
     Raises torch's error if a rank or another worker has died or stopped. Raises RuntimeError if the
-    ranks have started to send without this server among the receivers.
+    ranks have started to send, and this server is not among the receivers.
 
     Args:
         source: an offer (`trainer/rank/publication.py`), with the name of this worker's server.
