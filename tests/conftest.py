@@ -38,8 +38,8 @@ if "EVERY_PROCESS_PACKAGES" not in os.environ:
     packages.flush()
     os.environ["EVERY_PROCESS_PACKAGES"] = packages.name
 # httpx reads the machine's certificates for every client, so also for every `httpx.get` that polls
-# a port. Each reading takes 20 to 40 ms of CPU time. Reading certificates took a tenth of the CPU
-# time of a vLLM server's start.
+# a port. Each reading takes 20 to 40 ms of CPU time. While a vLLM server started, such readings
+# took a tenth of its CPU time.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Excludes the objects of modules and tests from garbage collections. There are some million
+    """Excludes the objects of modules and tests from garbage collections. There are about a million
     such objects, and they live until the end of the process."""
     gc.collect()
     gc.freeze()
@@ -120,9 +120,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 def _keep_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
     """For tests with the mark `one_of(fixture)`, keep only the cases of one parameter of the
-    fixture. Keep n of the remaining cases of each test with the mark `sample(n)`. For tests with
-    marks `sample(n, of=name)` of the same name, keep n cases in total. The seed chooses the cases.
-    """
+    fixture. Keep n of the remaining cases of each test with the mark `sample(n)`. Tests with marks
+    `sample(n, of=name)` share a sample if `name` is the same: keep n of all their cases. The seed
+    chooses the cases."""
     left_out: set[pytest.Item] = set()
     parameters: dict[str, dict[int, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:

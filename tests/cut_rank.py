@@ -158,8 +158,8 @@ def _residual_twice(self, values, routing, plus):
 
 
 def _scaled(self, *arguments):
-    """Computes gradients with a wrong scale: alpha / rank, divided by the number of ranks that
-    share an expert."""
+    """Computes gradients with a wrong scale: the adapter's scale is divided by the number of ranks
+    that share an expert."""
     before, self.scale = self.scale, self.scale / self.topology.sizes.expert_tensor
     try:
         return ADAPTER_GRADIENTS(self, *arguments)
@@ -342,7 +342,7 @@ BREAKS = {
 
 
 def sent(policy: Policy) -> list[tuple[str, tuple[slice, ...], torch.Tensor]]:
-    """The parts of the whole weights that this rank sends."""
+    """The parts that this rank sends. All ranks together send the whole weights."""
     sizes, weights = policy.topology.sizes, TrainedWeights(policy)
     found = []
     for parts in buffers(policy.arch, None, sizes=sizes, rank=policy.topology.rank, most=5000):

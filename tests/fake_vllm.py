@@ -73,7 +73,7 @@ class FakeVllm:
         return f"http://127.0.0.1:{self._port}"
 
     def start(self, port: int = 0) -> None:
-        """Start without adapters, on the same port as at an earlier start."""
+        """Start without adapters. By default, the port of an earlier start is used again."""
         # A port that the kernel has chosen could go to another program after `stop`.
         self._port = port or self._port or free_ports(1)[0]
         self.adapters.clear()

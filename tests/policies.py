@@ -98,9 +98,9 @@ def assert_close(
     rounded: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Asserts that each tensor of `actual` is close to the tensor of `expected`. The norm of the
-    difference may be at most `relative` times the norm of `expected`. If `rounded` is given, the
-    norm may also be twice the norm of the difference between `rounded` and `expected`. `rounded` is
-    an independent computation in the precision of `actual`."""
+    difference may be at most `relative` times the norm of `expected`. `rounded` is an independent
+    computation in the precision of `actual`. If `rounded` is given, the limit is at least twice the
+    norm of the difference between `rounded` and `expected`."""
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert value.norm() > 0, f"{name} is zero: the comparison says nothing"

@@ -61,7 +61,7 @@ def _server() -> Any:
     # A process that has called CUDA can't fork children that use CUDA.
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *sys.path]))
     variables = {"PYTHONPATH": path, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    # A test's own directory for temporary files may have too long a name for the server's socket.
+    # A test's own temporary directory may have a name that is too long for the server's socket.
     with mock.patch.dict(os.environ, variables), mock.patch.object(tempfile, "tempdir", None):
         forkserver.ensure_running()
     return server

@@ -49,8 +49,8 @@ def test_each_mistake_is_a_warning(tmp_path, caplog):
     (docs / "outside.md").write_text("# In no menu\n")
     wrong = docs / "index.md"
     wrong.write_text("\n\n".join([wrong.read_text(), *MISTAKES]))
-    # The handler is added to the loggers themselves, because a library of another test may have
-    # silenced them.
+    # The handler is added to the loggers themselves, because a library that another test imported
+    # may have silenced these loggers.
     warnings = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())

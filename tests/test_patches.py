@@ -19,9 +19,9 @@ NO_HOOK = "never: vLLM has no hook"
 
 PATCHES = [
     # Each entry has the package, the replaced name, Tandem's file, and the package's version from
-    # which the patch is not needed any more. A name that begins with `object` belongs to a
-    # variable's object. The version may be replaced by `never` with the reason why the patch stays,
-    # or by `open` with the open problem of the package.
+    # which the patch is not needed any more. A name that begins with `object` is an attribute of an
+    # object that a variable holds. In place of the version, an entry may have `never` and the
+    # reason why the patch stays, or `open` and the package's problem that is not solved yet.
     ("torch", "torch.compile", TORCH, "never: Megatron-core compiles while it is imported"),
     ("torch", "torch.cuda._cached_device_count", TORCH, "2.13"),
     ("torch", "torch.distributed.TCPStore", AGENT, "never: torchrun listens on all interfaces"),

@@ -167,8 +167,8 @@ def write_random_model(
 
     `config` overrides `SHAPE` or adds to it (`tie_word_embeddings=True`, `num_hidden_layers=3`,
     ...). Norm weights and biases are random too. Weights are larger than at initialisation, so that
-    a wrong weight or bias shows in the logits. The weights are `spread` times the size at which a
-    layer's output is as large as the layer's input.
+    a wrong weight or bias shows in the logits. The weights of a projection are proportional to
+    `spread`. With a `spread` of 1, the projection's output would be as large as its input.
     """
     import torch
     import transformers

@@ -14,7 +14,7 @@ def until[T](what: object, check: Callable[[], T], timeout: float = 120, poll: f
     `timeout` seconds, with `what` in its message. If `what` is a function, `until` calls `what`
     after the timeout, so that the message can name what is still missing.
 
-    The default timeout is long enough for a machine on which everything takes ten times as long.
+    The default timeout is long enough even for a machine that is ten times slower than usual.
     The function returns as soon as `check` is true. Until then, `check` may raise httpx.HTTPError,
     for example because the server does not answer yet.
     """

@@ -83,8 +83,8 @@ class AgentStack(Stack):
         return Meeting(Attempt(self.spool, job_id, attempt))
 
     def addresses(self, job_id: str, attempt: int = 1) -> tuple[str, ...]:
-        """The addresses in the hosts' records of an attempt. The result is an empty tuple while the
-        record of any host is missing."""
+        """The hosts' addresses, which the hosts recorded for this attempt. The result is an empty
+        tuple while the record of any host is missing."""
         meeting = self.meeting(job_id, attempt)
         records = [meeting.record(host) for host in range(self.hosts)]
         there = [record for record in records if record is not None]

@@ -89,7 +89,7 @@ def test_without_linger_it_leaves_at_once(agent: Scripted) -> None:
 def test_it_leaves_in_time_whatever_the_volume_does(
     agent: Scripted, volume: str, stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent that was asked to leave exits with a status that Kueue does not count as success."""
+    """If an agent was asked to leave, its exit status must not count as success for Kueue."""
 
     def look() -> None:
         if volume == "hangs":
@@ -107,7 +107,7 @@ def test_it_leaves_in_time_whatever_the_volume_does(
 
 
 class Ranks:
-    """The handle of ranks that have ended, except for `left` processes that survive."""
+    """The handle of ranks that have ended. `left`: the number of processes that survive."""
 
     def __init__(self, left: int) -> None:
         self.left = left

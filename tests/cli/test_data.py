@@ -260,8 +260,8 @@ def test_turns_that_never_end_are_counted_and_refused_where_all_are(tandem, tmp_
         0,
         "1: chats.jsonl line 2. 1 trained turns do not end with a token at which vLLM stops",
     )
-    # The directory has no generation_config.json, like the directory of a base model. No file says
-    # which token ends a turn in the template.
+    # This directory stands for a base model without generation_config.json. No file says which
+    # token ends a turn in the template.
     model = tokenizer_at(tmp_path / "base", "gptoss_training")
     status, out, _ = tandem(*check, model)
     ((where, problem),) = json.loads(out)["broken"]

@@ -1,6 +1,6 @@
-"""The commands support every family of models. The tests plan, check data, check the deployment and
-export with a tiny model of each family. The exported model loads in transformers. The logits of the
-exported model agree with PEFT's."""
+"""The commands support every family of models. With a tiny model of each family, the tests make a
+plan, check data, check the deployment and export the model. The exported model loads in
+transformers. The logits of the exported model agree with PEFT's."""
 
 import json
 from pathlib import Path

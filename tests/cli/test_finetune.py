@@ -1,5 +1,5 @@
 """`tandem train sft` against a real controller; the test acts as the runner. The tests check the
-data of each job, and that the same command continues a training."""
+data of each job. They also check that the same command, given again, continues its training."""
 
 import json
 import shutil
@@ -256,7 +256,7 @@ def test_without_the_jobs_records_the_same_data_goes_on_and_other_data_begins_an
     tandem, server, run
 ) -> None:
     """TANDEM_KEEP_DAYS has removed the jobs' records. The checkpoints still name their jobs. No
-    record is left that tells whether a training with other data was complete."""
+    record is left of a training with other data, so nothing tells whether it was complete."""
     whole = Path("data.jsonl").read_text()
     with trainer(server, run, 3, failing=(2,)) as first:
         assert tandem("train", "sft", run, *ARGUMENTS)[0] == 3
@@ -276,7 +276,7 @@ def test_without_the_jobs_records_the_same_data_goes_on_and_other_data_begins_an
 
 
 def test_data_that_changed_beside_a_queued_job_is_refused(tandem, server, run) -> None:
-    """Before the first checkpoint, only the queued job names the data of the run's training."""
+    """Before the first checkpoint, only the queued job says on which data the run trains."""
     with trainer(server, run, 0):
         chain = Chain(SFTTraining(run=run, data="data.jsonl", batch_size=4, checkpoint_every=2))
         with Tandem(server.url, api_key=KEY) as client:

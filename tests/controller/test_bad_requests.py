@@ -41,8 +41,8 @@ def changed(path: str, value: object) -> dict:
 
 
 T = "groups.0.trajectories.1"
-# The path of a value in a request, a bad value, and the field that the error names if this field is
-# not the path.
+# Each case has the path of a value in a request, and a bad value. If the error's field is not this
+# path, the case also has the field.
 BAD_VALUES = {
     "no groups": ("groups", []),
     "no variance": (f"{T}.reward", 1.0, None),

@@ -1,5 +1,5 @@
-"""The memory that a body takes in a controller, compared with the estimate by which bodies are
-refused."""
+"""A controller estimates how much memory a body will take, and may refuse the body for this reason.
+The tests compare the estimate with the memory that the body takes."""
 
 import io
 import json

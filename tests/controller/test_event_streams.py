@@ -149,7 +149,7 @@ def test_async_client(server, run):
 
 @pytest.fixture
 def reads(server, monkeypatch) -> list[int]:
-    """The number of bytes that each read of an event file returned."""
+    """The sizes, in bytes, of the parts in which event files were read."""
     noted, events = [], type(server.spool.events)
     since = events.since
 

@@ -130,7 +130,7 @@ def memory() -> Iterator[Path]:
 @pytest.mark.parametrize("name", LOOKS)
 def test_dying_anywhere(memory: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """If the controller dies at any change of the volume, the next controller reaches the same
-    state as without the death."""
+    state as a controller that does not die."""
     for level in ("info", "warning", "error"):  # the log's writes don't go to the volume
         monkeypatch.setattr(Log, level, lambda *_, **__: None)
     template, dead = memory / f"{name} template", memory / f"{name} dead"

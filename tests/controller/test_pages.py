@@ -98,8 +98,8 @@ def test_a_run_lists_its_first_pending_jobs_and_counts_all(client, server, run, 
 
 
 def test_a_discarded_step_is_not_taken_for_the_served_one(client, server, run):
-    """Step 1 is served, discarded and made again: the record of the served step still names the
-    first step 1."""
+    """Step 1 is served and then discarded, and a new step 1 is made. The record of the served step
+    still names the discarded step."""
     client.train(run, rl_request())
     run_one(server.spool)
     serve(server.spool, run, 1)

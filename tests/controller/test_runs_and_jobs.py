@@ -522,7 +522,7 @@ def test_a_run_of_all_weights_needs_a_deployment_that_serves_whole_weights(deplo
         client.create_run("all", trainable="full", lora={"rank": 2})
     spec = client.create_run("all", trainable="full").spec
     assert (spec.trainable, spec.lora, spec.weights) == ("full", None, "merged")
-    # The same request again changes nothing.
+    # A repetition of the same request changes nothing.
     assert client.create_run("all", trainable="full").newest_step == 0
     assert server.spool.checkpoints.manifest("all", 0).files == {}
     with pytest.raises(Conflict, match="'all'"):

@@ -1,5 +1,5 @@
-"""The template variables of a training apply to the records of both files, the data and the
-held-out data."""
+"""The template variables of a training apply to all its records, in the data file and in the
+held-out file."""
 
 import json
 from pathlib import Path

@@ -518,7 +518,7 @@ def test_refused(writer: str, record: Any, where: str, problem: str, tmp_path: P
         parsed(tmp_path / "data.jsonl", record)
     assert str(refused.value.field).startswith("data.jsonl line 1")
     assert where in str(refused.value.field)
-    # The record is refused too if it is not the first record of a file.
+    # The same record is also refused as the second record of a file.
     (tmp_path / "data.jsonl").write_text(
         json.dumps(CHAT) + "\n" + (record if isinstance(record, str) else json.dumps(record)) + "\n"
     )

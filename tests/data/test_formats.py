@@ -299,8 +299,8 @@ def test_files_of_each_kind(tmp_path: Path) -> None:
 
 
 def test_what_arrow_adds_is_left_out(tmp_path: Path) -> None:
-    """Arrow gives each message the keys of all messages, and the arguments of each call the keys of
-    all calls. Tandem leaves out the keys that Arrow has added."""
+    """Arrow gives each message the keys of all messages. It also gives each call's arguments the
+    keys of all calls' arguments. Tandem leaves out the keys that Arrow has added."""
     functions = [{"name": "f", "arguments": arguments} for arguments in ({"x": 1}, {"y": "2"})]
     calls = [
         {"role": "assistant", "tool_calls": [{"type": "function", "function": one}]}

@@ -98,8 +98,8 @@ CHOICE: dict[str, Any] = {
 @pytest.mark.parametrize("as_object", [False, True])
 def test_turn_from_openai(as_object: bool) -> None:
     def given(kind: Any, value: dict[str, Any]) -> Any:
-        """The answer as an object of the openai client, which keeps extra keys and validates
-        nothing, or as a dict."""
+        """The answer as an object of the openai client, or as a dict. The client's objects keep
+        extra keys and validate nothing."""
         return construct_type(type_=kind, value=value) if as_object else value
 
     chat, completion = given(ChatCompletion, CHAT), given(Completion, COMPLETION)

@@ -114,8 +114,8 @@ def linear(
 
 
 def cut(sequence: tuple, length: int) -> tuple | None:
-    """The sequence after `truncate` has cut it to `length` tokens, computed in a slow and simple
-    way. The result is None if no trained token is left."""
+    """Cuts a sequence to `length` tokens, as `truncate` does, but in a slow and simple way. The
+    result is None if no trained token is left."""
     tokens, trained = sequence
     if len(tokens) <= length:
         return sequence
@@ -247,7 +247,7 @@ LAYOUTS = {
         100,
         (1, 30 + 6 * 5),
     ),
-    # Groups that are packed in their own order would need three rows.
+    # If the groups were packed in the order in which they come, they would need three rows.
     "best fit decreasing": (
         [
             group([one([g], list(range(10 * g, 10 * g + size - 1)), 1)])

@@ -1,5 +1,5 @@
-"""The packed rows that `prepare_sft` makes of examples with a tokenizer and a chat template, and
-the examples that it refuses."""
+"""`prepare_sft` packs examples into rows, with the help of a tokenizer and a chat template. The
+tests check the rows, and the examples that `prepare_sft` refuses."""
 
 from itertools import count
 from pathlib import Path
@@ -33,7 +33,7 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def chat(*contents: str, **more: object) -> SFTExample:
-    """An example of a conversation with these contents. The first message is the user's, and user
+    """An SFT example whose messages have these contents. The first message is the user's, and user
     and assistant alternate."""
     messages = [
         {"role": ("user", "assistant")[i % 2], "content": content}

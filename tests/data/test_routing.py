@@ -25,7 +25,7 @@ def encoded(array) -> str:
 
 
 def experts(tokens: int, first: int = 0) -> np.ndarray:
-    """Experts for `tokens` tokens. All numbers of experts are different, and the smallest is
+    """Experts for `tokens` tokens. No number of an expert occurs twice, and the smallest number is
     `first`."""
     shape = (tokens, MIXTURE.layers, MIXTURE.per_token)
     return (first + np.arange(np.prod(shape)).reshape(shape)).astype(np.uint16)

@@ -409,7 +409,7 @@ NOT_PASSED = {
         "CONTROLLER_HOST",
         "INFERENCE_HOST",
         "METRICS_HOST",
-        # `tandem up` gives each inference server of a container its name.
+        # `tandem up` names each inference server itself, if a container has several of them.
         "REPLICA",
         # These ports are fixed in the containers. TANDEM_CONTROLLER_PORT and TANDEM_INFERENCE_PORT
         # are the published ports.
@@ -461,7 +461,8 @@ def test_settings_reach_the_containers_that_have_their_variables(files):
         }.keys() <= NOT_PASSED
         passed |= {name for name, value in found.items() if value == given[name]}
     assert passed == fields - NOT_PASSED
-    # Preflight checks the settings on which several roles must agree, and both roles' devices.
+    # Preflight checks the settings on which several roles must agree. It also checks the GPUs of
+    # the trainer and of the inference servers.
     several = {
         name for name in passed if sum(name in environment(config, role) for role in SERVICES) > 1
     }

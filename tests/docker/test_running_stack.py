@@ -192,8 +192,8 @@ def test_rules_can_be_evaluated_and_nothing_fires(stack):
 
 
 def test_down_in_the_middle_of_a_job_and_up_as_another_user(stack):
-    """The job returns to the queue without a counted attempt, and containers of another uid
-    continue it."""
+    """The job returns to the queue, and the interrupted attempt does not count. Containers of
+    another uid continue the job."""
     step = stack.client.get_run(RUN).newest_step
     job = stack.submit(RUN, epochs=400)
     until(

@@ -75,8 +75,8 @@ def restarted(stack: ComposeStack, service: str, before: int) -> None:
 
 
 def exit_status(stack: ComposeStack, service: str, since: float) -> int:
-    """Wait until the service's present container ends after the time `since`. Returns its exit
-    status."""
+    """Wait until the container that the service has now has ended. Only an end after the time
+    `since` counts. Returns the container's exit status."""
 
     def ended():
         # A single query of events gives the result, because the engine may omit an event from a
@@ -163,7 +163,7 @@ sys.exit("no checkpoint was begun")
 @pytest.mark.sample(3, of="ends of containers")
 def test_sigterm_during_a_checkpoint(stack):
     """The container's exit status is 0. The checkpoint is complete or does not exist. The job has
-    succeeded, or continues without a counted attempt."""
+    succeeded, or it continues and the interrupted attempt does not count."""
     begin = time.time()
     job = submit(stack, epochs=100)
     done = docker(

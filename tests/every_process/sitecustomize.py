@@ -1,11 +1,11 @@
 """Every Python process that a test starts runs this module first, because tests/conftest.py puts
 this directory into PYTHONPATH.
 
-By default Python's garbage collector looks for cycles at every 700 new objects. During the imports
-of torch and vLLM there is no garbage, but the search takes an eighth of a start's CPU time. In all
-tests together the search took a tenth of the CPU time. vLLM's own code starts six more searches
-during its start, which find no garbage either. These six searches take 2.4 s of the 13 s of CPU
-time of vLLM's start.
+By default Python's garbage collector looks for cycles at every 700 new objects. While a process
+imports torch and vLLM, there is no garbage. Nevertheless the search takes an eighth of the CPU time
+of the process's start. In all tests together, the search took a tenth of the CPU time. Code of vLLM
+starts six more searches during the server's start, and they find no garbage either. These six
+searches take 2.4 s of the 13 s of CPU time that the server needs to start.
 
 At each start vLLM imports gRPC to send traces, which takes 1 s of CPU time. The library
 transformers looks for the files of all packages, which takes 0.8 s. No test sends traces, and the

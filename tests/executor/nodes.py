@@ -24,8 +24,8 @@ TICK_SECONDS = 0.03
 
 
 class Nodes:
-    """A Job controller, Kueue and a node, which run until the end of the `with` block. A fault
-    affects the pods from the moment at which the test sets the attribute of the fault."""
+    """A Job controller, Kueue and a node, which run until the end of the `with` block. A test sets
+    an attribute to cause a fault, and from then on the fault affects the pods."""
 
     def __init__(self, api: ApiServer, logs: Path, environment: dict[str, str]) -> None:
         """`environment`: variables of all containers; the pods' own variables take precedence."""
@@ -183,7 +183,7 @@ class Nodes:
             for kind in ("SuccessCriteriaMet", "Complete"):
                 _set(job, {"type": kind, "status": "True", "reason": "CompletionsReached"})
             return
-        # With podReplacementPolicy Failed, a terminating pod gets no successor before it has ended.
+        # With podReplacementPolicy Failed, a terminating pod gets a successor only after its end.
         for index in sorted(set(range(spec["completions"])) - {_index(pod) for pod in pods}):
             self._make_pod(job, index)
 

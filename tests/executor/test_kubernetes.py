@@ -492,7 +492,7 @@ def test_two_attempts_at_once_take_two_jobs(stayed):
 
 
 def image_of(cluster: SimpleNamespace) -> str:
-    """The image of the only Job's pods."""
+    """The image of the pods of the Job. There must be exactly one Job."""
     (job,) = cluster.api.objects("Job")
     (container,) = job["spec"]["template"]["spec"]["containers"]
     image: str = container["image"]

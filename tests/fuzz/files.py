@@ -1,12 +1,12 @@
-"""Damages one file of a spool after another, and lets every program read the spool.
+"""Damages the files of a spool, one at a time, and lets every program read the spool.
 
     python -m tests.fuzz.files [--minutes 30] [--seed S] [--only PATTERN]
 
 A spool with every kind of file is made by real jobs. Each round copies the spool and damages one
 file of the copy. Collectors, controller, `tandem doctor`, publisher, sweeper and a runner with real
-ranks read the damaged copy. No program may raise, hang or answer 500. No job may succeed with
-weights that the undamaged spool does not give. A run that was not damaged must be served and
-trained. `--seed` and `--round` repeat one round. Root can read every file, whatever the file's
+ranks read the damaged copy. No program may raise, hang or answer 500. A job that succeeds must make
+the same weights as on the undamaged spool. A run that was not damaged must be served and trained.
+`--seed` and `--round` repeat one round. Root can read every file, whatever the file's
 permissions are. The following command runs the fuzzer without this privilege of root:
 
     setpriv --bounding-set=-dac_override,-dac_read_search python -m tests.fuzz.files

@@ -185,7 +185,7 @@ def doctor(stage: Stage, root: Path) -> Problems:
 
 def publish(stage: Stage, root: Path, used: bytes, good: dict[str, str], witness: bool) -> Problems:
     """Two passes of a publisher. `used`: the content of the publisher's file `used.json`. `good`:
-    SHA-256 of each step's adapter by name."""
+    `<run>@<step>` -> SHA-256 of the step's adapter."""
     copies = copies_directory(root, stage.vllm.url)
     shutil.rmtree(copies, ignore_errors=True)
     copies.mkdir(mode=0o700)
@@ -210,8 +210,8 @@ def publish(stage: Stage, root: Path, used: bytes, good: dict[str, str], witness
 
 
 class _Impatient(Stop):
-    """A stop that is requested when there is no job to claim. The runner never pauses, because the
-    volume is not broken."""
+    """A `Stop` that ends the runner as soon as there is no job to claim. The runner never pauses,
+    because the volume is not broken."""
 
     def pause(self, seconds: float) -> None: ...
 
@@ -261,7 +261,7 @@ def run_jobs(stage: Stage, root: Path) -> Problems:
 
 
 def made(root: Path) -> dict[str, str]:
-    """SHA-256 of the adapter's file of each readable checkpoint, by `<run>@<step>`."""
+    """Maps the name `<run>@<step>` of each readable checkpoint to its adapter file's SHA-256."""
     spool, found = Spool(root), {}
     for run in spool.runs.names():
         for step in spool.checkpoints.steps(run):

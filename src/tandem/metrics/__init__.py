@@ -1,5 +1,5 @@
-"""All metrics of Tandem, the exporter, and the exporter's collectors, with one file for each source
-of metrics. vLLM's server exports its own metrics.
+"""All metrics of Tandem, and the exporter with its collectors. Each source of metrics has a file of
+its own. The vLLM server exports its own metrics.
 
 Ranks write their measurements into heartbeat files, and the exporter reads these files. So ranks
 need no HTTP server, and the exporter also works after the ranks have ended. Prometheus has the four
@@ -16,7 +16,7 @@ The collector in `jobs.py` reads the events of jobs. The collector in `ranks.py`
 running attempts. The age of a heartbeat or request is measured by the exporter's own clock, because
 a rank's clock may be wrong.
 
-The series of ranks exist only while a job runs, so a missing series is not a fault. A memory leak
-is visible as GPU memory in use while no rank runs. `tests/monitoring` gives promtool the metrics of
-healthy and broken deployments, and states which alerts must fire at each minute.
+A rank's series exist only while a job runs, so a missing series of a rank is not a fault. A memory
+leak is visible as GPU memory in use while no rank runs. `tests/monitoring` gives promtool the
+metrics of healthy and broken deployments, and states which alerts must fire at each minute.
 """

@@ -1,4 +1,4 @@
-"""Every metric that Tandem exports. docs/metrics.md is made from this list."""
+"""Every metric that Tandem exports. The file docs/metrics.md is made from this list."""
 
 from prometheus_client import ProcessCollector
 
@@ -12,8 +12,8 @@ from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
 from tandem.metrics.publish import MergedCollector, PublishCollector, ReplicasCollector
 from tandem.metrics.ranks import RanksCollector
 
-# Maps prometheus_client's metric types to Tandem's kinds. The exporter and the controller need the
-# kinds for the metrics of their own processes.
+# Maps prometheus_client's metric types to Tandem's kinds. The metrics about the exporter's and the
+# controller's own processes need these kinds.
 _KINDS: dict[str, Kind] = {"gauge": "gauge", "counter": "counter"}
 PROCESS_METRICS = tuple(
     Metric(

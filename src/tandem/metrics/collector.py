@@ -2,8 +2,8 @@
 collectors' last results.
 
 `tandem_collector_success` shows whether a collector fails or hangs (on a network volume or in a
-driver). A collector that hangs delays neither the scrape nor the other collectors. docs/metrics.md
-describes the collectors' metrics for users.
+driver). A collector that hangs delays neither the scrape nor the other collectors. For users,
+docs/metrics.md describes the collectors' metrics.
 """
 
 import abc

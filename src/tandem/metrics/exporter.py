@@ -100,8 +100,8 @@ class MetricsServer(ThreadingTCPServer):
     """
 
     daemon_threads = True
-    # Without address reuse the bind could fail, because `tandem up` holds the port for this
-    # process, and an old connection of the port may be in TIME_WAIT.
+    # Without address reuse, the bind fails while `tandem up` holds the port for this process. It
+    # also fails while an old connection of the port is in TIME_WAIT.
     allow_reuse_address = True
 
     def __init__(

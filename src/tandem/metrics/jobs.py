@@ -2,9 +2,8 @@
 events that are written after the exporter's start.
 
 The cost of a collection does not grow with the number of queued or finished jobs. The collector
-reads only jobs that have begun. Of the jobs that ended before the exporter's start, the collector
-reads only the last one. A directory of finished jobs is listed again only after the directory has
-changed.
+reads only jobs that have begun. It ignores the jobs that ended before the exporter's start, except
+the last one. A directory of finished jobs is listed again only after the directory has changed.
 """
 
 from contextlib import suppress
@@ -54,7 +53,7 @@ ERRORS = (
 """Reasons why an attempt failed (docs/jobs.md); an error that is not listed counts as "other"."""
 
 _STEP_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
-# The number of jobs per terminal state that a new exporter reads to find the last ended job.
+# To find the job that ended last, a new exporter reads this many jobs of each terminal state.
 _MOST_ENDED = 20
 _JOB_BUCKETS = (1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600)
 
@@ -224,11 +223,12 @@ class JobsCollector(SpoolCollector):
     def __init__(self, open_spool: OpenSpool) -> None:
         super().__init__(open_spool)
         self._followed: dict[str, _Followed] = {}
-        self._unread: set[str] = set()  # ids of jobs that could not be read yet
+        # The ids of jobs that could not be read yet.
+        self._unread: set[str] = set()
         # The last listing of each directory of ended jobs.
         self._listed: dict[Path, tuple[JobDir, ...]] = {}
         self._caught_up = False
-        # Counts of events from before the exporter's start. These events set only gauges.
+        # Events from before the exporter's start set only gauges. Their counts go here, unused.
         self._uncounted = Samples(self.metrics)
         self._last: dict[str, float] = {}  # gauges without labels
         # run -> time of the last step of its running job, Unix seconds
@@ -350,9 +350,9 @@ class JobsCollector(SpoolCollector):
 
 
 def _last_ended(spool: Spool) -> list[str]:
-    """A list with one element, the id of the job that ended last. The list is empty if the current
-    or last runner has ended no job. Jobs of earlier runners have left no memory on the devices,
-    because resident ranks end with their runner."""
+    """A list with one element, the id of the last job that ended after an attempt. The list is
+    empty if no such job has ended since the newest runner's start. Jobs of earlier runners have
+    left no memory on the devices, because resident ranks end with their runner."""
     ended = list[tuple[float, str]]()
     runner = spool.runner()
     for key in (
@@ -379,13 +379,13 @@ def _count_phases(counts: Samples, values: object, prefix: str = "") -> None:
 
 def _device_memory(released: dict[str, Any]) -> dict[str, dict[str, float]]:
     """The bytes for each gauge and each GPU's UUID, computed from the data of an event `released`.
-    None in the event stands for a size that could not be measured."""
+    If the event has None as a size, the size could not be measured."""
     before, left, floor, kept = (
         released.get(key) or {} for key in ("before", "devices", "floor", "resident")
     )
     resident = {uuid: size for uuid, size in kept.items() if size is not None}
-    # Memory below the floor, which a sleeping vLLM keeps, does not count as left by the job. Memory
-    # that resident ranks keep does not count either.
+    # A sleeping vLLM keeps the memory below the floor, and resident ranks keep other memory. The
+    # job has left neither of them behind.
     before, left = beyond(before, floor), beyond(beyond(left, floor), resident)
     measured = {uuid: size for uuid, size in left.items() if size is not None}
     given_back = {

@@ -6,7 +6,7 @@ has the rollout's earlier turns. The samples of a group share their prompt. So a
 start on the same server, unless this server has much more work than the others. Without arguments,
 the servers are the inference servers that `tandem up` starts beside the proxy. With `--resolve`,
 the servers are all addresses of a host name, for example of a headless Service. The name is
-resolved again every second. docs/performance.md has measurements of the routing rule.
+resolved again every second. Measurements of the routing rule are in docs/performance.md.
 """
 
 import argparse

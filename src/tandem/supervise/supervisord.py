@@ -44,7 +44,7 @@ class Program:
     essential: bool = True
     # whether a restart is costly, because the program's state takes minutes to build
     costly: bool = False
-    # The program listens on the port `number`; if `number` is None, on the port
+    # The program listens on the port `number`. If `number` is None, it listens on the port
     # settings.<port>_port.
     port: Literal["controller", "inference", "metrics"] | None = None
     number: int | None = None
@@ -83,10 +83,10 @@ _LEFTOVER_SECONDS = 13
 
 
 def programs_of(settings: Settings, role: str) -> tuple[Program, ...]:
-    """The programs of a role. Each of several inference servers is a pair of a vLLM and a
-    publisher, and a proxy is in front of all pairs. With TANDEM_REPLICA, this machine runs only one
-    pair of a vLLM and a publisher. Raises InvalidInput if there are not enough GPUs for the
-    servers."""
+    """The programs of a role. If there are several inference servers, each server is a pair of a
+    vLLM and a publisher, and a proxy is in front of all pairs. With TANDEM_REPLICA, this machine
+    runs only one pair of a vLLM and a publisher. Raises InvalidInput if there are not enough GPUs
+    for the servers."""
     programs = PROGRAMS.get(role, PROGRAMS["all"])
     if settings.local_replicas == 1 or _VLLM not in programs:
         return programs
@@ -112,8 +112,8 @@ def inference_ports(settings: Settings) -> dict[str, int]:
 
 
 def replica_variables(settings: Settings) -> list[dict[str, str]]:
-    """The environment variables of each of several inference servers on this machine. Raises
-    InvalidInput if there are too few GPUs for the servers."""
+    """The environment variables of each inference server, if this machine has several servers.
+    Raises InvalidInput if there are too few GPUs for the servers."""
     count, each = settings.local_replicas, settings.inference_tensor_parallel
     try:
         gpus = Devices(settings, "inference").uuids
@@ -182,8 +182,8 @@ def write_config(directory: Path, logs: Path, programs: Sequence[Program]) -> Pa
     Args:
         directory: the place of supervisord.conf, of supervisord's socket and of its pid file.
         logs: the directory for the programs' logs and supervisord's own log.
-        programs: programs start in this order and stop in the opposite order; programs of one kind
-            start and stop together.
+        programs: the programs, in the order in which they start. They stop in the opposite order.
+            Programs of one kind start and stop together.
     """
     text = f"""\
 [supervisord]
@@ -201,8 +201,8 @@ chmod = 0700
 supervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface
 """
     for priority, program in enumerate(programs):
-        # killasgroup kills the whole process group. vLLM's engine is in the process group of its
-        # server, and would keep the GPU if only the server was killed.
+        # killasgroup kills the whole process group. The engine of vLLM is in the process group of
+        # vLLM's server, and would keep the GPU if only the server was killed.
         text += f"""
 [program:{program.name}]
 command = "{sys.executable}" -m {program.module}
@@ -283,8 +283,8 @@ def how_it_ended(logs: Path, program: str) -> str:
 
 
 def statuses(settings: Settings) -> dict[str, Status]:
-    """The states of the programs of this role's `tandem up`, by name; empty if supervisord doesn't
-    answer."""
+    """The state of each program of this role's `tandem up`, by the program's name; empty if
+    supervisord doesn't answer."""
     with suppress(*_NO_ANSWER), _rpc(settings) as supervisor:
         answers: list[dict[str, Any]] = supervisor.getAllProcessInfo()
         return {
@@ -295,8 +295,8 @@ def statuses(settings: Settings) -> dict[str, Status]:
 
 
 def start_again(settings: Settings, program: str) -> None:
-    """Make supervisord start a program that it has given up restarting. Does nothing if supervisord
-    can't do so or doesn't answer."""
+    """Make supervisord start a program again after supervisord has given up on it. Does nothing if
+    supervisord can't do so or doesn't answer."""
     with suppress(*_NO_ANSWER), _rpc(settings) as supervisor:
         supervisor.startProcess(f"{liveness.program_kind(program)}:{program}", False)
 

@@ -11,10 +11,10 @@ supervisord, and the exit status of `tandem up` shows how the programs ended:
   STEADY_SECONDS.
 - 72: supervisord itself ended.
 
-Once all programs have been ready, `tandem up` ends with 70 or 71 only if no other running program
-is costly to restart. The programs that are costly to restart are vLLM and a runner with its job. A
-failure of another program must not destroy the state of vLLM or the runner. While vLLM or the
-runner stays up, another failing program is restarted for ever.
+The programs that are costly to restart are vLLM and a runner with its job. A failure of another
+program must not destroy the state of vLLM or the runner. Once all programs have been ready, a
+failing program therefore does not end `tandem up` with 70 or 71 while another program that is
+costly to restart stays up. The failing program is restarted for ever instead.
 
 All processes that `tandem up` started end within `supervisord.stop_seconds()`, in whatever way
 `tandem up` ends. If supervisord is killed together with `tandem up`, the next `tandem up` of this
@@ -72,8 +72,8 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
 
     Call this function in a separate process, because it changes the process's environment and
     umask, and ends all descendants of the process. Before any program is started, the function may
-    raise InvalidInput, SpoolUnusable, or Conflict if a port is taken or this role already runs on
-    this spool.
+    raise InvalidInput or SpoolUnusable. It raises Conflict if a port is taken, or if this role
+    already runs on this spool.
 
     Args:
         programs: the programs to run; None: the programs of `role` under these settings.

@@ -1,5 +1,5 @@
-"""Kills a vLLM that makes no progress. vLLM's `/health` answers 200 even while vLLM's engine hangs.
-So the watchdog watches vLLM's token counts."""
+"""Kills a vLLM that makes no progress. The route `/health` of vLLM answers 200 even while vLLM's
+engine hangs. So the watchdog watches vLLM's token counts."""
 
 import math
 import os

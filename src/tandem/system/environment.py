@@ -61,8 +61,8 @@ def scratch_directory(name: str) -> Path:
 
 
 def _own_directory(name: str, *parents: str | None) -> Path:
-    """This user's directory in the first of `parents` that exists and whose path is short enough
-    for sockets. If no parent fits, the directory is in /tmp."""
+    """This user's directory in one of `parents`: in the first that exists and whose path is short
+    enough for sockets. If no parent fits, the directory is in /tmp."""
     short = (Path(parent) for parent in parents if parent and len(parent) <= _LONGEST_PARENT)
     return private_directory(
         next(filter(Path.is_dir, short), Path("/tmp")) / f"tandem-{os.getuid()}-{name}"
@@ -148,10 +148,10 @@ def installed_version(package: str) -> str:
 
 
 def omp_waiting(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variable that makes waiting OpenMP threads (of libgomp, in torch and vLLM)
-    spin briefly and then sleep; empty if `environ` already sets such a variable. By default,
-    OpenMP's threads spin 300,000 times before they sleep. With 300,000 spins, the threads were 40
-    times slower while another process used one of two cores."""
+    """The environment variable that makes a waiting OpenMP thread spin briefly and then sleep. The
+    result is empty if `environ` already sets such a variable. In torch and vLLM, OpenMP is libgomp.
+    By default, its threads spin 300,000 times before they sleep. With 300,000 spins, the threads
+    were 40 times slower while another process used one of two cores."""
     return (
         {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys() else {"GOMP_SPINCOUNT": "1000"}
     )

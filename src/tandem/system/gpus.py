@@ -116,8 +116,8 @@ class Devices:
 
 def check_apart(settings: Settings) -> None:
     """Raises InvalidInput if TANDEM_GPU_MODE=dedicated but trainer and vLLM would use the same GPU
-    of this machine. Jobs would wait for ever for a GPU that vLLM uses. If the driver does not
-    answer, raises no error."""
+    of this machine. Jobs would wait for ever for a GPU that vLLM uses. Raises no error if the
+    driver does not answer."""
     if settings.gpu_mode == "shared":
         return
     with suppress(DriverFailed):

@@ -23,8 +23,8 @@ LONGEST_SECONDS = {
     # job's data from a slow volume.
     "runner": 600.0,
     # One iteration of the publisher's loop hashes and copies one adapter, makes vLLM load the
-    # adapter, and makes vLLM score the probe. During a swap of merged weights, and while it hashes
-    # a whole model, the publisher touches its file every 10 s.
+    # adapter, and makes vLLM score the probe. The publisher touches its file every 10 s during a
+    # swap of merged weights, and also while it hashes a whole model.
     "publisher": 1800.0,
 }
 """The most seconds that one turn of a program's loop may take."""
@@ -40,8 +40,8 @@ _turns: dict[threading.Thread, float] = {}  # thread -> the time of its loop's l
 
 def beat(program: str) -> None:
     """Records an iteration of this thread's loop in TANDEM_ALIVE_DIR; does nothing if the variable
-    is not set. If a program has several loops, the recorded time is that of the loop whose last
-    iteration is oldest."""
+    is not set. If a program has several loops, the recorded time is that of the loop that has been
+    silent longest."""
     if directory := os.environ.get(VARIABLE):
         now = time.time()
         _turns[threading.current_thread()] = now

@@ -1,4 +1,4 @@
-"""Finds this machine's addresses, and TCP connections to other machines on which data is lost.
+"""Finds this machine's addresses. Finds the addresses of other machines to which TCP data is lost.
 Checks whether two processes can reach one another over loopback."""
 
 import array
@@ -131,8 +131,9 @@ about 1.5 s."""
 
 
 def lost_data(addresses: Collection[str]) -> dict[str, str]:
-    """A description of the problem for each of `addresses` that does not acknowledge TCP data from
-    this network namespace, by address. Connections of processes that have exited also count."""
+    """Finds those of `addresses` that do not acknowledge TCP data from this network namespace.
+    Returns a description of the problem for each of them, by address. Connections of processes that
+    have exited also count."""
     known = {ipaddress.ip_address(address): address for address in addresses}
     tries = defaultdict[str, list[int]](list)
     for table in ("tcp", "tcp6"):

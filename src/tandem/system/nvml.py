@@ -52,8 +52,8 @@ class Gpu:
         return self.uuid != self.whole_uuid
 
     def has_name(self, name: str) -> bool:
-        """Whether `name` is the whole GPU's index, or the beginning of the device's or the whole
-        GPU's UUID. CUDA also accepts the beginning of a UUID."""
+        """Whether `name` is the index of the whole GPU, or the beginning of a UUID. This may be the
+        UUID of the device or of the whole GPU. CUDA also accepts the beginning of a UUID."""
         return name == self.index.partition(":")[0] or any(
             u.startswith(name) for u in (self.uuid, self.whole_uuid)
         )
@@ -146,9 +146,10 @@ class Driver:
 
     def memory(self, handle: Any) -> dict[str, int] | None:
         """The GPU's memory in bytes, with `total` = `free` + `reserved` + `used`; None if the GPU
-        does not report its memory. Raises DriverFailed. The value of `used` is the memory in use
-        that nvidia-smi shows, without the driver's own reservation (600 MiB on an H200). Version 1
-        of NVML's call counts the reservation as used, so this method uses only version 2."""
+        does not report its memory. Raises DriverFailed. The value of `used` equals the memory in
+        use that nvidia-smi shows. It leaves out the driver's own reservation (600 MiB on an H200).
+        Version 1 of NVML's call counts the reservation as used, so this method uses only version 2.
+        """
         if handle is None:
             return None
         memory = self.ask("nvmlDeviceGetMemoryInfo", handle, version=self.nvml.nvmlMemory_v2)

@@ -35,7 +35,7 @@ def open_plain(path: Path, *, most: int | None = None, links: Links = "none") ->
     the file is too large, or if the path has a link that is not allowed.
 
     Args:
-        path: the path, which must be absolute with links="none".
+        path: the path. With links="none", it must be absolute.
         most: the maximum size in bytes; None: any size.
         links: the links that the path may contain.
     """
@@ -66,7 +66,7 @@ def descriptor(path: Path, flags: int, *, links: Links = "none") -> int:
     Raises NotPlainError if the path is not a regular file.
 
     Args:
-        path: the path, which must be absolute with links="none".
+        path: the path. With links="none", it must be absolute.
         flags: the flags of `os.open`. A file that O_CREAT makes has the mode 0o666 without the
             umask's bits.
         links: the links that the path may contain.

@@ -93,8 +93,8 @@ def marked(variable: str, value: str) -> list[Process]:
     """Living processes of this user that were started with `variable=value` in their environment,
     except this process.
 
-    While a process is in `exec`, its environment reads as empty. The function reads an empty
-    environment again, for at most 0.1 s.
+    While a process is in `exec`, its environment looks empty. The function therefore reads an empty
+    environment up to three more times, within 0.1 s.
     """
     mark = f"{variable}={value}".encode()
     matches = []

@@ -98,7 +98,7 @@ class VllmClient:
         return version is not None and (int(version[1]), int(version[2])) >= (0, 32)
 
     def models(self) -> dict[str, str]:
-        """For each served model's name (also the base model's), the path of the model's files."""
+        """Maps the name of each served model (also the base model) to the path of its files."""
         return {
             str(card["id"]): str(card.get("root") or "")
             for card in self._ask("GET", "/v1/models")["data"]
@@ -135,8 +135,8 @@ class VllmClient:
         nats, at temperature 1. A value that is not finite is NaN. Raises InferenceRefused for an
         unknown model or a prompt that is too long.
 
-        vLLM computes the values anew in every call, without its prefix cache. vLLM's option
-        `logprobs_mode` does not affect the values.
+        vLLM computes the values anew in every call, without its prefix cache. The option
+        `logprobs_mode` of vLLM does not affect the values.
         """
         # One request contains all prompts, because each separate request would wait for a place in
         # the batch. The request's priority puts it before all waiting requests.
@@ -207,12 +207,12 @@ class VllmClient:
 
         Args:
             name: the model's new name, `<run>@<step>`.
-            path: the adapter's directory; with a `source`, only a name for the weights.
+            path: the adapter's directory. With a `source`, it is only a name for the weights.
             scale: the adapter's alpha / rank.
             seconds: time limit of the whole swap, including the wait for running requests.
             source: the source from which the workers get whole weights (`worker/landing.py`). If it
                 is None, the workers merge the adapter into the base model's weights.
-            again: the source to use for a later return to these weights.
+            again: the source that vLLM uses if it later returns to these weights.
         """
         order = {
             "name": name,
@@ -249,11 +249,11 @@ class VllmClient:
         return list(answer["rows"])
 
     def ready_instance(self) -> str:
-        """The id of the process that now runs this vLLM, one of several servers."""
+        """The id of the process that runs vLLM now. A server without a proxy has no such id."""
         return str(self._ask("GET", READY_ROUTE)["instance"])
 
     def is_ready(self) -> bool:
-        """Whether the proxy may send requests to this vLLM, one of several servers."""
+        """Whether the proxy of several servers may send requests to this vLLM."""
         return bool(self._ask("GET", READY_ROUTE)["ready"])
 
     def has_requests(self) -> bool:
@@ -261,8 +261,8 @@ class VllmClient:
         return _requests_in_flight(self._request("GET", "/metrics").text)
 
     def set_ready(self, until: float, instance: str | None) -> bool:
-        """Let the process `instance` (None: any process) answer requests until the time `until` of
-        the monotonic clock. Returns False if another process runs this vLLM now."""
+        """Permit the process `instance` (None: any process) to answer requests until `until`, a
+        time of the monotonic clock. Returns False if another process runs vLLM now."""
         order = {"until": until, "instance": instance}
         try:
             self._request("POST", READY_ROUTE, order, timeout=_READY_SECONDS)
@@ -385,7 +385,7 @@ def _error_message(response: httpx.Response) -> str:
 
 
 def _adapter_samples(metrics: str) -> list[tuple[float, set[str]]]:
-    """Pairs of a Unix time, and a set of adapters that requests last used together at this time."""
+    """Pairs (Unix time, adapters): requests last used these adapters together at this time."""
     samples = []
     for match in _LORA_INFO.finditer(metrics):
         groups = _ADAPTERS.findall(match["labels"])

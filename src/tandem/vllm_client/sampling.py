@@ -55,7 +55,7 @@ def distorting(options: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def loop_options(options: Mapping[str, Any], own: Mapping[str, Any], field: str) -> dict[str, Any]:
     """The sampling options of a training loop, including the temperature. Raises InvalidInput if
-    `own` sets a temperature other than the loop's, which the loss uses.
+    the temperature in `own` differs from the loop's temperature, which the loss uses too.
 
     Args:
         options: the loop's options; the default temperature is 1.
