@@ -463,8 +463,8 @@ class ApiServer:
             )
 
     def _replace(self, obj: Object, plural: str, name: str, *, status: bool) -> Object:
-        """Carries out Helm's request PUT or PATCH. Helm's PATCH sends whole objects and creates
-        missing objects."""
+        """Carries out a PUT or PATCH request from Helm. Helm's PATCH sends whole objects and
+        creates missing objects."""
         obj["metadata"].setdefault("name", name)
         old = self._objects.get((plural, name))
         if old is None:

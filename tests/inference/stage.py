@@ -97,8 +97,8 @@ class Stage:
         return Probe(tokens=PROMPTS, logprobs=now, previous=previous, base=base)
 
     def step(self, effect: float, *, weights: float | None = None, job: str | None = None) -> None:
-        """Commit a checkpoint. `effect`: the effect of the checkpoint's probe. `weights`: the effect
-        of the checkpoint's adapter, by default `effect`."""
+        """Commit a checkpoint. `effect`: the effect of its probe. `weights`: the effect of its
+        adapter, by default `effect`."""
         adapter = partial(self.write_adapter, effect if weights is None else weights)
         if job is not None:
             submit(self.spool, job, "run")

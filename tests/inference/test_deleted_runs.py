@@ -1,4 +1,4 @@
-"""The publisher's actions after two kinds of removal: a run is deleted, or the run's old checkpoints
+"""The publisher's actions after two kinds of removal: a run is deleted, or a run's old checkpoints
 and jobs are removed."""
 
 import shutil

@@ -37,7 +37,8 @@ parallel.destroy()
 @pytest.mark.gpu
 def test_adapters_on_experts_are_served(tmp_path: Path) -> None:
     """With `TANDEM_EXPERT_LORA=1`, the log-probs of vLLM agree with log-probs that the CPU computes
-    in fp32. Every token uses all experts, so rounding to bf16 can't change the choice of experts."""
+    in fp32. Every token uses all experts, so rounding to bf16 can't change the choice of
+    experts."""
     tiny_model.write_tokenizer(tmp_path / "model")
     write_random_model(
         tmp_path / "model",

@@ -83,8 +83,8 @@ def call(family: str, **arguments: Any) -> str:
 
 
 def dialogues(family: str) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
-    """Names and turns of twenty dialogues. A turn has two parts: the text that the model writes, and
-    the options of the request."""
+    """Names and turns of twenty dialogues. A turn has two parts: the text that the model writes,
+    and the options of the request."""
     thought = {"qwen3": "<think>\nhm\n</think>\n\n", "qwen3_5_think": "hm\n</think>\n\n"}
     think = thought.get(family, "\n<think>hm</think>\n")
     to_tool, end = ("<|observation|>", "<|user|>") if family == "glm4moe" else ["<|im_end|>"] * 2

@@ -1,6 +1,6 @@
-"""The Triton kernels of a gated delta net compute the same as torch's operations in float64. This is
-true of the forward and of the backward pass. On the CPU, Triton's interpreter runs the kernels, in a
-process of its own."""
+"""The Triton kernels of a gated delta net compute the same as torch's operations in float64. This
+is true of the forward and of the backward pass. On the CPU, Triton's interpreter runs the kernels,
+in a process of its own."""
 
 import os
 import random
