@@ -44,7 +44,7 @@ class UniqueKeys(yaml.CSafeLoader):
 
 @dataclass(frozen=True)
 class Rendered:
-    """The objects, including hooks, and the notes that a chart renders."""
+    """The rendered objects of a chart, including hooks, and the rendered notes."""
 
     objects: list[Object]
     notes: str
@@ -82,8 +82,7 @@ DEFAULTS = load(CHART / "values.yaml")
 
 
 def leaves(node: Any, path: str = "") -> dict[str, Any]:
-    """Maps the dotted path of each value in nested mappings to the value. An empty mapping counts
-    as a value."""
+    """The values in nested mappings, by their dotted paths. An empty mapping counts as a value."""
     if not isinstance(node, dict) or not node:
         return {path: node}
     parts = [leaves(value, f"{path}.{key}".lstrip(".")) for key, value in node.items()]

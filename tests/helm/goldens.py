@@ -100,7 +100,8 @@ def _named(groups: list[Object]) -> dict[str, Object]:
 
 
 def _differences(groups: list[Object]) -> Object:
-    """Maps the dotted path of each value that differs from the rules in images/ to the value."""
+    """The rendered values that differ from the rules in images/, by their dotted paths. A value
+    that is not rendered is `left out` here."""
     made, known = leaves(_named(groups)), leaves(rules())
     different = sorted({path for path, _ in made.items() ^ known.items()})
     return {path: made.get(path, "left out") for path in different}

@@ -119,7 +119,8 @@ class Cut(Exception):
 
 @dataclass
 class Fault:
-    """A fault of the next `times` requests with the method `method` and the resource `plural`."""
+    """A fault for requests with the method `method` and the resource `plural`. The fault applies to
+    the next `times` such requests."""
 
     method: str
     plural: str
@@ -212,8 +213,8 @@ class ApiServer:
             return [obj for obj in stored if kind in (None, obj["kind"])]
 
     def fail(self, method: str, plural: str, how: int | str, times: int = 1, **more: str) -> None:
-        """Makes the next `times` requests with the method `method` and the resource `plural` fail,
-        as `Fault` says."""
+        """Adds a `Fault` for requests with the method `method` and the resource `plural`. The fault
+        applies to the next `times` such requests."""
         self.faults.append(Fault(method, plural, how, times, **more))
 
     @contextmanager
@@ -246,8 +247,8 @@ class ApiServer:
             return self._store(obj)
 
     def change(self, kind: str, name: str, action: Callable[[Object], None]) -> Object | None:
-        """Changes an object as a controller does. Returns the object, or None if it is gone. An
-        object that is marked as deleted and has no finalizers after the change is removed."""
+        """Changes an object as a controller does. Returns the object, or None if it is gone. If the
+        changed object is marked as deleted and has no finalizers, the server removes it."""
         with self.changed:
             obj = self._objects.get((_plural(kind), name))
             if obj is None:
@@ -462,8 +463,8 @@ class ApiServer:
             )
 
     def _replace(self, obj: Object, plural: str, name: str, *, status: bool) -> Object:
-        """Carries out a PUT or a PATCH of Helm. Helm's PATCH sends whole objects and creates
-        missing objects."""
+        """Carries out a PUT or PATCH request from Helm. Helm's PATCH sends whole objects and
+        creates missing objects."""
         obj["metadata"].setdefault("name", name)
         old = self._objects.get((plural, name))
         if old is None:

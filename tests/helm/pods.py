@@ -11,8 +11,8 @@ ROLES = ("controller", "trainer", "inference")
 
 
 def pod_template(obj: Object) -> Object | None:
-    """The pod (`metadata` and `spec`) that an object is or makes. None if the object makes no
-    pod."""
+    """The pod (`metadata` and `spec`): the object itself, or the template from which the object
+    makes pods. None if the object makes no pod."""
     return obj if obj["kind"] == "Pod" else obj.get("spec", {}).get("template")
 
 
@@ -27,7 +27,7 @@ def component(pod: Object) -> str:
 
 
 def pod_of(pods: list[Object], role: str) -> Object:
-    """The only pod, other than pods of Jobs, that has the container of `role`."""
+    """The only pod that has the container of `role`. Pods of Jobs are left out."""
     pods = [pod for pod in pods if component(pod) != "job"]
     (found,) = (p for p in pods if any(c["name"] == role for c in p["spec"]["containers"]))
     return found

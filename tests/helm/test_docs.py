@@ -40,8 +40,8 @@ def unknown(values: dict) -> list[str]:
 
 
 def missing(text: str, before: str) -> list[str]:
-    """The dotted names in a text that begin like a value of the chart but name no value. `before`:
-    a pattern of the text before a name."""
+    """The dotted names in a text that begin with a key of the chart's values, although the chart
+    has no such value. `before`: a pattern of the text before a name."""
     names = set(re.findall(rf"(?:{before})([a-z][A-Za-z]*(?:\.[A-Za-z]+)+)(?![-/\w])", text))
     known = [name for name in names if name.partition(".")[0] in charts.DEFAULTS]
     return [name for name in known if unknown(charts.at(name, None))]

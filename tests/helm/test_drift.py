@@ -87,8 +87,8 @@ def test_compose_and_chart_set_the_same_variables():
 
 
 def comparable(environment: dict[str, str]) -> dict[str, str]:
-    """The variables that have a value. The directories of files and the hosts of other containers
-    are removed from the values."""
+    """The variables that have a value. If a value is a file's path, its directory is removed. If a
+    value is the URL of another container, its host is replaced by `host`."""
     given = {variable: text for variable, text in environment.items() if text}
     for variable, text in given.items():
         if variable.endswith(("_FILE", "_PATH")):

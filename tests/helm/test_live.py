@@ -81,7 +81,7 @@ def service_of(pod: Object, container: Object, directory: Path) -> Object:
         "mem_limit": memory,
         "memswap_limit": memory,
         "stop_grace_period": f"{pod['spec'].get('terminationGracePeriodSeconds', 30)}s",
-        # At a pod's start, the health check of its image replaces the pod's probes.
+        # While the pods start, Docker runs the image's health check instead of the pod's probes.
         "healthcheck": {"interval": "3s", "disable": "readinessProbe" not in container},
         "profiles": ["test"] if component(pod).startswith("test-") else [],
         **volumes_of(pod, container, directory),

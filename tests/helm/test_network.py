@@ -1,5 +1,5 @@
-"""Only expected connections are open between the pods of two releases in one namespace and other
-pods."""
+"""Two releases are in one namespace, and other pods are in this and other namespaces. Between all
+these pods, only the expected connections are open."""
 
 from collections import defaultdict
 from collections.abc import Mapping

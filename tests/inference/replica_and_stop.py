@@ -1,6 +1,6 @@
 """`python replica_and_stop.py PHASE GO`: the publisher of a replica. The publisher kills itself
 when its next publication reaches the phase PHASE. `PHASES` are the phases of an adapter's
-publication, `publish_and_stop.PHASES` are the phases of a publication of merged weights. The
+publication. `publish_and_stop.PHASES` are the phases of a publication of merged weights. The
 program writes the file GO.ready when its replica is ready. The publication begins when the file GO
 exists."""
 

@@ -97,12 +97,12 @@ class Stage:
         return Probe(tokens=PROMPTS, logprobs=now, previous=previous, base=base)
 
     def step(self, effect: float, *, weights: float | None = None, job: str | None = None) -> None:
-        """Commit a checkpoint whose probe has `effect`. The checkpoint's weights have the effect
-        `weights`, or by default the probe's effect."""
+        """Commit a checkpoint. `effect`: the effect of its probe. `weights`: the effect of its
+        adapter, by default `effect`."""
         adapter = partial(self.write_adapter, effect if weights is None else weights)
         if job is not None:
             submit(self.spool, job, "run")
-            # The publisher adds the event `served` to a job of any final state.
+            # The publisher adds the event `served` to a job in any final state.
             self.spool.queue.cancel(job)
         commit(self.spool, "run", adapter, self.probe(effect), job)
         self.effects.append(effect)

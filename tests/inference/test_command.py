@@ -28,7 +28,7 @@ def command(environ: dict[str, str] | None = None, **values: object) -> ServerCo
 
 
 def option(argv: list[str], name: str) -> str:
-    """The last value of an option. vLLM uses an option's last value."""
+    """The last value of an option. This is the value that vLLM uses."""
     return argv[len(argv) - 1 - argv[::-1].index(name) + 1]
 
 
@@ -104,8 +104,8 @@ def test_tokens_in_and_out_are_switched_on_where_vllm_knows_the_option(
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_delta_nets(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM serves Qwen3.5 without the vision tower, and on the CPU in bfloat16 only. vLLM's module
-    of Qwen3.5 imports torchvision."""
+    """Qwen3.5 is served without the vision tower. On the CPU, Qwen3.5 is served only in bfloat16.
+    The module of vLLM for Qwen3.5 imports torchvision."""
     monkeypatch.setattr(
         "tandem.inference.server.family_arguments.find_spec", lambda _: True if installed else None
     )
@@ -138,8 +138,8 @@ def test_delta_nets(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_what_a_family_needs(family: str, flags: list[str], tmp_path: Path) -> None:
-    """vLLM serves a model with vision without the vision tower. vLLM reads the scaling of queries
-    by position only from the config key `llama_4_scaling`, which is vLLM's own."""
+    """A model with vision is served without the vision tower. For the scaling of queries by
+    position, vLLM reads only its own config key `llama_4_scaling`."""
     argv = command(base_model=str(write_random_model(tmp_path, family=family))).argv
     assert [flag for flag in ("--language-model-only", "--hf-overrides") if flag in argv] == flags
     if "--hf-overrides" in flags:
@@ -150,8 +150,8 @@ def test_what_a_family_needs(family: str, flags: list[str], tmp_path: Path) -> N
 
 
 def test_latent_attention_on_the_cpu(tmp_path: Path) -> None:
-    """On the CPU Tandem switches vLLM's kernel of RoPE off, and refuses models whose latents have
-    another width than 576."""
+    """On the CPU Tandem switches off vLLM's kernel for RoPE. Tandem also refuses models whose
+    latents are not 576 wide."""
     config = {**SHAPE, **LATENT, "model_type": "glm4_moe_lite"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = {"base_model": str(tmp_path)}

@@ -1,5 +1,5 @@
-"""The publisher's actions when a run is deleted, or old checkpoints and jobs of a run are
-removed."""
+"""The publisher's actions after two kinds of removal: a run is deleted, or a run's old checkpoints
+and jobs are removed."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Adapters on experts in the real vLLM on a GPU. vLLM serves such adapters only on a GPU."""
+"""Adapters on experts in the real vLLM, which serves such adapters only on a GPU."""
 
 import json
 import subprocess
@@ -36,8 +36,9 @@ parallel.destroy()
 @pytest.mark.slow
 @pytest.mark.gpu
 def test_adapters_on_experts_are_served(tmp_path: Path) -> None:
-    """The log-probs of a vLLM with `TANDEM_EXPERT_LORA=1` equal log-probs in fp32 on the CPU. Every
-    token uses all experts, so rounding to bf16 can't change the choice of experts."""
+    """With `TANDEM_EXPERT_LORA=1`, the log-probs of vLLM agree with log-probs that the CPU computes
+    in fp32. Every token uses all experts, so rounding to bf16 can't change the choice of
+    experts."""
     tiny_model.write_tokenizer(tmp_path / "model")
     write_random_model(
         tmp_path / "model",

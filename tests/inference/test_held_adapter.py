@@ -167,7 +167,7 @@ def test_a_layer_that_is_not_in_the_file_must_be_empty() -> None:
     gate_up.set_lora(0, [torch.ones(4, INPUTS), None], [torch.ones(48, 4), None])
     held = held_adapter._linear(gate_up, 0, parts, modules, 1.0)
     assert not [each.wrong() for each in held if each.wrong()]
-    # This value stands for one that the slot's previous adapter has left behind.
+    # This value stands for a value that the previous adapter has left in the slot.
     gate_up.lora_b_stacked[1][0, 0, 0, 0] = 1.0
     held = held_adapter._linear(gate_up, 0, parts, modules, 1.0)
     assert [each.wrong() for each in held if each.wrong()] == [

@@ -131,8 +131,8 @@ def engine_of(vllm: VllmServer) -> int:
 def test_a_server_or_engine_that_dies_in_mid_swap(
     vllm: VllmServer, trainer: MergedTrainer, dies: str, moment: str
 ) -> None:
-    """At the moment `drain` the swap waits for a running request. At the moment `call` a worker
-    has not answered the engine yet."""
+    """`drain`: the process dies while the swap waits for a running request. `call`: the process
+    dies before a worker has answered the engine."""
     trainer.step(1)
     trainer.publish(trainer.run)
     trainer.step(2)

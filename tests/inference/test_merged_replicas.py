@@ -55,8 +55,8 @@ def vllms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VllmSe
 
 
 class Asker(threading.Thread):
-    """Sends requests to both servers without a break. Records each answer by weights of a step that
-    is older than the announced step."""
+    """Sends requests to both servers without a break. Records wrong answers. An answer is wrong if
+    its weights are older than the announced step."""
 
     def __init__(self, trainer: MergedTrainer, vllms: dict[str, VllmServer]) -> None:
         super().__init__(daemon=True)

@@ -140,8 +140,8 @@ class World:
         await answer(scope, receive, send)
 
     async def _events(self, request_id: str, text: str) -> AsyncIterator[str]:
-        """The events of a streamed answer. vLLM gives a streamed request to the engine only after
-        the answer's headers, when the reader requests the first event."""
+        """The events of a streamed answer. The real vLLM first sends the answer's headers. It gives
+        the request to the engine when the reader requests the first event."""
         await self.streamed.wait()
         await self.engine.add_request(request_id)
         event = f"data: {json.dumps({'choices': [{'text': text}]})}\n\n"
@@ -331,8 +331,7 @@ async def test_torn_weights_answer_nobody_until_a_swap_succeeds(
 async def test_a_dead_engine_ends_every_wait(
     world: World, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM never answers a call that its engine received and did not finish before the engine
-    died."""
+    """If the engine dies during a call, vLLM never answers this call."""
     monkeypatch.setattr(merged_server, "_CHECK_SECONDS", 0.05)
     await world.publish(1)
     running = await world.running()

@@ -264,7 +264,7 @@ def test_only_announced_weights_count(scene: Scene, phase: MergedPhase) -> None:
 
 
 def test_weights_that_took_the_place_of_others_make_their_records_stale(scene: Scene) -> None:
-    """The first step of a fork replaces the step of the fork's source run in vLLM, so the publisher
+    """In vLLM, the first step of a fork replaces a step of the fork's source run. So the publisher
     must remove the record of the source run."""
     state = {"phase": "served", "name": "a@5", "path": "/5", "transport": "merge"}
     transport = scene.transport(state=state)

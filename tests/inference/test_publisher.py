@@ -200,7 +200,7 @@ def test_an_adapter_whose_file_appears_late_is_not_refused_but_tried_again(
     stage.step(0.5)
     whole = stage.weights(3).read_bytes()
     stage.weights(3).unlink()
-    # The 60 s in which a checkpoint's files may become visible have passed.
+    # With 0 s a missing file counts as damage at once, as it does 60 s after the commit.
     monkeypatch.setattr(checkpoint_loader, "VISIBLE_SECONDS", 0.0)
     publisher.once()
     assert stage.served() == (2, 3)

@@ -34,8 +34,8 @@ CASES = [("qwen3", 1, 1), ("qwen3", 2, 1), ("qwen2", 2, 1), ("qwen3_moe", 1, 1),
 def senders(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Senders]:
-    """A trainer of one rank, of two tensor-parallel ranks, or of two stages. The trainer's model
-    has tied embeddings and biases, or experts."""
+    """A trainer of one rank, of two tensor-parallel ranks, or of two stages. The trainer's model is
+    a plain dense model, a dense model with biases and tied embeddings, or a mixture of experts."""
     family, tp, pp = request.param
     directory = tmp_path_factory.mktemp("senders")
     with start_ranks(directory, write_model(family, tmp_path_factory), tp, pp) as ranks:
@@ -112,8 +112,8 @@ def adapters(dense: Model, tmp_path: Path) -> list[Path]:
 
 
 def arriving(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], object]) -> None:
-    """Calls `action` when a worker takes the buffer number `number`. The number counts the buffers
-    of all workers together."""
+    """Calls `action` when a worker takes the buffer with the number `number`. The buffers of all
+    workers are counted together."""
     arrived, count = landing._arrived, 0
 
     def arrive(*args: Any) -> Iterator[Any]:

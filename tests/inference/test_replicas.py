@@ -111,8 +111,8 @@ def several(
 
 
 def die(several: Several, name: str, seconds: float = replicas_module.DEAD_SECONDS + 1) -> None:
-    """Ends the replica `name`, and makes its record look as if it had not been renewed for
-    `seconds`."""
+    """Ends the replica `name`. To the publishers, the replica's record then looks as if nobody had
+    renewed it for `seconds`."""
     several.member(name).stop()
     replicas = several.stage.spool.replicas, *(several.member(n)._replicas for n in several.vllms)
     for each in replicas:

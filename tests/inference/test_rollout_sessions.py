@@ -83,8 +83,8 @@ def call(family: str, **arguments: Any) -> str:
 
 
 def dialogues(family: str) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
-    """Names and turns of twenty dialogues. Each turn is the text that the model writes and the
-    options of the request."""
+    """Names and turns of twenty dialogues. A turn has two parts: the text that the model writes,
+    and the options of the request."""
     thought = {"qwen3": "<think>\nhm\n</think>\n\n", "qwen3_5_think": "hm\n</think>\n\n"}
     think = thought.get(family, "\n<think>hm</think>\n")
     to_tool, end = ("<|observation|>", "<|user|>") if family == "glm4moe" else ["<|im_end|>"] * 2
@@ -411,8 +411,8 @@ def test_after_a_restart_turns_are_rendered_in_full_and_finish_has_only_the_late
 def test_what_harmony_renders_is_recorded_and_its_breaks_are_counted(
     vllm: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM renders GPT-OSS without its usual renderer, and a session can't continue a turn without
-    this renderer. vLLM on the CPU has no GPT-OSS, so this test lets vLLM render a Qwen3 without the
+    """For GPT-OSS, vLLM does not use its usual renderer. Without this renderer, a session can't
+    continue a turn. On the CPU vLLM can't serve GPT-OSS, so this test uses a Qwen3 without the
     renderer."""
     monkeypatch.setattr(SentMessages, "of", lambda *_: None)
     monkeypatch.setattr(RolloutSession, "find", lambda *_: None)

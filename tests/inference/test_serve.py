@@ -17,7 +17,7 @@ from tandem.inference.server import serve
 def environments(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[dict[str, str]]]:
-    """The list of the environments of the vLLMs that `start` starts."""
+    """A list with the environment of each vLLM that `start` starts."""
     log = logging.getLogger()
     level = log.level
     monkeypatch.setattr(log, "handlers", [])  # `serve.main` adds its own log handlers.

@@ -61,8 +61,8 @@ def test_a_token_on_its_way_is_of_the_weights_before() -> None:
 
 
 def test_what_is_on_its_way_to_an_evicted_request_is_discarded() -> None:
-    """vLLM 0.32 (`Scheduler._preempt_request`) forgets the number of tokens on their way to an
-    evicted request, and would deliver these tokens."""
+    """When vLLM 0.32 evicts a request (`Scheduler._preempt_request`), it forgets how many tokens of
+    the request have not arrived yet. Later it would deliver these tokens."""
     evicted, waits = Request("evicted", 3, 0, b"first"), Request("waits", 0, 0, b"first")
     evicted.num_stale_output_tokens = 1
     core = SimpleNamespace(scheduler=Scheduler([], [evicted, waits]))
@@ -76,7 +76,7 @@ def test_what_is_on_its_way_to_an_evicted_request_is_discarded() -> None:
 
 
 def test_drafts_on_their_way_are_discarded() -> None:
-    """With speculative decoding, the engine does not know yet at a swap how many draft tokens are
+    """At a swap during speculative decoding, the engine does not know yet how many draft tokens are
     accepted."""
     scheduler = Scheduler([Request("running", 10, 4, b"first")], [])
     scheduler.num_spec_tokens = 3  # type: ignore[attr-defined]

@@ -99,8 +99,8 @@ def test_right_weights_pass_whatever_the_step_and_the_noise(step: float, error: 
 def test_right_weights_pass_where_trainer_and_vllm_differ_by_more_than_the_step(
     step: float,
 ) -> None:
-    """The trainer's kernels and vLLM's kernels round differently. The trainer and vLLM each round
-    about equally with and without the adapter. So after a small step, vLLM's log-probs of the
+    """The trainer's kernels and vLLM's kernels round differently. Each program has nearly the same
+    rounding errors with and without the adapter. So after a small step, vLLM's log-probs of the
     checkpoint are nearer to vLLM's log-probs of the base model than to the trainer's log-probs of
     the checkpoint.
     """

@@ -108,8 +108,8 @@ def make(
 
 
 def sample(vllm: VllmServer, run: str, enough: Event) -> list[str]:
-    """The steps whose weights computed each of several long answers. One answer is not enough,
-    because on a busy machine a swap may take longer than one answer."""
+    """For each of several long answers, the steps whose weights computed the answer. One answer is
+    not enough, because on a busy machine a swap may take longer than one answer."""
     found = []
     while not enough.is_set():
         found.append(complete(vllm, run, max_tokens=3500).headers["x-tandem-weights"])

@@ -232,8 +232,8 @@ class Workers:
         return way
 
     def check(self, adapter: Path | None, scale: float = SCALE) -> None:
-        """Every bit of a worker's weights equals the bit of the merge by numpy, cut for the worker.
-        If `adapter` is None, every bit equals the base model's bit."""
+        """Checks every bit of each worker's weights. The expected weights are `merged` with the
+        adapter, or the base model's weights if `adapter` is None. Each worker has its part."""
         tensors = self.model.tensors if adapter is None else self.model.merged(adapter, scale)
         for rank, worker in enumerate(self.each):
             assert worker.bits() == self.model.worker(len(self.each), rank, tensors).bits()
@@ -270,8 +270,8 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def merged(tensors: Mapping[str, Tensor], adapter: Path, scale: float = SCALE) -> dict[str, Tensor]:
-    """The whole model's tensors merged with an adapter. numpy computes in float64, and the sums are
-    rounded to float32 and then to the tensors' dtype."""
+    """The whole model's tensors merged with an adapter. The merge is computed by numpy in float64.
+    The sums are rounded to float32 and then to the tensors' dtype."""
     result = dict(tensors)
     factors = load_file(adapter / WEIGHTS_FILE)
     for key, a in factors.items():

@@ -1,4 +1,5 @@
-"""Collectors whose collections the test starts, and their metrics as Prometheus parses them."""
+"""Tools for tests of collectors. The test starts each collection itself, and reads the metrics as
+Prometheus parses them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -36,7 +37,7 @@ class Scraped:
         return [dict(labels) for known, labels in self.samples if known == name]
 
     def by(self, label: str, name: str, /) -> dict[str, float]:
-        """Label value -> value, of the samples with that name."""
+        """Maps the values of the label `label` to the values of the samples with that name."""
         return {
             dict(labels)[label]: value
             for (known, labels), value in self.samples.items()

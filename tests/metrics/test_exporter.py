@@ -155,8 +155,8 @@ def test_prometheus_is_told_where_each_vllm_is() -> None:
 
 
 def test_the_runner_of_jobs_has_no_gpus_to_look_for(monkeypatch, tmp_path) -> None:
-    """If the exporter looked for GPUs beside a runner whose ranks run elsewhere, a machine without
-    a driver would cause an alert."""
+    """The ranks of a runner may run on other machines. If the exporter beside the runner looked for
+    GPUs, a machine without a driver would cause an alert."""
     monkeypatch.setenv("TANDEM_ROLE", "trainer")
     for executor, device in (("kubernetes", "cpu"), ("local", "cuda")):
         settings = Settings(root=tmp_path, device="cuda", executor=executor)

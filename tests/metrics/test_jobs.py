@@ -405,7 +405,7 @@ def session_job(spool: Spool) -> Job:
 
 
 def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Sets the collector's clock to `seconds` after 1000."""
+    """Sets the collector's clock to 1000 + `seconds`."""
     monkeypatch.setattr(ranks.time, "monotonic", lambda: 1000 + seconds)
 
 

@@ -1,5 +1,5 @@
-"""Cases for comparisons with transformers: families with each family's special features, and a
-packed row with the sequences that are in it."""
+"""Cases for comparisons with transformers: models that have the special features of their families,
+a packed row, and the sequences that the row packs."""
 
 from typing import Any
 
@@ -45,8 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"family": "qwen3_moe", **QWEN_WINDOW},
     "gpt_oss": {"family": "gpt_oss"},
-    # Delta nets normalise what they read from a state. Large weights make some reads small, and the
-    # normalisation of small reads enlarges rounding errors.
+    # Delta nets normalise what they read from a state. If the weights are large, some of the values
+    # from the state are small, and their normalisation enlarges rounding errors.
     "qwen3_5": {"family": "qwen3_5_text", "spread": 0.7},
     "qwen3_5, tied": {
         "family": "qwen3_5_text",

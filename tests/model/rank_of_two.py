@@ -1,8 +1,8 @@
 """One of two ranks that tests/model/test_two_ranks.py starts: python rank_of_two.py <directory>
 cpu|cuda.
 
-The ranks read the base weights together. Each rank writes a report of its reads to
-<directory>/rank<r>.pt.
+The ranks read the base weights together. Each rank reports to <directory>/rank<r>.pt which weights
+it has read.
 """
 
 import os

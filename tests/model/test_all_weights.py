@@ -1,5 +1,5 @@
-"""Full fine-tuning. The loss and the gradients of all weights equal transformers' results, and
-three optimizer steps equal steps of torch's AdamW.
+"""Full fine-tuning. The loss and the gradients of all weights equal those of transformers. After
+three optimizer steps, the weights equal those of torch's AdamW.
 
 `tests/oracle` injects the bugs that a comparison with transformers must find.
 """
@@ -85,16 +85,16 @@ def reference(model: Path, path: Path) -> Reference:
 
 
 def trained(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors without `layer_scalar`, a frozen number of each layer of Gemma 4. `saved` does
-    not copy the value of `layer_scalar`."""
+    """The tensors except `layer_scalar`. Each layer of Gemma 4 has this number, which is frozen.
+    `saved` does not copy its value."""
     return {name: value for name, value in tensors.items() if "layer_scalar" not in name}
 
 
 @pytest.mark.parametrize("case", SUPPORTED)
 def test_like_transformers_and_adamw(alone, tmp_path, monkeypatch, case):
-    """The test compares loss and gradients at each `SaveLevel`, which decides what layers keep for
-    the backward pass. The test compares the weights after three steps. A step updates a weight in
-    several parts."""
+    """The test compares loss and gradients at each `SaveLevel`. The level decides which tensors a
+    layer keeps for the backward pass. The test compares the weights after three steps. A step
+    updates a weight in several parts."""
     monkeypatch.setattr(sharded_adam, "CHUNK", 1000)
     model = write_random_model(
         tmp_path / "model", seed=4, num_hidden_layers=3, **{"spread": 1.0, **SUPPORTED[case]}

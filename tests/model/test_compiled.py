@@ -27,8 +27,8 @@ def function(x, weight, scale):
 
 @pytest.fixture(autouse=True)
 def files(tmp_path_factory, monkeypatch):
-    """The directory of compiled functions, which is empty at the start of each test. torch's own
-    cache is beside it and is kept, because the compiler takes seconds to fill that cache."""
+    """The directory of compiled functions. It is empty at the start of each test. The cache of
+    torch is beside it. The cache is kept, because the compiler takes seconds to fill it."""
     directory = tmp_path_factory.getbasetemp() / "inductor"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory))
     shutil.rmtree(directory / "tandem", ignore_errors=True)

@@ -1,6 +1,6 @@
-"""The Triton kernels of a gated delta net compute the same, in the forward and in the backward
-pass, as torch's operations in float64. On the CPU, Triton's interpreter runs the kernels, in a
-process of its own."""
+"""The Triton kernels of a gated delta net compute the same as torch's operations in float64. This
+is true of the forward and of the backward pass. On the CPU, Triton's interpreter runs the kernels,
+in a process of its own."""
 
 import os
 import random
@@ -100,8 +100,8 @@ def test_the_norm_and_the_gate(heads, size):
 
 @kernel_test
 def test_a_missing_reader_is_seen():
-    """Later slots read a slot in the convolution. The comparison finds a backward pass that leaves
-    out one of these later slots."""
+    """In the convolution, several later slots read a slot. If a backward pass leaves out one of
+    these later slots, the comparison finds the mistake."""
 
     def broken(row):
         near = row.neighbours(4)

@@ -282,7 +282,7 @@ def windowed(hf: Any, arch: Arch) -> list[bool]:
 
 
 def rope(hf: Any) -> dict[str, Any]:
-    """The parameters of RoPE in transformers' config `hf`, of the layers without a window."""
+    """The parameters of RoPE for the layers without a window, in transformers' config `hf`."""
     return hf.rope_parameters.get("full_attention", hf.rope_parameters)
 
 
@@ -399,7 +399,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
             {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]},
             "layer_types",
         ),
-        # vLLM gives a Llama whose config has `sliding_window` a window.
+        # If a Llama's config has `sliding_window`, vLLM computes the model with a window.
         (QWEN3, {"model_type": "llama", "sliding_window": 4096}, "sliding-window"),
         (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "other kinds"),
         (QWEN3, {"layer_types": ["full_attention", "linear_attention"]}, "other kinds"),

@@ -1,5 +1,5 @@
-"""CUDA graphs of the layers. The tests check the conditions under which a job's passes are
-captured, and that captured passes give the same bits."""
+"""CUDA graphs of the layers. The tests check when a job's passes are captured. They also check that
+captured passes give the same bits."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -179,8 +179,8 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("levels", [[2, 2, 2], [0, 1, 2]])
 @pytest.mark.parametrize("case", DENSE)
 def test_graphs_have_the_same_bits(on_gpu, tmp_path, case, levels):
-    """Captured graphs run with other trees than those of the capture. Captured graphs also run
-    after a change of the adapter, and after a second capture."""
+    """Captured graphs compute the captured row, and rows with other trees. They also run after a
+    change of the adapter, and after a second capture."""
     trained = Trained(tmp_path, case)
     for layer, level in zip(trained.policy.gpt.decoder.layers, levels, strict=True):
         layer.save_level = SaveLevel(level)

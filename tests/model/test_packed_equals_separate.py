@@ -1,4 +1,5 @@
-"""A packed row with shared prefixes gives the same training as its sequences one by one."""
+"""A packed row with shared prefixes has the same loss and gradients as its sequences, computed one
+by one."""
 
 import tempfile
 from pathlib import Path

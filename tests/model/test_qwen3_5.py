@@ -1,5 +1,5 @@
-"""Qwen3.5. The tests check which variants and which cuts over ranks are refused, and the layers
-that LoRA adapts. `test_vision_wrappers.py` checks the names of weights and adapters."""
+"""Qwen3.5. The tests check which variants and which topologies are refused, and which layers LoRA
+adapts. `test_vision_wrappers.py` checks the names of weights and adapters."""
 
 from pathlib import Path
 

@@ -74,7 +74,7 @@ def test_levels_keep_less_and_nothing_stays(alone, tmp_path, family):
     held = []
     for level in SaveLevel:
         keep(policy, *[level] * 3)
-        backward(policy)  # Only the first pass makes some tensors, such as buffers.
+        backward(policy)  # The first pass also makes tensors that stay, such as buffers.
         gc.collect()
         gc.disable()
         try:

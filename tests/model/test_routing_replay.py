@@ -1,6 +1,6 @@
-"""If a row has the numbers of routed experts, the model uses these experts, and the router weights
-them. Values and gradients equal those of transformers in float64, whose router is forced to choose
-the same experts."""
+"""A row may have the numbers of routed experts. Then the model uses these experts, and the router
+computes the weights of the experts. Values and gradients equal those of transformers in float64. In
+transformers, the router is forced to choose the same experts."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ LAYERS, EXPERTS, CHOSEN = SHAPE["num_hidden_layers"], MOE["num_experts"], MOE["n
 
 
 def loss(logprobs):
-    """A function of all next-token log-probs that gives each log-prob another weight."""
+    """A function of all next-token log-probs. Each log-prob has a weight of its own."""
     return (logprobs * torch.linspace(-1.0, 2.0, len(logprobs))).mean()
 
 

@@ -1,5 +1,5 @@
-"""The reader of safetensors files reads files of safetensors' own writer, and names damaged
-files."""
+"""The reader of safetensors files reads the files that the safetensors library writes. Its errors
+name damaged files."""
 
 import pytest
 import torch

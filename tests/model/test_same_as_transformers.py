@@ -108,8 +108,8 @@ def test_padding_changes_nothing_and_is_never_nan(policy):
 
 
 def test_files_with_an_index(policy, model, tmp_path):
-    """The same model gives the same logits if its tensors are in two files with an index, as large
-    models are published."""
+    """The same model gives the same logits if its tensors are in two files with an index. Large
+    models are published in this form."""
     tensors, tokens = load_file(model / "model.safetensors"), torch.arange(30)
     names = sorted(tensors)
     parts = {

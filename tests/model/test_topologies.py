@@ -54,8 +54,8 @@ SMALL = ("qwen3_5", "gemma4", "smollm3")
 MORE: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 5},
     "gemma4_text": {"num_global_key_value_heads": 2},
-    # A head of a delta net may read almost nothing from its state. The normalisation of a very
-    # small read would enlarge rounding errors.
+    # A head of a delta net may read almost nothing from its state. The normalisation of such small
+    # values would enlarge rounding errors.
     "qwen3_5_moe_text": {"rms_norm_eps": 1e-3},
 }
 TOPOLOGIES: dict[str, dict[int, list[dict[str, Any]]]] = {
@@ -80,7 +80,8 @@ CASES = [
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Gives each test the same sample of the topologies, or with --all-cases all topologies."""
+    """Gives each test the same sample of the topologies. With --all-cases, each test gets all
+    topologies."""
     if {"family", "world", "number"} <= set(metafunc.fixturenames):
         every = metafunc.config.option.all_cases
         cases = CASES if every else random.Random(f"{SEED} topologies").sample(CASES, 8)
@@ -100,7 +101,7 @@ def results(request, tmp_path_factory):
     for family in dict.fromkeys(family for family, _ in asked):
         topologies = TOPOLOGIES[family]
         directory = found[family] = tmp_path_factory.mktemp(family)
-        # Large biases, many products, and the normalisation of small reads of a state enlarge
+        # Large biases, many products, and the normalisation of small values from a state enlarge
         # rounding errors. So models with these features have smaller weights.
         small = topologies is BIASED or family == "glm4_moe_lite"
         spread = 0.5 if family.startswith(SMALL) else 1.0 if small else 2.5

@@ -66,7 +66,7 @@ phase = _as_change(phase_of_merged)
 
 
 def since(begin: int, value: float, before: float | None = 0.0) -> Value:
-    """The value is `before` until minute `begin`, and `value` from then on."""
+    """A value that changes from `before` to `value` at minute `begin`."""
     return lambda minute: value if minute >= begin else before
 
 

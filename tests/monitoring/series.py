@@ -37,8 +37,8 @@ def put(stack: Stack, target: str, metric: str, value: Value, /, **labels: str) 
 
 
 def drop(stack: Stack, target: str, prefix: str = "", *, since: int = 0, **labels: str) -> None:
-    """Removes samples from minute `since` on, in the target's series with `labels` and a name that
-    begins with `prefix`."""
+    """Removes the samples of some series from minute `since` on. These series belong to the target,
+    have `labels`, and have names that begin with `prefix`."""
     own = [f'{key}="{text}"' for key, text in (TARGETS[target] | labels).items()]
     for series, values in stack.items():
         if series.startswith(prefix) and all(label in series for label in own):
@@ -76,8 +76,8 @@ def histogram(
     seconds: float,
     **labels: str,
 ) -> None:
-    """A histogram whose `count` observations so far took `seconds` each and fell into bucket
-    `at`."""
+    """A histogram with `count` observations so far. Each observation took `seconds` and fell into
+    bucket `at`."""
     reached = False
     for le in (*buckets, "+Inf"):
         reached = reached or le == at

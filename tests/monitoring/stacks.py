@@ -231,8 +231,7 @@ CYCLE = JOB + PAUSE
 
 
 def _during_jobs(value: Value, *, first: int = 0) -> Value:
-    """The value is `value` from minute `first` of each job to the job's end. The value is None at
-    other times."""
+    """Gives `value` from minute `first` of each job to the job's end, and None at other times."""
 
     def at(minute: int) -> float | None:
         if not first <= minute % CYCLE < JOB:

@@ -95,8 +95,8 @@ def _test(cases: list[Case]) -> dict:
     """One of promtool's tests: each case is a stack in a namespace of its own, with one scrape and
     one evaluation a minute.
 
-    The test also expects firing alerts without labels and texts, which is wrong on purpose.
-    So the differences that promtool prints contain the real labels and texts.
+    The test also has an expectation that is wrong on purpose: that no alert fires. So the
+    differences that promtool prints contain the real labels and texts.
     """
     inputs, firing, texts = [], [], []
     for case in cases:

@@ -72,8 +72,8 @@ def test_every_metric_and_recorded_series_is_seen_somewhere():
 
 
 def test_labels_in_matchers_are_those_of_the_metric():
-    """A matcher on a label or value that the metric never has selects nothing. No test of values
-    would find this mistake."""
+    """If a metric never has the label or the value of a matcher, the matcher selects nothing. No
+    test of values would find this mistake."""
     of_target = {"job", "instance", "namespace", "pod", "role", "le"}
     labels = {
         name: metric.labels for metric in CATALOGUE + VLLM_METRICS for name in exported(metric)

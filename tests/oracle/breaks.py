@@ -1,7 +1,7 @@
-"""Small mistakes in Tandem that the oracle must find. The module has, for each mistake, the
-function that the mistake replaces and the cases that can reveal the mistake.
+"""Small mistakes in Tandem that the oracle must find. For each mistake the module has the function
+that the mistake replaces, and the cases that can reveal the mistake.
 
-`cut_rank.BREAKS` has the mistakes in the code of ranks that each train a part of an adapter.
+`cut_rank.BREAKS` has further mistakes, in the code for ranks that each train a part of an adapter.
 """
 
 import math

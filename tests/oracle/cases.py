@@ -306,7 +306,7 @@ def _config(rng: random.Random, family: str) -> dict[str, Any]:
         config |= {
             "num_hidden_layers": len(kinds),
             # A head of a delta net may read almost nothing from its state. With a smaller epsilon,
-            # the norm after the read would enlarge the read's rounding error.
+            # the norm of these small values would enlarge their rounding errors.
             "rms_norm_eps": rng.choice((1e-4, 1e-3)),
             "layer_types": kinds,
             "linear_num_key_heads": 4,

@@ -151,8 +151,8 @@ def run(
 
 
 def main(directory: Path, by_world: dict[str, list[tuple[int, str | None]]]) -> None:
-    """Starts a new set of ranks for every few cases, because Gloo's threads of each case stay until
-    the process ends."""
+    """Starts a new set of ranks after every few cases, because Gloo's threads of each case stay
+    until the process ends."""
     starts = [
         (world, list(orders))
         for world, several in by_world.items()

@@ -1,5 +1,5 @@
-"""The oracle compares Tandem on generated models, topologies and rows with transformers, PEFT and
-torch's AdamW in fp32.
+"""The oracle generates models, topologies and rows. It compares Tandem's results with those of
+transformers, PEFT and torch's AdamW in fp32.
 
 The oracle compares the loss, every gradient, and the weights after three optimizer steps. Gradients
 may differ by 1e-5, relative in norm. Weights may differ by 1e-3 of the distance by which they
@@ -48,7 +48,7 @@ GRADIENTS, WEIGHTS = 1e-5, 1e-3
 
 @cache
 def case_of(name: str) -> int:
-    """The first seed of a case of at most four ranks in which the break `name` can show."""
+    """The first seed whose case has at most four ranks and can show the break `name`."""
     shows = BREAKS[name].shows
     begins = {
         "delta net": DELTA_NETS,

@@ -227,9 +227,9 @@ def test_topologies_are_as_fast_and_large_as_two_gpus_measured():
 
 
 def test_topologies_are_as_fast_and_large_as_four_gpus_measured():
-    """Only the speeds of the 8B model's rows of one sequence are compared, because the estimate for
-    smaller models is too high. During the measurement, NCCL also connected the ranks that sum the
-    gradients of experts, although the models have no experts."""
+    """The test compares speeds only for the 8B model, because the estimates for smaller models are
+    too high. It compares them only for rows of one sequence. During the measurement, NCCL also
+    connected the ranks that sum the gradients of experts, although the models have no experts."""
     configs = {"8b": CONFIGS["qwen3-8b"], "0.6b": SMALL}
     for row in FOUR:
         _, model, *kind = row["case"].split("-")
@@ -376,9 +376,9 @@ def test_what_activations_in_fp32_need_is_what_the_formula_says():
 
 
 def test_ranks_that_cut_experts_have_the_rows_of_all_of_them():
-    """Ranks that share experts keep as many bytes for the experts as a single rank. In a
-    measurement on two ranks, each rank's layers kept as many bytes of gate and up as a single
-    rank's layers."""
+    """If ranks share the experts, each rank keeps the same number of bytes for the experts as a
+    single rank. A measurement on two ranks showed this for the bytes of gate and up that each
+    rank's layers keep."""
     workload = Workload(ARCHS["qwen3-30b-a3b"], None, 8192)
     for sizes in (
         Sizes(expert_tensor=2, data=2),

@@ -237,8 +237,8 @@ def error_of(spool: Spool, job: schema.Job) -> schema.JobError:
 def run_two_ranks(
     spool: Spool, topologies: dict[str, str]
 ) -> dict[str, tuple[Path, dict[int, schema.Beat]]]:
-    """Run jobs of different runs one after the other in the same two ranks, so torch is imported
-    only once.
+    """Run several jobs one after the other in the same two ranks, so torch is imported only once.
+    The jobs belong to different runs.
 
     `topologies`: job -> name in `TOPOLOGIES`. Returns each job's checkpoint and the ranks' last
     heartbeats.

@@ -1,13 +1,13 @@
-"""One rank that runs a job and records its allocations at the begin and end of each phase, and at
-the begin of each step:
+"""One rank that runs a job. The rank records its allocations when a phase begins or ends, and when
+a step begins:
 
     measured_rank.py <spool> <job> <file>
 
 The file gets a list of rows. A row's `at` is "begin" or "end" of a phase, or "step". A row's
 `stats` are the result of `memory.stats`. A row's `sizes` are the bytes of each allocation of policy
 and optimizer, by kind. On the CPU a row's `visible` is the bytes of all tensors that Python can
-reach. The row of a phase's end also has `phase`, the phase's name, and `reported`, the rank's own
-report.
+reach. The row of a phase's end also has the phase's name as `phase`, and the rank's own report as
+`reported`.
 """
 
 import gc

@@ -46,8 +46,8 @@ def test_a_beat_has_step_device_and_memory(spool: Spool, monkeypatch) -> None:
 
 
 def test_a_rank_beats_while_it_reads_and_hashes_for_long(spool: Spool, monkeypatch) -> None:
-    """On a slow volume, reading and hashing may take longer than a rank may go without a
-    heartbeat."""
+    """On a slow volume, reading and hashing may take longer than the time that is allowed between
+    two heartbeats."""
     beats: list[str] = []
     monkeypatch.setattr(Heartbeat, "__call__", lambda _self, phase: beats.append(phase))
 
@@ -68,8 +68,8 @@ def test_a_rank_beats_while_it_reads_and_hashes_for_long(spool: Spool, monkeypat
 
 
 def test_a_beat_that_is_being_written_stands_beside_no_other(tmp_path: Path, monkeypatch) -> None:
-    """A rank writes a beat first to a temporary file, whose name the pattern `beat.*` does not
-    match. `Attempt.beats` would take a file with a matching name for the heartbeat of a rank."""
+    """A rank first writes a heartbeat to a temporary file, whose name the pattern `beat.*` does not
+    match. If the name matched, `Attempt.beats` would read the file as a rank's heartbeat."""
     monkeypatch.setattr(MemoryWatch, "beat", lambda self: {})
     heartbeat, seen = Heartbeat(tmp_path / "beat.0", MemoryWatch()), []
     replace = Path.replace

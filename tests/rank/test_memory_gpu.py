@@ -48,8 +48,8 @@ MODELS = {
     },
 }
 BLOCK = 512  # torch's allocator rounds each allocation up to a multiple of BLOCK bytes.
-# torch's allocator adds up to LARGE bytes to a larger allocation, if the rest of a block is too
-# small to be kept.
+# For a larger allocation, torch's allocator may take up to LARGE bytes more, if the rest of a block
+# is too small to be kept.
 LARGE = 2**20
 FEW = 8 * BLOCK  # Bytes of a few scalars.
 SCALARS = 64 * 2**10  # Bytes of torch's own constants and pinned scalars.
@@ -68,7 +68,7 @@ class Measured:
     rows: dict[str, list[Row]]
 
     def end(self, job: str, phase: str) -> Row:
-        """The row of the last end of `phase`."""
+        """The row that was written when `phase` ended for the last time."""
         return [row for row in self.rows[job] if row["phase"] == phase][-1]
 
     def begin(self, job: str, phase: str) -> Row:

@@ -188,8 +188,8 @@ def test_a_session_that_idles_out_between_any_two_calls_gives_the_same_bytes(
         sessions.work(spool, main=main)
     assert calls == whole
     assert differing(outcome(client, whole), outcome(again, calls)) == []
-    # A step that a client requests later needs the gradient of the last pass, so the session's next
-    # job computes this gradient again.
+    # The client requests a step after the session's job has ended. The step needs the gradient of
+    # the last pass, so the session's next job computes this gradient again.
     for one in (client, again):
         one.step()
         one.save("d")

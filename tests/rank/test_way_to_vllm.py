@@ -52,7 +52,7 @@ def test_nccl_listens_beyond_this_host_only_for_a_vllm_elsewhere(spool, monkeypa
 
 
 def test_one_of_several_servers_elsewhere_is_enough(spool):
-    # This record is of an earlier server, which was the only one.
+    # This record was written by an earlier server, which was the only one.
     spool.inference.put_place(ELSEWHERE)
     replica(spool, "0", HERE)
     replica(spool, "old", ELSEWHERE, age=60)

@@ -1,5 +1,5 @@
-"""The whole weights that ranks send or write as files equal, bit by bit, an independent merge of
-base weights and adapter."""
+"""Ranks send whole weights or write them as files. Bit by bit, these weights equal an independent
+merge of base weights and adapter."""
 
 from collections import defaultdict
 from itertools import chain
@@ -131,8 +131,8 @@ def test_a_large_model_is_written_in_several_files(
     ids=describe,
 )
 def test_ranks_write_what_they_hold_and_each_element_once(sizes: Sizes) -> None:
-    """Experts are cut into a number of parts, and other weights into another number. In some cases
-    neither of the two numbers divides the other number."""
+    """Experts and other weights are cut into different numbers of parts. In some cases neither
+    number divides the other number."""
     arch = arch_from_config(MIXTURE)
     written: dict[str, list[tuple[slice, ...]]] = defaultdict(list)
     for rank in range(sizes.world):
@@ -160,8 +160,8 @@ def test_ranks_write_what_they_hold_and_each_element_once(sizes: Sizes) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_no_buffer_is_longer_than_allowed(written: tuple[Path, int], tp: int) -> None:
-    """A single part may be longer than `most` elements if it is one row, or the rows of one head
-    group or one expert. This model has no part that is longer than `most`."""
+    """A single part may be longer than `most` elements in three cases: the part is one row, the
+    rows of one head group, or the rows of one expert. This model has no such part."""
     arch = read_arch(str(written[0] / "model"))
     most = 3000
     for rank in range(tp if arch.moe is None else 1):

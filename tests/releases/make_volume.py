@@ -3,9 +3,9 @@
     PYTHONPATH=tests:examples python -m tests.releases.make_volume
 
 Makes tests/releases/volume-<version>.tar.xz. A controller and a runner of this version train a tiny
-model on the CPU by each kind of job: from a file, by RL, by pairs, by OpenAI's and by Tinker's API.
-Further jobs are cancelled, refused, and left in the queue. Make the file once per release, from the
-released commit; `test_volumes.py` reads the files of all releases.
+model on the CPU: by SFT, by RL, by DPO, through OpenAI's API, and through Tinker's API. Further
+jobs fail, are cancelled, or stay in the queue. Make the file once per release, from the released
+commit. `test_volumes.py` reads the files of all releases.
 """
 
 import io
@@ -63,7 +63,7 @@ def make_volume(root: Path) -> None:
 
 
 def _trained(tandem: Tandem) -> None:
-    """Runs with checkpoints of jobs of each kind, a rollback, a fork, and a job that failed."""
+    """Makes runs with checkpoints of each kind of job, a rollback, a fork, and a failed job."""
     for run in ("main", "pairs"):
         tandem.create_run(run, lora={"rank": 2, "alpha": 4})
     sft = {"kind": "sft", "examples": [EXAMPLE], "packing": PACKING, "optimizer": OPTIMIZER}
@@ -112,7 +112,7 @@ def _idle(spool: Spool) -> None:
 
 
 def _left(tandem: Tandem) -> None:
-    """Without a runner, submits a job that is cancelled, and a job that waits."""
+    """Submits two jobs while no runner runs. One job is cancelled, and the other job waits."""
     sft = {"kind": "sft", "examples": [EXAMPLE], "packing": PACKING}
     tandem.cancel(tandem.train("main", sft | {"id": "main-cancelled"}).spec.id)
     tandem.train("main", sft | {"id": "main-waits"})

@@ -344,7 +344,7 @@ def test_a_model_that_vllm_does_not_have_yet_is_asked_for_again(tmp_path: Path) 
 
 
 def test_a_training_that_goes_on_behind_anothers_lines_writes_its_own(tmp_path: Path) -> None:
-    """The metrics file already has lines of a training with another state file."""
+    """The metrics file already has the lines of an earlier loop with another state file."""
     asyncio.run(run_until_done(config(steps=4), FakeStack(), tmp_path))
     (tmp_path / "state.json").unlink()
     stack = FakeStack(delay=0.001)
@@ -638,7 +638,7 @@ def test_an_evaluation_whose_rollouts_all_fail_ends_the_loop_and_is_made_again(
 
 
 def scored(stack: FakeStack, rewards: dict[int, float]) -> Environment:
-    """An environment in whose evaluations every answer of step s has the reward `rewards[s]`."""
+    """An environment for evaluations: every answer of step s has the reward `rewards[s]`."""
 
     class Scored(Environment):
         async def rollout(self, task: int, sampler: Any) -> Trajectory:

@@ -30,7 +30,7 @@ def lines(directory: Path) -> list[dict[str, Any]]:
 
 
 def line_of(mark: str) -> int:
-    """The number of this file's line that ends with the mark."""
+    """The number of the line in this file that ends with the mark."""
     text = Path(__file__).read_text().splitlines()
     [number] = [n for n, line in enumerate(text, 1) if line.endswith(f"# {mark}")]
     return number
@@ -203,7 +203,7 @@ def test_a_coroutine_that_blocks_is_named_and_ended_at_its_limit(
     [when] = [when for when, text in told if text.startswith(named)]
     assert when - blocked[0] < 5
     lost = [line["lost"]["failed"] for line in lines(tmp_path)]
-    # The other rollouts continue, although they were blocked for as long as the failed rollout.
+    # The other rollouts were blocked for the same time as the failed rollout, but they continue.
     where = f"test_rollouts.py, line {line_of('mark: blocks')}"
     assert sum(sum(each.values()) for each in lost) == 1
     assert re.fullmatch(rf"TandemError \({where}\)", "".join(next(filter(None, lost))))

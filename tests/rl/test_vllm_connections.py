@@ -21,7 +21,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @asynccontextmanager
 async def serving(handler: Handler) -> AsyncIterator[str]:
-    """The URL of /v1 of a server that answers every route by `handler`."""
+    """Starts a server that answers every route by `handler`. Yields the URL of the server's /v1."""
     runner = web.ServerRunner(web.Server(handler, handler_cancellation=True))
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -2,9 +2,9 @@
 test can make the program slow, or make it refuse orders.
 
 A test writes its orders as JSON to the fake GPU's file `orders`. `sleep_seconds` and
-`wake_seconds`: the seconds that vLLM needs to fall asleep and to wake. `refuse_wakes`: the number
-of orders to wake that fail before one succeeds. `keep`: vLLM answers that it sleeps, but keeps its
-memory.
+`wake_seconds`: the seconds that vLLM needs to fall asleep and to wake. `refuse_wakes`: this number
+of orders to wake fails, and the next one succeeds. `keep`: vLLM answers that it sleeps, but keeps
+its memory.
 """
 
 import json

@@ -347,7 +347,7 @@ ACTIONS = [
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.sampled_from(ACTIONS), max_size=25), st.booleans(), st.booleans(), st.booleans())
-# An attempt that hung commits between its end and its fence.
+# A hanging attempt commits after its end and before its fence.
 @example(["stage", *["hang"] * 4, "commit"], False, False, False)
 @example(
     ["stage", "exit 1", "late", "stage", "late", "commit", "exit 0", "run"], True, False, False
@@ -358,8 +358,8 @@ ACTIONS = [
 @example(["stage", "cancel", "commit", "run"], True, False, False)
 @example(["run", "stage", "kill the runner", "late", "commit", "exit 0"], True, False, True)
 @example(["run", "kill the runner", "cancel", "kill the runner", "commit"], False, True, True)
-# The ranks commit between the runner's last check for the checkpoint and the fence. The ranks try
-# the commit again after the fence.
+# The ranks commit after the runner's last check for the checkpoint, and before the fence. The ranks
+# try the commit again after the fence.
 @example(["stage", "exit 1", "run", "run"], True, True, False)
 @example(["stage", "kill the runner", "run", "run"], True, True, False)
 def test_any_order_of_events_leads_to_one_end(
@@ -369,8 +369,8 @@ def test_any_order_of_events_leads_to_one_end(
 
 
 def test_an_adopted_attempt_has_one_end_and_its_bounds_go_on(clock: Clock) -> None:
-    """A new runner continues an attempt that an earlier runner has started. The bounds of the
-    attempt's time count from the start of its ranks."""
+    """A new runner continues an attempt that an earlier runner has started. The attempt's time
+    limits count from the start of its ranks."""
     killed = ["run", "beat", "stage", "kill the runner", "run", "beat", "kill the runner"]
     state, ended, events = run([*killed, "commit", "exit 0"], clock, adopting=True)
     assert (state, ended.attempt) == ("succeeded", 1)

@@ -226,8 +226,8 @@ def test_no_rank_starts_once_the_publisher_took_a_hold_that_a_full_volume_did_no
 @pytest.mark.parametrize("awake", [False, True])
 def test_a_publisher_that_finds_a_stale_hold_settles_it(stack, awake):
     """Runner and publisher are killed, and the runner's hold of the GPU stays on the volume.
-    `awake`: whether vLLM is awake, as after a kill between vLLM's wake and the removal of the hold.
-    If vLLM is awake, vLLM itself uses the GPU's memory."""
+    `awake`: whether vLLM is awake although the hold still exists. If vLLM is awake, vLLM itself
+    uses the GPU's memory."""
     job_id = stack.submit(stack.name, do="wait", attempts=1)
     stack.until_journal("rank runs")
     stack.until(

@@ -19,7 +19,7 @@ SIZE = 24 * 2**20 + 5
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The directory `m` of a model below the spool's root `tmp_path`. The directory also has a file
+    """The directory of a model, `m` in the spool's root `tmp_path`. The directory also has a file
     that does not belong to the model."""
     (model := tmp_path / "m").mkdir()
     for name in ("model.safetensors", "notes.bin"):

@@ -94,8 +94,8 @@ class Soak:
         self.kills = 0
 
     def round(self, kills: int, launch: str) -> list[str]:
-        """Sends signals to programs until `kills` of the signals count as kills. Then lets all jobs
-        end. Returns the violations."""
+        """Sends signals to programs. Some of the signals count as kills. After `kills` such
+        signals, lets all jobs end. Returns the violations."""
         self.counts["launch"][launch] += kills
         problems = []
         if self.stack.launch_kind != launch:

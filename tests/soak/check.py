@@ -316,8 +316,8 @@ def _check_steps(job: JobFile, wrong: Any) -> None:
 def _check_remains(
     root: Path, ledger: Ledger, jobs: dict[str, JobFile], found: list[str], swept: bool
 ) -> None:
-    """Checks that files that a job needs only until its end are gone, and that killed programs left
-    few temporary files. If `swept` is true, no temporary file may be left."""
+    """A job needs some files only until its end. Checks that these files are gone, and that killed
+    programs left few temporary files. If `swept` is true, no temporary file may be left."""
     for job in jobs.values():
         for path in job.directory.iterdir():
             if path.name not in ("job.json", "events.jsonl", "log"):

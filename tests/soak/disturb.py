@@ -85,8 +85,8 @@ class Moments:
         return "random"
 
     def _came(self, moment: str, known: dict[str, str]) -> bool:
-        """Whether some job has written the event `moment` since the last call, and no later event.
-        The jobs are the running jobs, and the jobs that ran at an earlier call."""
+        """Whether some job's newest event is `moment`, and was written since the last call. The
+        jobs are the running jobs, and the jobs that ran at an earlier call."""
         came = False
         active = [path.name.split(",")[-1] for path in (self._root / "jobs/active").glob("[!.]*")]
         for job in {*active, *known}:
@@ -214,8 +214,8 @@ class Conditions:
 
 
 class Damage:
-    """Damages files whose damage the spool tolerates. Records a damage in the ledger if a job
-    suffers from the damage."""
+    """Damages files in ways that the spool tolerates. If a job suffers from the damage, the ledger
+    gets an entry about the job."""
 
     def __init__(self, root: Path, rng: random.Random, ledger: Ledger) -> None:
         self._root, self._rng, self._ledger = root, rng, ledger

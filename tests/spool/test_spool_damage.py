@@ -42,7 +42,8 @@ def make_loop(path: Path) -> None:
 
 
 def make_link(path: Path) -> None:
-    """Puts a link to the intact file in the file's place, so that only the link is wrong."""
+    """Moves the intact file to another name, and puts a link to it in its old place. So only the
+    link is wrong."""
     target = path.with_name(f".tmp-{path.name}")
     if path.exists():
         path.rename(target)

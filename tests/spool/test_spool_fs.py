@@ -51,7 +51,8 @@ def test_write_atomic_replaces_whole_and_cleans_up(tmp_path, monkeypatch, failin
 
 
 def test_what_is_renamed_was_synced_first_and_its_directory_after(tmp_path, monkeypatch):
-    """The order of syncs that makes a rename a commit: content, rename, directory."""
+    """A rename commits a file only if the file's content is synced before the rename, and the
+    directory after it."""
     log = []
 
     def fsync(fd, real=os.fsync):

@@ -274,7 +274,7 @@ def test_fork_verifies_its_source_and_its_copy(spool, monkeypatch, damaged):
     ],
 )
 def test_a_run_may_change_and_go_while_it_is_forked(spool, monkeypatch, remove):
-    """Another thread removes the source once the first file is being copied."""
+    """Another thread removes the source when the copy of the first file begins."""
     for _ in range(2):
         train_one(spool)
     source, copyfileobj = tree(spool.checkpoints.path("r", 1)), shutil.copyfileobj

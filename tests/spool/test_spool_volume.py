@@ -1,5 +1,5 @@
-"""The tests create and open volumes, also volumes that are full, read-only, a plain file, moved, or
-shared by two users. The tests also check names and the runner's lock."""
+"""The tests create and open volumes. Some volumes are full, read-only, moved, or shared by two
+users, and one is a plain file. The tests also check names and the runner's lock."""
 
 import os
 import shutil
@@ -224,7 +224,7 @@ def test_how_often_each_change_of_a_job_syncs_the_volume(spool, monkeypatch):
     job = spool.queue.claim("me")
     synced.clear()
     spool.queue.finish(job, failed())
-    # The fence syncs its mark with the mark's directory, and the directory above.
+    # The fence syncs three things: the file `ended`, its directory, and the directory above.
     assert len(synced) == 5 + 3
 
 

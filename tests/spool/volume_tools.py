@@ -41,9 +41,10 @@ class DiedError(BaseException):
 
 @contextmanager
 def dying_at(count: int) -> Iterator[None]:
-    """Raises DiedError in place of the `count`-th call in the context that changes the file system.
-    All later calls that change the file system raise DiedError too, because a dead process can't
-    clean up. A dying write writes half of its bytes first. A dying open empties its file."""
+    """Counts the calls that change the file system in the `with` block. Raises DiedError in place
+    of the `count`-th call. All later calls that change the file system raise DiedError too, because
+    a dead process can't clean up. A dying write writes half of its bytes first. A dying open
+    empties its file."""
     calls = 0
 
     def mortal(real: Callable) -> Callable:

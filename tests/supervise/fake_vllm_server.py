@@ -1,5 +1,5 @@
-"""A fake vLLM server answers GET /<name> with the file FAKE_VLLM/<name>, or 404 without the file.
-The program also has an "engine" process."""
+"""A fake vLLM server answers GET /<name> with the content of the file FAKE_VLLM/<name>. If the file
+does not exist, the server answers 404. The program also has an "engine" process."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-"""The tests run `tandem up` with small programs. The tests check output, order, restarts, crash
-loops, and that every kind of end leaves no process."""
+"""The tests run `tandem up` with small programs. The tests check output, order, restarts and crash
+loops. They also check that no process is left after any kind of end."""
 
 import json
 import os

@@ -159,7 +159,7 @@ def digit(raw: bytearray, chance: random.Random) -> None:
 def test_a_damaged_file_is_refused_or_its_tensors_fill_it(
     tmp_path: Path, damage: Callable[[bytearray, random.Random], None]
 ) -> None:
-    """Only InvalidInput is raised, and every header that the library refuses is refused."""
+    """Only InvalidInput is raised. If the library refuses a header, Tandem refuses it too."""
     path, chance, refused = tmp_path / "file", random.Random(0), 0
     for _ in range(500):
         damage(raw := bytearray(WHOLE), chance)

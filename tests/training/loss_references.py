@@ -1,5 +1,5 @@
 """A second implementation of the losses, from their papers, in float64 NumPy. The implementation
-computes value and analytic gradient token by token in plain loops.
+computes each loss and its analytic gradient in plain loops, one token after the other.
 
 This module shares no code with `tandem.training.losses`. `lp`, `old`, `sampler`, `ref`, `adv`,
 `entropy` are float64 [n]. `sequences`, `trajectories`, `groups` are lists of index arrays. Each of
@@ -113,8 +113,8 @@ def kl(lp: Array, ref: Array, estimator: str) -> tuple[Array, Array]:
 
 
 def corrected_kl(lp: Array, old: Array, ref: Array, estimator: str) -> tuple[Array, Array]:
-    """DeepSeek-V3.2 equation 7: r times the estimate of the KL, with r = pi / pi_old. The KL's
-    gradient from tokens of the old policy is r log(pi / pi_ref) grad lp."""
+    """DeepSeek-V3.2 equation 7: r times the estimate of the KL, with r = pi / pi_old. For tokens of
+    the old policy, the KL's gradient is r log(pi / pi_ref) grad lp."""
     ratio = np.exp(lp - old)
     return ratio * kl(lp, ref, estimator)[0], ratio * (lp - ref)
 

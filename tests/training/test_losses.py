@@ -377,7 +377,7 @@ def test_clip_fraction_counts_where_clipping_took_the_gradient() -> None:
     (gradient,) = torch.autograd.grad(out.loss, lp)
     assert (gradient == 0).tolist() == [False, False, False, True, True, False, False, False]
     assert out.maxima["ratio"].item() == pytest.approx(2.0)
-    # With "mask", all four tokens whose ratios are beyond the bounds count.
+    # With "mask", each of the four tokens with a ratio beyond the bounds counts.
     assert losses.rl_loss(items, RLLoss(policy="ppo", beyond_bounds="mask")).sums["clipped"] == 4
 
 
@@ -409,10 +409,10 @@ def test_rewards_of_a_pair_are_sums_and_simpos_are_means() -> None:
 
 
 def test_the_corrected_penalty_has_the_kls_gradient_with_tokens_of_another_policy() -> None:
-    """The test computes exactly the expectation of each estimator's gradient over 5 tokens, drawn
-    from the policy `old`. With correction this expectation is the KL's gradient. Without correction
-    this expectation differs from the KL's gradient. If the policy itself draws the tokens, k1 and
-    k2 have the KL's gradient without correction too."""
+    """The test computes the exact expectation of each estimator's gradient. The policy `old` draws
+    the token from a vocabulary of 5 tokens. With correction this expectation is the KL's gradient.
+    Without correction this expectation differs from the KL's gradient. If the policy itself draws
+    the tokens, k1 and k2 have the KL's gradient without correction too."""
     torch.manual_seed(0)
     logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
     old, ref = torch.randn(2, 5, dtype=torch.float64).log_softmax(-1)

@@ -1,5 +1,5 @@
-"""The tests check how many bytes of GPU memory offloading frees and restoring takes. No other
-memory stays on the GPU."""
+"""The tests check how many bytes of GPU memory are freed when a policy is offloaded, and how many
+are taken when it is restored. No other memory stays on the GPU."""
 
 import gc
 from collections.abc import Iterator

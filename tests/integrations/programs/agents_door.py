@@ -1,5 +1,5 @@
-"""OpenAI's Agents SDK, which uses the Responses API, through `/rollout/v1`. The model calls a tool
-and then answers, once without streaming and once with streaming."""
+"""An agent of OpenAI's Agents SDK uses the Responses API through `/rollout/v1`. The model calls a
+tool and then answers, once without streaming and once with streaming."""
 
 import asyncio
 import sys

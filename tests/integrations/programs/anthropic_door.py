@@ -1,5 +1,5 @@
-"""Anthropic's SDK and its tool runner, which use the Messages API, through the rollout door. The
-model calls a tool and then answers, once without streaming and once with streaming."""
+"""The tool runner of Anthropic's SDK uses the Messages API through the rollout door. The model
+calls a tool and then answers, once without streaming and once with streaming."""
 
 import sys
 
