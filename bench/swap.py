@@ -7,18 +7,19 @@ the time until the checkpoint is served.
 
 vLLM runs with Tandem's settings. The base model and the adapters have random weights. An adapter
 has rank 16 and is on all linear layers. In a mixture of experts an adapter is on attention only.
-`--requests` streaming requests run all the time. The program commits a checkpoint, and Tandem's
-publisher copies, loads, verifies and announces the checkpoint. The stall of a swap is the longest
-gap between two tokens of a request during the swap, minus the median gap before the swap. With the
-transport nccl a trainer's ranks send whole weights, and with the transport volume these ranks write
-whole weights. The ranks do not train, and their adapters are the random adapters. `sent` is the
-time to connect and to send the weights. `sending` is the time to send the weights, without the time
-to connect. The transports nccl and volume are measured with the same vLLM process. Both vLLM and
-the trainer have one tensor-parallel rank per GPU. After the swaps, `--many` requests without
-streaming measure the throughput of the newest checkpoint, from the start of the first request to
-the end of the last request. Each checkpoint has a probe, whose reference log-probs come from vLLM
-itself. With `--publications N`, N more checkpoints are published one after another while no client
-samples. The memory of vLLM's processes is read after the 10th publication and after every 50th.
+Throughout the measurement vLLM answers `--requests` requests as streams. The program commits a
+checkpoint, and Tandem's publisher copies, loads, verifies and announces the checkpoint. The stall
+of a swap is the longest gap between two tokens of a request during the swap, minus the median gap
+before the swap. With the transport nccl a trainer's ranks send whole weights, and with the
+transport volume these ranks write whole weights. The ranks do not train, and their adapters are the
+random adapters. `sent` is the time to connect and to send the weights. `sending` is the time to
+send the weights, without the time to connect. The transports nccl and volume are measured with the
+same vLLM process. Both vLLM and the trainer have one tensor-parallel rank per GPU. After the swaps,
+`--many` requests without streaming measure the throughput of the newest checkpoint, from the start
+of the first request to the end of the last request. Each checkpoint has a probe, whose reference
+log-probs come from vLLM itself. With `--publications N`, N more checkpoints are published one after
+another while no client samples. The memory of vLLM's processes is read after the 10th publication
+and after every 50th.
 """
 
 import argparse

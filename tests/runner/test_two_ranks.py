@@ -83,7 +83,7 @@ def test_a_killed_agent_takes_its_ranks_with_it(stacks):
     stack.wait(first)
     job_id = stack.submit("good", do="wait", until=1)
     stack.until_beating(job_id, ranks=2)
-    agent, *ranks = stack.children()  # The list of children names parents before their children.
+    agent, *ranks = stack.children()  # In the list, a parent comes before its children.
     assert len(ranks) == 2
     processes.send(agent, signal.SIGKILL)
     state, job = stack.wait(job_id)

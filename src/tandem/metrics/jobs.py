@@ -85,7 +85,7 @@ _LAST_STEP = {
     "reward_std": ("reward_std", "Standard deviation of the trained trajectories' rewards (RL)"),
     "off_policy_steps_max": (
         "off_policy_steps",
-        "Largest number of steps from the step that sampled a turn to the job's base step (RL)",
+        "Job's base step minus the oldest step that sampled one of the job's turns (RL)",
     ),
 }
 _HELD_OUT = "tandem_train_held_out_loss"

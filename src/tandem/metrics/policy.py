@@ -18,8 +18,8 @@ class PolicyCollector(SpoolCollector):
     metrics = (
         Metric(
             "tandem_policy_version",
-            "Step of the newest checkpoint (side trainer), or verified and served step (side "
-            "inference), of each of the 20 runs that changed last.",
+            "Step of a run's newest checkpoint (side trainer), or the step that vLLM serves (side "
+            "inference). Only the 20 runs that changed last have this metric.",
             "checkpoints, served.json",
             exporters=BOTH,
             labels={"side": BOTH, "run": OPEN},

@@ -8,22 +8,22 @@ The layers' own methods compute the gradients, without autograd. So `tandem.mode
 which tensors are saved for the gradients. Across tensor-parallel ranks:
 
 - Column-parallel layers (q, k, v, gate, up): A is replicated, and B is cut along its outputs. The
-  backward pass sums the gradients of x and A x over the ranks.
+  backward pass sums the gradient of x over the ranks, and also the gradient of `A x`.
 
 - Row-parallel layers (o, down): A is cut along its inputs, and B is replicated. The forward pass
-  sums the output and A x over the ranks.
+  sums the output over the ranks, and also `A x`.
 
 With sequence parallelism, each rank has only its own tokens outside of column-parallel and
 row-parallel layers. The input x of a column-parallel layer has only the rank's own tokens. The
-output and A x of a row-parallel layer have only the rank's own tokens.
+output of a row-parallel layer has only the rank's own tokens, as does `A x`.
 
 - Column-parallel layers gather x over the ranks in the forward pass. The backward pass sums the
-  gradients of x and A x over the ranks, and each rank gets the sums for its own tokens. The
-  backward pass also sums A's gradient over the ranks.
+  gradient of x over the ranks, and also the gradient of `A x`. Each rank gets the sums for its own
+  tokens. The backward pass also sums A's gradient over the ranks.
 
-- Row-parallel layers sum the output and A x over the ranks in the forward pass, and each rank gets
-  the sums for its own tokens. The backward pass gathers the gradients of the output and A x, and
-  sums B's gradient over the ranks.
+- Row-parallel layers sum the output over the ranks in the forward pass, and also `A x`. Each rank
+  gets the sums for its own tokens. The backward pass gathers the gradients of the output and of
+  `A x`, and sums B's gradient over the ranks.
 
 - Layers that are not cut (the layers that compute MLA's latents) compute only the rank's own
   tokens. The backward pass sums the gradients of A and B over the ranks.
