@@ -191,6 +191,7 @@ def test_rules_can_be_evaluated_and_nothing_fires(stack):
     assert not firing
 
 
+@pytest.mark.sample(1, of="containers that start again")
 def test_down_in_the_middle_of_a_job_and_up_as_another_user(stack):
     """The job returns to the queue, and the interrupted attempt does not count. Containers of
     another uid continue the job."""

@@ -87,7 +87,7 @@ def exit_status(stack: ComposeStack, service: str, since: float) -> int:
     return until(f"the end of {service}", ended)[service]
 
 
-@pytest.mark.sample(3, of="ends of containers")
+@pytest.mark.sample(1, of="containers that start again")
 def test_docker_kill_of_inference(stack):
     job = submit_running(stack)
     stack.kill_container("inference")
@@ -98,7 +98,7 @@ def test_docker_kill_of_inference(stack):
     stack.run("up", "-d", "inference")
 
 
-@pytest.mark.sample(3, of="ends of containers")
+@pytest.mark.sample(2, of="ends of the trainer's container")
 def test_kill_supervisord(stack):
     """The container ends with status 72 and is started again."""
     before, begin = restarts(stack, "trainer"), time.time()
@@ -113,7 +113,7 @@ def test_kill_supervisord(stack):
     assert "supervisord ended" in stack.logs("trainer")
 
 
-@pytest.mark.sample(3, of="ends of containers")
+@pytest.mark.sample(2, of="ends of the trainer's container")
 def test_kill_the_first_process(stack):
     """The first process gets SIGKILL, as from the kernel when memory runs out. The container ends
     with status 137, every process in it is gone, and the container is started again."""
@@ -126,7 +126,7 @@ def test_kill_the_first_process(stack):
     stack.wait_healthy("trainer", timeout=90)
 
 
-@pytest.mark.sample(3, of="ends of containers")
+@pytest.mark.sample(2, of="ends of the trainer's container")
 def test_docker_kill_of_the_trainer(stack):
     job = submit_running(stack)
     stack.kill_container("trainer")
@@ -160,7 +160,7 @@ sys.exit("no checkpoint was begun")
 """
 
 
-@pytest.mark.sample(3, of="ends of containers")
+@pytest.mark.sample(2, of="ends of the trainer's container")
 def test_sigterm_during_a_checkpoint(stack):
     """The container's exit status is 0. The checkpoint is complete or does not exist. The job has
     succeeded, or it continues and the interrupted attempt does not count."""
@@ -175,7 +175,7 @@ def test_sigterm_during_a_checkpoint(stack):
     assert (attempts, errors) in [(1, []), (2, ["runner_stopped"])]
 
 
-@pytest.mark.sample(3, of="ends of containers")
+@pytest.mark.sample(1, of="containers that start again")
 def test_docker_kill_of_the_controller(stack):
     """A job continues without the controller. A client that repeats its request finds that the job
     has succeeded."""

@@ -45,6 +45,7 @@ def pods(stack: KubernetesStack) -> set[str]:
     return {pod["metadata"]["uid"] for pod in stack.nodes.pods()}
 
 
+@pytest.mark.sample(2, of="a job that stays")
 def test_a_job_that_stays_serves_attempts_of_all_runs_and_goes_after_its_time(stack):
     name = trained(stack, "first")
     made = pods(stack)
@@ -59,6 +60,7 @@ def test_a_job_that_stays_serves_attempts_of_all_runs_and_goes_after_its_time(st
     assert "deleting a Job whose pods stayed and got no attempt" in stack.logged()
 
 
+@pytest.mark.sample(2, of="a job that stays")
 def test_ranks_that_fail_in_pods_that_stayed_end_the_job(stack):
     name = trained(stack, "good")
     stack.run("bad")
@@ -70,7 +72,7 @@ def test_ranks_that_fail_in_pods_that_stayed_end_the_job(stack):
     assert stack.names() != [name]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2, of="a job that stays")
 @pytest.mark.parametrize("how", ["evicted", "preempted by Kueue", "deleted"])
 def test_pods_that_end_while_they_wait_are_no_attempt(stack, how):
     name = trained(stack, f"before-{how[:7]}")
@@ -84,7 +86,7 @@ def test_pods_that_end_while_they_wait_are_no_attempt(stack, how):
     assert trained(stack, f"after-{how[:7]}") != name
 
 
-@pytest.mark.sample(1, of="the runner of a job that stays is killed")
+@pytest.mark.sample(2, of="a job that stays")
 def test_the_runner_is_killed_while_a_job_stays_and_the_next_one_finds_it(stack):
     name = trained(stack, "one")
     stack.kill()
@@ -97,7 +99,7 @@ def test_the_runner_is_killed_while_a_job_stays_and_the_next_one_finds_it(stack)
     assert "deleting a Job that no running job has" not in stack.logged()
 
 
-@pytest.mark.sample(1, of="the runner of a job that stays is killed")
+@pytest.mark.sample(2, of="a job that stays")
 def test_the_runner_is_killed_during_an_attempt_in_pods_that_stayed(stack):
     (stack.spool.root / "go").unlink(missing_ok=True)
     name = trained(stack, "calm")

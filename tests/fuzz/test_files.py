@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.sample(1, of="fuzz")
 @pytest.mark.slow
 def test_no_damaged_file_stops_a_program_or_trains_other_weights() -> None:
     """The fuzzer runs in a process of its own, because the fuzzer ends without waiting for its

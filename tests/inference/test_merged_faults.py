@@ -74,7 +74,7 @@ def check_answers(vllm: VllmServer, trainer: MergedTrainer, step: int) -> None:
     trainer.check_bits(trainer.adapters[step])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("phase", list(publish_and_stop.PHASES))
 def test_a_publisher_that_dies_or_stops(

@@ -306,7 +306,7 @@ def test_one_name_serves_each_step_bit_by_bit(
     assert distance(client.prompt_logprobs(first.model, *SEQUENCES), trainer.base) < 1e-4
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("requests", ["keep", "wait"])
 def test_requests_that_run_during_a_swap(
     vllm: VllmServer,

@@ -153,6 +153,7 @@ def pods(tmp_path: Path, stage: Stage) -> Iterator[tuple[list[Pod], str]]:
             haproxy.terminate()
 
 
+@pytest.mark.sample(1, of="a replica that dies")
 @pytest.mark.parametrize("drained", [True, False])
 def test_no_request_fails_in_a_rolling_upgrade(
     pods: tuple[list[Pod], str], stage: Stage, drained: bool

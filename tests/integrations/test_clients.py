@@ -41,7 +41,7 @@ def test_arts_gather_train_and_train_sft(stack: LocalStack, taught: str) -> None
     assert [row["step"] for row in rows if "loss/train" in row] == [2, 3]
 
 
-@pytest.mark.sample(2, of="clients of one stack")
+@pytest.mark.sample(1, of="clients of one stack")
 def test_arts_pipeline_trainer_and_retention(stack: LocalStack, taught: str) -> None:
     stack.client.fork(taught, 3, "pipeline")
     printed = run(stack, python_of("art"), PROGRAMS / "art_pipeline.py", "pipeline", "models/tiny")
@@ -63,7 +63,7 @@ def test_openai_through_the_door(stack: LocalStack, taught: str, version: str) -
     assert row["kl_sampler"] < 1e-3, "the log-probs are the sampler's"
 
 
-@pytest.mark.sample(2, of="clients of one stack")
+@pytest.mark.sample(1, of="clients of one stack")
 def test_verifiers(stack: LocalStack, taught: str) -> None:
     newest = stack.client.get_run(taught).newest_step
     stack.client.wait_served(taught, newest)
@@ -79,7 +79,7 @@ def test_verifiers(stack: LocalStack, taught: str) -> None:
     assert metrics(stack, newest + 1)[0]["kl_sampler"] < 1e-3
 
 
-@pytest.mark.sample(2, of="clients of one stack")
+@pytest.mark.sample(1, of="clients of one stack")
 def test_the_old_api_of_verifiers(stack: LocalStack, taught: str) -> None:
     newest = stack.client.get_run(taught).newest_step
     stack.client.wait_served(taught, newest)

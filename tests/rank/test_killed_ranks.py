@@ -50,7 +50,7 @@ def results(
 
 
 @pytest.mark.slow
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("kind", "topology"), CASES)
 def test_a_job_tried_again_makes_the_same_bytes(results: Any, kind: str, topology: str) -> None:
     found = results[kind, topology]

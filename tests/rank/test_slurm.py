@@ -10,6 +10,7 @@ from rank import jobs
 from tandem.trainer.launch import DEFAULT_ENTRY
 
 
+@pytest.mark.sample(2, of="places that train the same bytes")
 @pytest.mark.slow
 def test_two_nodes_train_what_one_host_trains_while_runners_are_killed(
     tmp_path: Path, model: Path

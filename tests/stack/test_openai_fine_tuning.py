@@ -105,6 +105,7 @@ def test_a_file_becomes_a_model_through_deaths_of_the_controller(stack: LocalSta
     tuning.fine_tuning.jobs.cancel(more.id)
 
 
+@pytest.mark.sample(1, of="programs of the documents")
 def test_the_documents_program_runs(stack: LocalStack, tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "openai-fine-tuning.md").read_text()
     program = text.split("```python\n")[1].split("```")[0]

@@ -161,6 +161,7 @@ def test_ranks_leave_and_come_back(client: tinker.ServiceClient, stack: LocalSta
     assert len([*stack.client.list_jobs(run)]) == 2
 
 
+@pytest.mark.sample(1, of="programs of the documents")
 def test_the_documents_program_runs(stack: LocalStack, tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "tinker.md").read_text()
     program = text.split("```python\n")[1].split("```")[0]
