@@ -1,5 +1,5 @@
-"""Measures how long the controller's HTTP requests and the runner's claims of jobs take, on spools
-with few and with many jobs.
+"""Measures the cost of jobs on spools with few and with many jobs: the time of the controller's
+HTTP requests and of the runner's claims, CPU time, and the controller's memory.
 
     python -m bench.claims [--queued 10 1000 20000] [--ended 20000] [--runs 8] [--submissions 300]
     [--claims 100]
@@ -172,7 +172,7 @@ def measure_jobs(queued: int, options: argparse.Namespace) -> dict[str, Any]:
         _, job = spool.jobs.get(first.id)
         spool.queue.cancel(first.id)
         fill(spool, job, "succeeded", options.ended, options.runs)
-        # Each run needs a real job that makes step 1, because the copies continue from step 1.
+        # Each run needs a real job for step 1, because the copies continue from step 1.
         for number in range(options.runs):
             tandem.train(f"run-{number}", request(number))
         fill(spool, job, "queued", max(0, queued - options.runs), options.runs)

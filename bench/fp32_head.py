@@ -4,9 +4,9 @@
 
 Each adapter under `ROOT` is merged into the base model, and the weights are rounded to bf16. So the
 trainer and vLLM have the same weights. The trainer and vLLM score the sums of `bench.rounding`.
-Each vLLM runs in its own process. With the head in float32, vLLM gets `hf_overrides =
-{"head_dtype": "float32"}`. An error is the difference from the log-probs that transformers computes
-in float32.
+Each vLLM runs in its own process. With the head in float32, vLLM gets
+`hf_overrides = {"head_dtype": "float32"}`. An error is the difference from the log-probs that
+transformers computes in float32.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def scores(model: str, adapter: Path, sequences: Sequences) -> dict[str, torch.T
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--model", required=True, help="the base model's directory")
     parser.add_argument("--adapters", type=Path, required=True, help="a directory that holds them")
     parser.add_argument("--every", type=int, default=10, help="take every so many-th adapter")

@@ -353,7 +353,7 @@ def table(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     sides = parser.add_subparsers(dest="side", required=True)
     trl, tandem = sides.add_parser("trl"), sides.add_parser("tandem")
     trl.add_argument("model")

@@ -1,9 +1,9 @@
 #!/bin/sh
 # Compares one inference server with two servers behind one address, on two GPUs. Measures the
-# answers per second and the prefix-cache hit rates. Usage: `bench/replicas.sh MODEL [CONVERSATIONS
-# IN FLIGHT PER SERVER]`. The script needs haproxy and tandem-rl[gpu]. Each stack is a `tandem up
-# --role inference` with its own spool. The client bench.rollouts samples step 0 of a run of this
-# spool.
+# answers per second and the prefix-cache hit rates. Usage:
+# `bench/replicas.sh MODEL [CONVERSATIONS IN FLIGHT PER SERVER]`. The script needs haproxy and
+# tandem-rl[gpu]. Each stack is a `tandem up --role inference` with its own spool. The client
+# bench.rollouts samples step 0 of a run of this spool.
 set -eu
 model=$1 flight=${2:-512}
 command -v haproxy >/dev/null || { echo "haproxy is not installed: apt-get install haproxy" >&2; exit 2; }

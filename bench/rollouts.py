@@ -20,9 +20,9 @@ by the rate of vLLM's client. `server CPU ms` is the CPU time of vLLM's API proc
 is on this machine.
 
 The option `--client` needs no vLLM: a server on the loopback interface answers after 0.2 s. The
-rows have the client's CPU time per answer. Four clients are compared: a whole rollout of `tandem
-rl`, aiohttp alone, httpx with one pool, and one `httpx.AsyncClient` for each concurrent request.
-The rollout and aiohttp have the settings of `tandem.client.vllm`.
+rows have the client's CPU time per answer. Four clients are compared: a whole rollout of
+`tandem rl`, aiohttp alone, httpx with one pool, and one `httpx.AsyncClient` for each concurrent
+request. The rollout and aiohttp have the settings of `tandem.client.vllm`.
 """
 
 import argparse
@@ -339,7 +339,7 @@ def client_alone(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str]) -> None:
     allow_many_open_files()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("url", nargs="?")
     parser.add_argument("--model")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[256, 1024])

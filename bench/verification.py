@@ -268,7 +268,7 @@ def rows(options: argparse.Namespace, done: dict[Key, Any]) -> Iterator[dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--spool", required=True)
     parser.add_argument("--run", required=True)
     parser.add_argument("--other", required=True, help="another run of the same base model")

@@ -1,5 +1,5 @@
-"""Trains with ART (openpipe-art) on Tandem, by ART's own loop or by ART's PipelineTrainer
-(--pipeline). See docs/art.md.
+"""Trains by ART (openpipe-art) on Tandem: by ART's own loop or PipelineTrainer (--pipeline).
+See docs/art.md.
 
 The task is ART's: answer a question with yes (reward 0.5), no (0.75) or maybe (1.0).
 
@@ -99,7 +99,7 @@ async def main(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("run", help="a name for the run; an existing one goes on")
     parser.add_argument("base_model", help="the deployment's TANDEM_BASE_MODEL")
     parser.add_argument("--pipeline", action="store_true", help="use ART's PipelineTrainer")

@@ -79,7 +79,7 @@ async def main(run: str, tokenizer: str, *, epochs: int, steps: int, group_size:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("run", help="a name for the run; an existing one goes on")
     parser.add_argument("tokenizer", help="the base model's directory or hub name")
     parser.add_argument("--epochs", type=int, default=30, help="of each of the two parts of SFT")

@@ -216,7 +216,7 @@ async def job_numbers(tandem: AsyncTandem, job_id: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("run", help="a new name for the run, such as my-run")
     parser.add_argument(
         "--trainable",

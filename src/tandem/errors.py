@@ -54,8 +54,8 @@ class InvalidInput(TandemError, code="invalid_input", http_status=422):
 
 class NothingToLearn(InvalidInput, code="nothing_to_learn"):
     """The job can't change the policy. Either nothing is left to train, or no optimizer step
-    changed the policy. Groups whose rewards are all equal and trajectories that are too long are
-    not trained."""
+    changed the policy. Nothing is left to train if all groups were dropped for their equal rewards,
+    or all trajectories for their length."""
 
 
 class RequestTooLarge(InvalidInput, code="request_too_large", http_status=413): ...

@@ -88,7 +88,7 @@ def value(chance: random.Random, depth: int) -> object:
 
 
 def random_body(chance: random.Random) -> bytes:
-    """A request's body in which many copies of a random value replace a list or an object."""
+    """A request's body in which many copies of a random value fill a list or an object."""
     before, _, after = ATTACKS[chance.choice(sorted(ATTACKS))]
     unit = json.dumps(value(chance, 4), separators=(",", ":"))
     if before.rstrip('"').endswith(("{", ",")) and "}" in after[:1]:

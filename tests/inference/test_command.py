@@ -150,8 +150,8 @@ def test_what_a_family_needs(family: str, flags: list[str], tmp_path: Path) -> N
 
 
 def test_latent_attention_on_the_cpu(tmp_path: Path) -> None:
-    """On the CPU Tandem switches off vLLM's kernel for RoPE. Tandem also refuses models whose
-    latents are not 576 wide."""
+    """On the CPU Tandem switches off vLLM's kernel for RoPE, and refuses models whose latents are
+    not 576 wide."""
     config = {**SHAPE, **LATENT, "model_type": "glm4_moe_lite"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = {"base_model": str(tmp_path)}

@@ -638,7 +638,7 @@ def test_an_evaluation_whose_rollouts_all_fail_ends_the_loop_and_is_made_again(
 
 
 def scored(stack: FakeStack, rewards: dict[int, float]) -> Environment:
-    """An environment for evaluations: every answer of step s has the reward `rewards[s]`."""
+    """An environment that gives each answer of step s the reward `rewards[s]` in evaluations."""
 
     class Scored(Environment):
         async def rollout(self, task: int, sampler: Any) -> Trajectory:

@@ -1,5 +1,5 @@
-"""A short run of the soak with a random seed. The test prints the seed. `python -m tests.soak
---seed N` repeats the plan of the seed N."""
+"""A short run of the soak with a random seed. The test prints the seed. The command
+`python -m tests.soak --seed N` repeats the plan of the seed N."""
 
 import os
 import random

@@ -71,7 +71,7 @@ def test_a_program_trains_and_samples_what_it_trained(
     after = [logprobs(one.forward(DATA, "cross_entropy").result()) for one in (model, same)]
     assert after[0] == after[1] != trained
 
-    # A loss that the client computes has the same value as the built-in loss.
+    # A loss that the client computes has the value of the built-in loss, and trains the same step.
     def negative(_: object, values: list) -> tuple:
         return -sum(value.sum() for value in values), {}
 

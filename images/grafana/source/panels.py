@@ -69,8 +69,8 @@ def panel(
 
     `text`: the description, which says what the panel shows and from which metrics. `limits`:
     (colour, the value from which the colour applies); values below all limits are green. `texts`:
-    value -> (word, colour). `more`: other parts of the panel, such as its `options`, and `custom`
-    for the panel's fields.
+    value -> (word, colour). `more`: other parts of the panel, such as its `options`, and for the
+    panel's fields `custom`, `overrides` and other `defaults`.
     """
     steps: list[Json] = [{"color": GREEN, "value": None}]
     steps += [{"color": colour, "value": value} for colour, value in limits or []]

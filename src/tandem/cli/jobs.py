@@ -275,8 +275,8 @@ def _attempt_memory(job: str, attempt: AttemptMemory) -> Iterator[Table | str]:
 
 def _memory_rows(attempt: AttemptMemory) -> Iterator[tuple[str, object, dict[str, int]]]:
     """The table's rows (phase, rank, bytes), sorted by phase. A phase that runs once has a row per
-    rank. A phase that each step repeats has two rows per rank: the memory after the phase in the
-    last step, and the maximum over all steps. A phase in `attempt.last_step` has one row, with the
+    rank. A phase that runs several times has two rows per rank: the memory after the phase's last
+    run, and the maximum over all runs. A phase in `attempt.last_step` has one row, with the
     maximum over all ranks.
     """
     ranks = attempt.ranks.items()

@@ -48,9 +48,9 @@ def rl(
 
     After Ctrl-C or a kill, the same command continues the training. TANDEM_INFERENCE_URL is vLLM's
     address (http://127.0.0.1:8000). Exit status 6: the publisher refused a trained step, so vLLM
-    does not serve the step. vLLM serves the step after its next restart, or earlier. The same
-    command then continues. With --from-served, the same command continues from the step that vLLM
-    serves.
+    does not serve the step. After a restart of vLLM, or earlier, the publisher tries the step
+    again. Once vLLM serves the step, the same command continues. With --from-served, the same
+    command continues from the step that vLLM serves.
     """
 
     def stopped() -> None:

@@ -121,8 +121,8 @@ def job(
     ] = 1800,
 ) -> None:
     """Train a small SFT job, wait until its step is served, and sample from it. With merged weights
-    vLLM serves only one run. If another run exists, the test trains nothing. If the test creates a
-    run, the test deletes the run afterwards."""
+    vLLM serves only one run: if another run exists, the test trains nothing, and if the test
+    creates a run, it deletes the run afterwards."""
     vllm = services.inference_url(Asked(Command.REACH, inference=inference))
     with Tandem() as tandem, ExitStack() as behind:
         try:

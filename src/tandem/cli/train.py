@@ -267,7 +267,8 @@ def job(
 
 
 def read_request(text: str) -> dict[str, Any]:
-    """The training request in a file's text. The field of an InvalidInput names the line."""
+    """The training request in a file's text. Raises InvalidInput; its field names the line or the
+    list's item, if a single one is wrong."""
     whole = {"groups": "rl", "examples": "sft", "pairs": "dpo"}
     try:
         content = jsonlib.loads(text)

@@ -34,7 +34,7 @@ from tandem.spool.schema import TERMINAL, Event, JobState, LoraShape, Manifest, 
 JOB_SECONDS = 24 * 3600.0
 SERVED_SECONDS = 600.0
 DELETE_SECONDS = 120.0
-# The controller answers once it has packed the request's batch and all earlier batches.
+# The controller answers a training request once it has packed its batch and all earlier batches.
 _PACKING_SECONDS = 900.0
 _FORK_SECONDS = 4 * 3600.0  # the controller copies and hashes the checkpoint before it answers
 _SERVED_POLL_SECONDS = 0.25
@@ -66,7 +66,7 @@ class Api(Requests):
 
         Args:
             trainable: "full": all weights are trained, and `lora` must be None.
-            weights: "adapter": vLLM loads adapters; "merged": vLLM serves the run's merged weights.
+            weights: "adapter": vLLM loads adapters; "merged": vLLM's own weights become the run's.
             seed: seeds step 0's adapter and the order of each job's rows; from 0 to 2^63 - 1.
         """
         if isinstance(lora, LoraShape):

@@ -1,5 +1,5 @@
-"""Refuses trained messages that are blank, and trained messages whose calls or reasoning the chat
-template leaves out."""
+"""Refuses trained messages that are blank. Refuses trained messages of which the chat template
+leaves out a call, or the reasoning of a message that has nothing but reasoning."""
 
 from typing import Any
 

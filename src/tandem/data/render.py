@@ -92,8 +92,9 @@ def check_vocabulary(
 def check_ends(
     tokenizer: Any, items: Sequence[Item], rendered: Sequence[Sequence[LinearSequence]], field: str
 ) -> None:
-    """Refuses conversations if none of their trained turns ends with a token at which vLLM stops.
-    Raises InvalidInput.
+    """Refuses conversations if none of their trained turns ends with a token at which vLLM stops,
+    and the chat template does not end an answer without calls with such a token either. Raises
+    InvalidInput.
 
     Args:
         tokenizer: may be None if no item is a conversation.

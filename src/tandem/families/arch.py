@@ -38,7 +38,7 @@ class YarnScaling:
     beta_slow: float
     original_max_positions: int
     attention_factor: float  # the factor of RoPE's cosines and sines
-    truncate: bool  # whether the blend begins and ends at whole dimensions
+    truncate: bool  # Whether the limits of the weighted means are whole dimensions.
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Window:
 
     tokens: int  # Number of tokens that a token attends to, itself included.
     layers: tuple[bool, ...]  # For each layer, whether the layer has the window.
-    # RoPE's theta in the layers that have the window. RoPE is not scaled in layers that have the
-    # window. None: all layers have the same RoPE.
+    # RoPE's theta in the layers that have the window. With this theta, the RoPE of these layers is
+    # not scaled. None: all layers have the same RoPE.
     rope_theta: float | None = None
 
 

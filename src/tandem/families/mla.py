@@ -57,9 +57,10 @@ class LatentMoe(Glm4Moe):
         return moe
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
-        """RoPE's parameters. With YaRN, `Arch.attention_scale` multiplies queries and keys by the
-        factor from `mscale_all_dim`. The rotated features need the factor from `mscale` instead, so
-        the cosines and sines are multiplied by the quotient of the two factors."""
+        """RoPE's parameters. With YaRN, `Arch.attention_scale` multiplies the products of queries
+        and keys by the square of the factor from `mscale_all_dim`. The rotated features need the
+        factor from `mscale` instead, so the cosines and sines are multiplied by the quotient of the
+        two factors."""
         rope = super().rope_parameters(config)
         one, all_dim = (rope.get(key) for key in _MSCALES)
         if not (one and all_dim):

@@ -22,9 +22,10 @@ def model_directory(
     model: str, files: tuple[str, ...] = MODEL_FILES, *, cached: bool = False
 ) -> Path:
     """The directory of a model: `model` itself, or the local snapshot of a hub name. Raises
-    InvalidInput if `model` is neither a directory nor the name of a model at the hub, or if
-    `cached` is true and the cache lacks the model. Raises VolumeFull if the cache has no space, and
-    HubUnreachable if the hub does not give the files for another reason; a later call can succeed.
+    InvalidInput if `model` is neither a directory nor the name of a model that the hub gives, or if
+    the cache lacks files and `cached` or the hub client's offline mode forbids a download. Raises
+    VolumeFull if the cache has no space, and HubUnreachable after any other error of the hub's
+    client; after both, a later call can succeed.
 
     Args:
         model: a directory, or a model's name at the hub.

@@ -99,8 +99,8 @@ class NvmlCollector(Collector):
         super().__init__()
         self._device = device
         self._selected = tuple(selected)
-        # NVML stays open after a successful collection. Without persistence mode, the driver drops
-        # a GPU's state when no process has the GPU open.
+        # NVML stays open after a successful collection, because without persistence mode the driver
+        # drops a GPU's state when no process has the GPU open.
         self._driver: Driver | None = None
         self._seen = False  # whether a GPU has ever been found
 

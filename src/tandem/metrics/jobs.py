@@ -149,8 +149,8 @@ METRICS = (
     ),
     _counter(
         "tandem_job_attempts_failed_total",
-        "Attempts that ended without a checkpoint, by the error type of docs/jobs.md; cancelled "
-        "attempts are not counted.",
+        "Attempts that failed or were put back into the queue, by the error type of docs/jobs.md; "
+        "cancelled attempts are not counted.",
         "events requeued, failed",
         labels={"error": ERRORS},
     ),

@@ -26,8 +26,8 @@ class PolicyCollector(SpoolCollector):
         ),
         Metric(
             "tandem_policy_refused",
-            "1 while a step of the run is refused and another step is served, else 0; only for "
-            "the 20 runs that changed last.",
+            "1 while a step newer than the served step is refused, else 0. Absent while no step of "
+            "the run is served; only for the 20 runs that changed last.",
             "served.json",
             exporters=("inference",),
             labels={"run": OPEN},

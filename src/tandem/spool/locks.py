@@ -195,8 +195,8 @@ class Leases:
             beat=time.time(),
             waits_since=waits_since,
         )
-        # The write is not durable. A power loss also ends the runner, and a lease without its
-        # runner has no meaning.
+        # The write need not be durable, because a power loss also ends the runner, and a lease
+        # without its runner has no meaning.
         fs.write_json_atomic(self._paths.lease_file(job.spec.id), lease, durable=False)
 
 

@@ -100,8 +100,8 @@ class Replicas:
         }
 
     def _ages(self, records: Mapping[str, Replica]) -> dict[str, float]:
-        """Replica id -> the number of seconds since this process last saw a change of the replica's
-        record."""
+        """Replica id -> the number of seconds since this process first read the replica's record,
+        or last saw a change of the record."""
         now = time.monotonic()
         self._seen = {
             name: seen

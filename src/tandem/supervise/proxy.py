@@ -1,12 +1,13 @@
 """Replaces this process by HAProxy, which gives several inference servers one address (`python -m
 tandem.supervise.proxy [HOST:PORT ... | --resolve NAME:PORT]`).
 
-All turns of a rollout go to the same server, whose cache has the rollout's prefix, and whose memory
-has the rollout's earlier turns. The samples of a group share their prompt. So a group's samples
-start on the same server, unless this server has much more work than the others. Without arguments,
-the servers are the inference servers that `tandem up` starts beside the proxy. With `--resolve`,
-the servers are all addresses of a host name, for example of a headless Service. The name is
-resolved again every second. Measurements of the routing rule are in docs/performance.md.
+A rollout stays on its server while this server is up, because the server's cache has the rollout's
+prefix, and the server's memory has the rollout's earlier turns. The samples of a group share their
+prompt. So a group's samples start on the same server, unless this server has much more work than
+the others. Without arguments, the servers are the inference servers that `tandem up` starts beside
+the proxy. With `--resolve`, the servers are all addresses of a host name, for example of a headless
+Service. The name is resolved again every second. Measurements of the routing rule are in
+docs/performance.md.
 """
 
 import argparse

@@ -71,9 +71,9 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
     """Run the programs of `role` until Ctrl-C, SIGTERM or a crash loop; returns the exit status.
 
     Call this function in a separate process, because it changes the process's environment and
-    umask, and ends all descendants of the process. Before any program is started, the function may
-    raise InvalidInput or SpoolUnusable. It raises Conflict if a port is taken, or if this role
-    already runs on this spool.
+    umask, and ends all descendants of the process. Raises InvalidInput, SpoolUnusable or Conflict
+    before any program is started. Conflict means that a port is taken, or that this role already
+    runs on this spool.
 
     Args:
         programs: the programs to run; None: the programs of `role` under these settings.

@@ -21,10 +21,11 @@ SAPO: Gao et al., 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347, s
 Dual clip: Ye et al., 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement
   Learning", arXiv:1912.09729; equal to the two-sided clipping of INTELLECT-2, arXiv:2505.07291.
 Mask of tokens by ratio: IcePop, in Ring-1T, arXiv:2510.18855.
-Mask of sequences by ratio: Liu, Li et al., 2025, "When Speed Kills Stability".
+Mask of sequences by ratio: Liu, Li et al., 2025, "When Speed Kills Stability: Demystifying RL
+  Collapse from the Training-Inference Mismatch".
 Mask for negative advantages far off the policy: DeepSeek-V3.2, arXiv:2512.02556, equation 9.
 Normalisation: GRPO (arXiv:2402.03300, equation 3) averages per trajectory, DAPO averages over a
-  group's tokens, and arXiv:2503.20783 (Dr GRPO) divides by a constant.
+  group's tokens, and arXiv:2503.20783 (Dr. GRPO) divides by a constant.
 Truncated importance sampling: Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You
   Off-Policy RL Training".
 KL estimators k1, k2, k3: Schulman, 2020, "Approximating KL Divergence"
@@ -96,7 +97,7 @@ def item_weights(
       trajectory_items.
     `group` (DAPO: mean over the tokens of a group, then over groups): w = d = 1 / group_items.
     `sum`: w = d = 1; the caller takes D = 1.
-    `constant` (sum of a trajectory over a constant, then mean over trajectories, as in Dr GRPO):
+    `constant` (sum of a trajectory over a constant, then mean over trajectories, as in Dr. GRPO):
       w = 1, d = constant / trajectory_items. A trajectory's parts of D sum to the constant.
 
     Args:

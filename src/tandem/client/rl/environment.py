@@ -47,9 +47,9 @@ class RolloutGroup:
 
 
 class Tasks:
-    """Tasks by number. After a restart of the program, each task keeps its number. A sequence is
-    shuffled anew in each epoch. Any other iterable keeps its own order and starts over when it
-    ends."""
+    """Tasks by number. After a restart of the program, a number still names the same task. A
+    sequence is shuffled anew in each epoch. Any other iterable keeps its own order and starts over
+    when it ends."""
 
     def __init__(self, source: Iterable[Any], seed: int) -> None:
         self._seed = seed if isinstance(source, Sequence) else None

@@ -56,8 +56,8 @@ class State(BaseModel):
     best_is_ours: bool = False  # whether the loop has pinned the best step
 
     def next_task(self, weights: Sequence[float]) -> str:
-        """Hand out the next task. The task comes from the environment whose share of the tasks so
-        far is smallest in relation to its weight."""
+        """Hand out the next task. The task comes from the environment whose number of tasks, the
+        next task included, is smallest in relation to its weight."""
         i = min(range(len(weights)), key=lambda i: (self.cursors[i] + 1) / weights[i])
         self.cursors[i] += 1
         self.open.append(task := f"{i}:{self.cursors[i] - 1}")

@@ -72,9 +72,9 @@ def checkpoint_every(batch: int, examples: int, size: int) -> int:
 
 def row_length(longest: int, tokens: int, steps: int, positions: int) -> int:
     """The number of slots of a row: a power of two into which the longest example fits, but at most
-    `positions`. If one optimizer step has more tokens than the longest example, all tokens of the
-    step fit into a row, unless they are more than ROW_SLOTS. Longer rows would have empty slots,
-    because a row has only tokens of one optimizer step.
+    `positions`. If an average optimizer step has more tokens than the longest example, a row has
+    room for the tokens of an average step, but for at most ROW_SLOTS of them. Longer rows would
+    have empty slots, because a row has only tokens of one optimizer step.
 
     Args:
         longest: tokens of the longest example.

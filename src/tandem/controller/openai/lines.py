@@ -102,8 +102,8 @@ def _check_record(record: dict[str, Any], method: TuningMethod, number: int) -> 
 
 
 def _check_shapes(path: Path, method: TuningMethod) -> None:
-    """Refuses a record that no job can train. Requests to Tandem's own API pass the checks of this
-    function too."""
+    """Refuses a record that no job can train. The controller checks the examples and pairs of
+    requests to Tandem's own API in the same way."""
     try:
         examples = Examples(path, FORMATS[method], "sft" if method == "supervised" else "dpo")
         for index in range(len(examples)):

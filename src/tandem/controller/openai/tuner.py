@@ -325,8 +325,8 @@ class Tuner:
 
     def _change(self, tuning: Tuning, **update: Any) -> None:
         """Changes the record, unless the client has paused, resumed or cancelled the fine-tuning
-        since the record was read. A pause or a cancellation changes the states of jobs. An update
-        that was derived from the earlier states may therefore be wrong."""
+        since the record was read. After such a request the update may be wrong, because it may come
+        from states of jobs that the request itself has caused."""
 
         def changed(now: Tuning) -> Tuning:
             same = _steered(now) == _steered(tuning)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from tandem.errors import InvalidInput, TandemError
 
 MOST = 20_000
-# Seconds for which a result is kept after a client has fetched it. A client whose connection broke
-# asks for the result again.
+# Seconds for which a result is kept after a client has fetched it. The result is kept because a
+# client whose connection broke asks for the result again.
 TAKEN_SECONDS = 60.0
 # Seconds for which the controller keeps a result that no client has asked for.
 LEFT_SECONDS = 900.0
@@ -27,8 +27,8 @@ class _Sampling:
     session: str
     digest: bytes  # of the request
     task: asyncio.Task[bytes]
-    # The monotonic time, in seconds, after which the sample is forgotten. The value is None while
-    # the sample is computed, or while a client waits for the sample.
+    # The monotonic time, in seconds, after which the sample is forgotten. The value is None until a
+    # client has fetched the result. A sample for which a client waits is never forgotten.
     forget: float | None = None
     waiting: int = 0
     touched: float = field(default_factory=time.monotonic)

@@ -216,8 +216,8 @@ class Member:
         return ""
 
     def _lag(self) -> str:
-        """The reason why the other replicas should continue without this replica; empty if they
-        should wait for this replica."""
+        """The reason why the other replicas should continue without this replica; empty if there is
+        no such reason."""
         others = [
             name
             for name, record in self._replicas.living().items()

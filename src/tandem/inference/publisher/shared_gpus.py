@@ -16,8 +16,8 @@ the publisher waits until the GPU memory in use has fallen to the hold's `floor`
 hold's deadline has passed. The `floor` is the number of bytes in use while vLLM sleeps and no rank
 runs. If vLLM is already awake, the publisher removes the hold of a lost runner immediately, because
 vLLM itself uses the memory. A restarted publisher continues from the hold and from the previous
-publisher's answer. If vLLM still sleeps `TANDEM_VLLM_STALL_SECONDS` after the last hold, `tandem
-up` restarts vLLM, because the publisher could not wake it.
+publisher's answer. If vLLM still sleeps `TANDEM_VLLM_STALL_SECONDS` after the last hold,
+`tandem up` restarts vLLM, because the publisher could not wake it.
 """
 
 import time

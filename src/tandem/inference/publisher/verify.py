@@ -1,9 +1,9 @@
-"""Checks that vLLM computes the same log-probs for a checkpoint as the trainer. Checks also that
-vLLM's workers have the checkpoint's tensors. Each worker compares its adapter with the file, bit
-for bit (`held_adapter.py`). For merged weights, rows of the tensors are compared with the expected
-values (`SpotCheck`). Matching log-probs prove that vLLM computes with the checkpoint's tensors and
-with the same base model. A checkpoint is served only after its tensors and its log-probs are
-verified.
+"""Checks that vLLM computes the same log-probs for a checkpoint as the trainer. Other modules check
+that vLLM's workers have the checkpoint's tensors. Each worker compares its adapter with the file,
+bit for bit (`held_adapter.py`). For merged weights, rows of the tensors are compared with the
+expected values (`SpotCheck`). Matching log-probs prove that vLLM computes with the checkpoint's
+tensors and with the same base model. A checkpoint is served only after its tensors and its
+log-probs are verified.
 """
 
 import math

@@ -8,5 +8,5 @@ vLLM's processes. `patches.py` has every replacement of a function of vLLM.
 and workers. The code of `middleware/` and the code of `worker/` run in different processes, so
 neither imports the other. An order for a worker goes through vLLM's engine. The modules of this
 directory name the middlewares only as strings on vLLM's command line. The publisher and the command
-line read `command.py`, and therefore load no middleware.
+line, which read `command.py`, therefore load no middleware.
 """

@@ -142,8 +142,8 @@ class Probe(Record):
     """The trainer's log-probs of fixed token sequences. The publisher compares vLLM's log-probs
     with the trainer's log-probs.
 
-    The trainer computes all three kinds of log-probs: `logprobs`, `previous` and `base`. The
-    log-probs of all three kinds contain the same rounding errors of the trainer. The rounding
+    The trainer computes all three kinds of log-probs: `logprobs`, `previous` and `base`. All three
+    kinds contain the trainer's rounding errors, which vLLM does not share. The trainer's rounding
     errors cancel in the difference of two kinds of log-probs.
     """
 

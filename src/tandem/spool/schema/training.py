@@ -347,9 +347,8 @@ class PackedData(Record):
     dropped_trajectories: int = Field(default=0, ge=0)
     # Number of trajectories that are cut to a row's length.
     truncated_trajectories: int = Field(default=0, ge=0)
-    # The number of examples or pairs that are only evaluated. The counts num_rows,
-    # dropped_trajectories and truncated_trajectories include evaluated examples; the other counts
-    # do not.
+    # The number of examples or pairs that are only evaluated. The counts dropped_trajectories and
+    # truncated_trajectories include evaluated examples; the other counts, such as num_rows, do not.
     num_held_out: int = Field(default=0, ge=0)
     # Reinforcement learning: the step of the oldest checkpoint that sampled a turn; None if this
     # step is unknown.

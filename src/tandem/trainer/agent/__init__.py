@@ -5,6 +5,6 @@ memory that they left in use. The agent also counts the processes that the ranks
 `agent.py` serves one host's part of an attempt. `watch.py` reads the volume while the ranks run.
 `hosts.py` has the records through which the runner and the hosts' agents communicate. An agent has
 a fork server, which starts the host's ranks. The host's number determines the ranks' numbers. The
-ranks die when the agent dies. The agent ends the ranks when the attempt has ended, the runner has
-died or the volume does not answer. No torch.
+ranks die when the agent dies. The agent ends the ranks when the attempt has ended, when the runner
+no longer renews the job's lease, or when the volume does not answer. No torch.
 """

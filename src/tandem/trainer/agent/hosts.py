@@ -27,7 +27,7 @@ from tandem.trainer.launch.launcher import threads_per_rank
 DONE, FAILED, STOPPED, FENCED, UNUSABLE = 0, 1, 75, 76, 77
 """Exit statuses of an agent: the ranks are done; the ranks failed, or the host was refused; SIGTERM
 or the runner stopped the agent; the agent's ticket is taken, the attempt was ended, or the runner
-has died; the volume is unusable."""
+no longer renews the job's lease; the volume is unusable."""
 
 
 TAKE_SECONDS = 60.0

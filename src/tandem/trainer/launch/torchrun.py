@@ -130,8 +130,9 @@ class ResidentRanks(Torchrun):
             rank.send(self._launch.model_dump_json().encode())
 
     def poll(self) -> int | None:
-        """Returns 0 after every rank has answered that the job is done. Any other result is the
-        exit status of torchrun's agent."""
+        """Returns None while the ranks work, and 0 after every rank has answered that the job is
+        done. Any other result is the exit status of torchrun's agent, or 1 if the agent exited
+        with 0."""
         if self._exit is not None or self._launch is None:
             return self._exit
         while readable := select.select([self._listener, *self._busy], [], [], 0)[0]:

@@ -2,8 +2,8 @@
 
 `optimizer/adam.safetensors` has the tensors `<PEFT key>.exp_avg` and `<PEFT key>.exp_avg_sq`, in
 fp32 and in the full shapes of the adapter's tensors. The file also has `step`, an int64 scalar.
-Ranks of any topology can read the file. A checkpoint that no job has trained (step 0) has no
-`optimizer/adam.safetensors`; every other checkpoint has the file.
+Ranks of any topology can read the file. Step 0 of a run has no `optimizer/adam.safetensors`, unless
+the run is a fork of a trained checkpoint. Every other checkpoint has the file.
 """
 
 import hashlib

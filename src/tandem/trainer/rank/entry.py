@@ -38,9 +38,9 @@ def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
     # clutter a job's log.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=SyntaxWarning)
-    # `gc.freeze` excludes the imported objects, which live as long as the process. Without the
-    # freeze, the garbage collector would search all imported objects in each job, and each forked
-    # rank would copy their memory.
+    # `gc.freeze` (below) excludes the imported objects from garbage collection, because they live
+    # as long as the process. Without the freeze, the garbage collector would search all imported
+    # objects in each job, and each forked rank would copy their memory.
     gc.disable()
     import_module("tandem.trainer.rank.train")
     # The first call of torch.use_deterministic_algorithms imports torch._inductor.config.
