@@ -9,6 +9,7 @@ import ssl
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import pytest
@@ -79,16 +80,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         groups[_group(item.nodeid)].append(item)
-    items[:] = [item for group in sorted(groups.values(), key=_begins) for item in group]
+    items[:] = chain.from_iterable(_in_order(list(groups.values())))
 
 
-def _begins(group: list[pytest.Item]) -> tuple[bool, bool, bool, int]:
-    """The sort key of a group of tests. Workers take groups in this order: the group of the Docker
-    engine, groups with only slow tests, groups with a slow test, and then larger groups before
-    smaller groups. So short groups run last."""
-    slow = [item.get_closest_marker("slow") is not None for item in group]
-    docker = any(item.get_closest_marker("docker") for item in group)
-    return not docker, not all(slow), not any(slow), -len(group)
+def _in_order(groups: list[list[pytest.Item]]) -> Iterator[list[pytest.Item]]:
+    """The order in which workers take groups of tests: the group of the Docker engine first, and
+    groups without slow tests last, larger groups before smaller groups. In between, groups of slow
+    tests, which compute, alternate with groups of slow and fast tests, which mostly wait. So the
+    CPU has work all the time, and seldom too much."""
+    kinds: dict[str, list[list[pytest.Item]]] = defaultdict(list)
+    for group in sorted(groups, key=len, reverse=True):
+        slow = [item.get_closest_marker("slow") is not None for item in group]
+        docker = any(item.get_closest_marker("docker") for item in group)
+        kinds[
+            "docker" if docker else "slow" if all(slow) else "mixed" if any(slow) else "fast"
+        ].append(group)
+    yield from kinds["docker"]
+    for pair in zip_longest(kinds["slow"], kinds["mixed"]):
+        yield from filter(None, pair)
+    yield from kinds["fast"]
 
 
 def _group(nodeid: str) -> str:
