@@ -92,9 +92,8 @@ def _in_order(groups: list[list[pytest.Item]]) -> Iterator[list[pytest.Item]]:
     for group in sorted(groups, key=len, reverse=True):
         slow = [item.get_closest_marker("slow") is not None for item in group]
         docker = any(item.get_closest_marker("docker") for item in group)
-        kinds[
-            "docker" if docker else "slow" if all(slow) else "mixed" if any(slow) else "fast"
-        ].append(group)
+        kind = "slow" if all(slow) else "mixed" if any(slow) else "fast"
+        kinds["docker" if docker else kind].append(group)
     yield from kinds["docker"]
     for pair in zip_longest(kinds["slow"], kinds["mixed"]):
         yield from filter(None, pair)

@@ -1,5 +1,6 @@
-"""Refuses trained messages that are blank. Refuses trained messages of which the chat template
-leaves out a call, or the reasoning of a message that has nothing but reasoning."""
+"""Refuses trained messages that are blank. Refuses a trained message if the chat template leaves
+out one of its calls. Refuses a trained message that has only reasoning if the chat template leaves
+out the reasoning."""
 
 from typing import Any
 

@@ -40,8 +40,8 @@ _turns: dict[threading.Thread, float] = {}  # thread -> the time of its loop's l
 
 def beat(program: str) -> None:
     """Records an iteration of this thread's loop in TANDEM_ALIVE_DIR; does nothing if the variable
-    is not set. If a program has several loops, the recorded time is that of the loop that has been
-    silent longest."""
+    is not set. If a program has several loops, the function records the last iteration of the loop
+    that has been silent longest."""
     if directory := os.environ.get(VARIABLE):
         now = time.time()
         _turns[threading.current_thread()] = now

@@ -163,10 +163,7 @@ def run_to_the_end[T](main: Coroutine[Any, Any, T], stopped: Callable[[], object
         with suppress(RuntimeError):  # the loop was closed
             loop.call_soon_threadsafe(task.cancel)
 
-    before = signal.getsignal(signal.SIGINT)
-    ours = before is signal.default_int_handler
-    if ours:
-        release = _on_interrupts(first_interrupt, end)
+    release = _on_interrupts(first_interrupt, end)
     try:
         return loop.run_until_complete(task)
     except asyncio.CancelledError as error:
@@ -184,18 +181,20 @@ def run_to_the_end[T](main: Coroutine[Any, Any, T], stopped: Callable[[], object
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
-        if ours:
-            release()
+        release()
 
 
 def _on_interrupts(first: Callable[[], object], second: Callable[[], object]) -> Callable[[], None]:
-    """Calls `first` at the first Ctrl-C and `second` at the second, each in a thread of its own.
-    The returned function restores the earlier handling of Ctrl-C.
+    """Calls `first` at the first Ctrl-C and `second` at each later Ctrl-C, in a separate thread.
+    The returned function restores the earlier handling of Ctrl-C. If Ctrl-C is ignored or has a
+    handler that is not Python's own, this function changes nothing.
 
     Python runs a signal handler in the main thread only, between two instructions. A signal that
     arrives immediately before a blocking system call therefore waits until the call ends. Python
     writes the signal's number to the wakeup file descriptor at once, even if a system call follows.
     """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return lambda: None
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
 
@@ -206,13 +205,13 @@ def _on_interrupts(first: Callable[[], object], second: Callable[[], object]) ->
                 next(calls, second)()
         os.close(reads)
 
-    handler = signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGINT, lambda *_: None)
     wakeup = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
     threading.Thread(target=read, daemon=True, name="ctrl-c").start()
 
     def release() -> None:
         signal.set_wakeup_fd(wakeup)
-        signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.close(writes)
 
     return release

@@ -254,8 +254,8 @@ _LEAST_LOGPROB = -9999.0
 
 
 def _in_vllms_names(message: Any) -> Any:
-    """The message of the history, with its reasoning under the key `reasoning`. Reasoning under any
-    other key that clients use is silently dropped by vLLM."""
+    """The message of the history, with its reasoning under the key `reasoning`. vLLM silently drops
+    reasoning under any other key that clients use."""
     if isinstance(message, dict) and (reasoning := reasoning_of(message)):
         return {**message, "reasoning": reasoning}
     return message
