@@ -228,17 +228,17 @@ def test_a_reader_that_is_ahead_of_the_last_look_waits_for_the_next_one(
 ):
     monkeypatch.setattr(event_streams, "POLL_SECONDS", 0.5)
     job = client.train(run, rl_request()).id
-    append, size = server.spool.events.append, event_streams._size
+    append, size = server.spool.events.append, EventStreams._size
     appended = []
 
-    def look(path: str) -> int:
-        seen = size(path)
+    def look(streams: EventStreams, job: str) -> int:
+        seen = size(streams, job)
         # the second event is written after the read that saw the first one
         if seen and not appended:
             appended.append(append(job, "step", step=2))
         return seen
 
-    monkeypatch.setattr(event_streams, "_size", look)
+    monkeypatch.setattr(EventStreams, "_size", look)
 
     async def scene() -> None:
         blocks = EventStreams(server.spool).follow(job, -1, wait=True, stopping=anyio.Event())

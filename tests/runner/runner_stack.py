@@ -132,7 +132,8 @@ class Stack:
         return next(event.data for event in self.spool.events.read(job_id) if event.type == kind)
 
     def job_log(self, job_id: str) -> str:
-        return self.spool.paths.log_file(job_id).read_text()
+        with self.spool.paths.open_file(self.spool.paths.log_file, job_id) as file:
+            return file.read().decode()
 
     def children(self) -> list[processes.Process]:
         """Living descendants of the runner."""

@@ -75,6 +75,29 @@ def test_the_whole_way(spool):
     assert temporary_names(spool.root) == []
 
 
+@pytest.mark.parametrize("name", ["log", "events"])
+def test_a_reader_finds_the_file_of_a_job_that_ends_meanwhile(spool, name):
+    """The job's directory moves after the reader has computed the file's path."""
+    spool.queue.submit(maker(), run="r", job_id="j", fingerprint="f", base_step=0)
+    claimed = spool.queue.claim("me")
+    commit(spool, claimed)
+    spool.paths.log_file("j").write_text("a log\n")
+    locate, found = getattr(spool.paths, f"{name}_file"), []
+
+    def locate_then_end(job_id):
+        found.append(locate(job_id))
+        if len(found) == 1:
+            assert spool.queue.finish(claimed, succeeded(claimed)) == "succeeded"
+        return found[-1]
+
+    with spool.paths.open_file(locate_then_end, "j") as file:
+        last_line = file.read().splitlines()[-1].decode()
+    assert [path.exists() for path in found] == [False, True]
+    assert ("a log" if name == "log" else '"type": "succeeded"') in last_line
+    with pytest.raises(FileNotFoundError):  # an ended job has no lease
+        spool.paths.open_file(spool.paths.lease_file, "j")
+
+
 def test_the_same_id_twice_is_one_job(spool):
     add_run(spool, "q")
 

@@ -9,7 +9,6 @@ from asyncio import sleep
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from weakref import WeakValueDictionary
 
 import anyio
@@ -18,7 +17,7 @@ from anyio import to_thread
 from tandem.errors import NotFound, TandemError
 from tandem.spool import Spool
 from tandem.spool.schema import TERMINAL, Event
-from tandem.system.plain_files import NotPlainError, open_plain
+from tandem.system.plain_files import NotPlainError
 
 # Seconds between two checks of a followed file.
 POLL_SECONDS = 0.2
@@ -111,7 +110,7 @@ class EventStreams:
     def _look(self, files: Sequence[tuple[str, _File]]) -> None:
         for job, file in files:
             with suppress(TandemError, OSError):
-                file.size = _size(self._spool.paths.events_file(job))
+                file.size = self._size(job)
                 if time.monotonic() > file.state_read + STATE_SECONDS:
                     file.state_read = time.monotonic()
                     try:
@@ -119,16 +118,16 @@ class EventStreams:
                     except NotFound:
                         file.ended = True
 
+    def _size(self, job: str) -> int:
+        """The size of the job's event file in bytes; 0 if the file does not exist. Opens the file,
+        because an NFS client asks the server for the size only when a file is opened."""
+        paths = self._spool.paths
+        try:
+            with paths.open_file(paths.events_file, job) as file:
+                return os.fstat(file.fileno()).st_size
+        except (FileNotFoundError, NotPlainError):
+            return 0
+
 
 def _formatted(event: Event) -> bytes:
     return f"id: {event.seq}\nevent: {event.type}\ndata: {event.model_dump_json()}\n\n".encode()
-
-
-def _size(path: Path) -> int:
-    """The size of a file in bytes; 0 if the file does not exist. Opens the file, because an NFS
-    client asks the server for the size only when a file is opened."""
-    try:
-        with open_plain(path) as file:
-            return os.fstat(file.fileno()).st_size
-    except (FileNotFoundError, NotPlainError):
-        return 0

@@ -12,7 +12,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from tandem.controller.deployment import CurrentDeployment, Deployment
 from tandem.controller.schemas import LOG_OFFSET_HEADER, JobStatus
 from tandem.spool.schema import Job, JobId, JobState, RunName
-from tandem.system.plain_files import NotPlainError, open_plain
+from tandem.system.plain_files import NotPlainError
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 LOG_PART_BYTES = 2**20
@@ -123,10 +123,13 @@ def get_log(
     """The output of the job's ranks in all attempts; empty if nothing has been printed."""
     deployment.spool.jobs.get(job)
     data = b""
-    path = deployment.spool.paths.log_file(job)
+    paths = deployment.spool.paths
     # Ranks write the log, and could replace the log by a symbolic link to one of the controller's
     # files. Symbolic links are therefore not followed.
-    with suppress(FileNotFoundError, NotPlainError), open_plain(path) as file:
+    with (
+        suppress(FileNotFoundError, NotPlainError),
+        paths.open_file(paths.log_file, job) as file,
+    ):
         size = os.fstat(file.fileno()).st_size
         if tail is not None:
             offset = max(0, size - tail)

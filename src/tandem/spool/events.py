@@ -15,7 +15,7 @@ from tandem.spool import fs
 from tandem.spool.locks import file_lock
 from tandem.spool.paths import Paths
 from tandem.spool.schema import TERMINAL, Event, EventType
-from tandem.system.plain_files import NotPlainError, descriptor, open_plain
+from tandem.system.plain_files import NotPlainError, descriptor
 
 EVENTS_BYTES = 2**28
 """The most bytes of a job's events that are read at once: about 500,000 events."""
@@ -99,11 +99,7 @@ class Events:
 
     def read(self, job_id: str) -> list[Event]:
         """All events, in order; empty if the job has no events yet."""
-        path, before = self._paths.events_file(job_id), None
-        while (content := fs.read_bytes(path, most=EVENTS_BYTES)) is None and path != before:
-            # the job may have ended and moved in the meantime
-            path, before = self._paths.events_file(job_id), path
-        return _parse(content or b"")
+        return self.since(job_id, 0)[0]
 
     def since(
         self, job_id: str, offset: int, limit: int | None = None
@@ -119,7 +115,7 @@ class Events:
         content = b""
         with (
             suppress(FileNotFoundError, NotPlainError),
-            open_plain(self._paths.events_file(job_id), most=EVENTS_BYTES) as file,
+            self._paths.open_file(self._paths.events_file, job_id, most=EVENTS_BYTES) as file,
         ):
             file.seek(offset)
             while part := file.read(-1 if limit is None else limit):

@@ -6,12 +6,14 @@ A job is one directory. The directory of a job is `jobs/live/<run>/<bucket>/<key
 ends, and `jobs/ended/<digit>/<key>,<state>/` afterwards.
 """
 
+import errno
 import hashlib
 import os
 import re
 import time
 from collections.abc import Callable
 from functools import lru_cache
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ from tandem.errors import InvalidInput, NotFound
 from tandem.spool import fs
 from tandem.spool.schema import TERMINAL, JobKey, JobState
 from tandem.spool.schema.base import JOB_ID_PATTERN, RUN_NAME_PATTERN, SESSION_ID_PATTERN
+from tandem.system.plain_files import open_plain
 
 JOB_FILE, EVENTS_FILE, LOG_FILE = "job.json", "events.jsonl", "log"
 KEPT = {JOB_FILE, EVENTS_FILE, LOG_FILE}
@@ -213,6 +216,30 @@ class Paths:
         """The log file with the output of the job's ranks in all attempts. An ended job keeps this
         file."""
         return self.job_dir(job_id) / LOG_FILE
+
+    def open_file(
+        self, file: Callable[[str], Path], job_id: str, *, most: int | None = None
+    ) -> BufferedReader:
+        """Opens a file in the job's directory for reading. The job may end, and its directory may
+        move, between the computation of the path and the opening. Raises FileNotFoundError if the
+        job has no such file, and NotPlainError as `open_plain` does.
+
+        Args:
+            file: the method of this class that returns the file's path, such as `log_file`.
+            most: the maximum size in bytes; None: any size.
+        """
+        before = None
+        while True:
+            path = file(job_id)
+            try:
+                return open_plain(path, most=most)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                if path == before:
+                    raise FileNotFoundError(
+                        errno.ENOENT, os.strerror(errno.ENOENT), path
+                    ) from error
+                before = path
+                fs.exists(path)  # makes an NFS client ask the server for the directory's names
 
     def job_lock(self, job_id: str) -> Path:
         """The lock file of a job. All jobs share sixteen lock files."""
