@@ -127,34 +127,62 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     return ByGroup(config, log)
 
 
+type Sets = dict[tuple[int, str], dict[object, list[pytest.Item]]]
+"""The sets of which the seed draws members: (number of members to keep, name) -> member -> the
+member's tests."""
+
+
 def _keep_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For tests with the mark `one_of(fixture)`, keep only the cases of one parameter of the
-    fixture. Keep n of the remaining cases of each test with the mark `sample(n)`. Tests with marks
-    `sample(n, of=name)` share a sample if `name` is the same: keep n of all their cases. The seed
-    chooses the cases."""
+    """Keeps the tests that the seed draws. A first draw chooses among files, a second draw among
+    the parameters of fixtures, and a third draw among the remaining tests. There is no draw among
+    files if pytest's arguments name files or directories."""
     left_out: set[pytest.Item] = set()
-    parameters: dict[str, dict[int, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
+    whole_suite = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    for sets in (_files, _parameters, _tests) if whole_suite else (_parameters, _tests):
+        found = sets([item for item in items if item not in left_out])
+        assert len({name for _, name in found}) == len(found), "a name has marks of several counts"
+        for (count, name), members in found.items():
+            kept = random.Random(f"{SEED} {name}").sample(list(members), min(count, len(members)))
+            for member in members.keys() - kept:
+                left_out.update(members[member])
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
+
+
+def _files(items: list[pytest.Item]) -> Sets:
+    """Sets of files: a file whose `pytestmark` contains `sample(n, of=name)` belongs to the set
+    `name`. Files that share a stack are one member. The draw leaves out only slow tests."""
+    sets: Sets = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        module = item.getparent(pytest.Module)
+        for mark in module.own_markers if module else []:
+            if mark.name == "sample" and item.get_closest_marker("slow"):
+                file = item.nodeid.partition("::")[0]
+                sets[mark.args[0], mark.kwargs["of"]][SHARED.get(file, file)].append(item)
+    return sets
+
+
+def _parameters(items: list[pytest.Item]) -> Sets:
+    """Sets of a fixture's parameters, for tests with the mark `one_of(fixture)`."""
+    sets: Sets = defaultdict(lambda: defaultdict(list))
     for item in items:
         mark = item.get_closest_marker("one_of")
         indices = item.callspec.indices if hasattr(item, "callspec") else {}
         if mark and (fixture := mark.args[0]) in indices:
-            parameters[f"{item.path.name} {fixture}"][indices[fixture]].append(item)
-    for name, of_parameter in parameters.items():
-        kept = random.Random(f"{SEED} {name}").choice(list(of_parameter))
-        left_out |= {
-            item for index, several in of_parameter.items() if index != kept for item in several
-        }
-    matrices: dict[tuple[int, str], list[pytest.Item]] = defaultdict(list)
+            sets[1, f"{item.path.name} {fixture}"][indices[fixture]].append(item)
+    return sets
+
+
+def _tests(items: list[pytest.Item]) -> Sets:
+    """Sets of tests: the cases of a test with the mark `sample(n)`, or the cases of all tests with
+    the mark `sample(n, of=name)`."""
+    sets: Sets = defaultdict(lambda: defaultdict(list))
     for item in items:
-        if (mark := item.get_closest_marker("sample")) and item not in left_out:
-            matrices[mark.args[0], mark.kwargs.get("of") or item.nodeid.partition("[")[0]].append(
-                item
-            )
-    for (count, name), cases in matrices.items():
-        chosen = random.Random(f"{SEED} {name}").sample(cases, min(count, len(cases)))
-        left_out |= set(cases) - set(chosen)
-    items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=list(left_out))
+        for mark in item.own_markers:
+            if mark.name == "sample":
+                name = mark.kwargs.get("of") or item.nodeid.partition("[")[0]
+                sets[mark.args[0], name][item].append(item)
+    return sets
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,7 +14,12 @@ from compose_stack import SERVICES, ComposeStack, docker, until
 from local_stack import EXAMPLES, seen, succeeded
 from tandem.spool.schema import TERMINAL
 
-pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.sample(1, of="Docker's engine"),
+    pytest.mark.docker,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]
 RUN = "faulty"
 # The longest time of a job with one fault, and the longest time until a step is served, in seconds.
 JOB_BOUND, SERVED_BOUND = 120, 240

@@ -18,7 +18,7 @@ from executor.kubernetes_stack import KubernetesStack
 from rank.jobs import make_model, make_run, submit_sft
 from runner.runner_stack import Stack
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.sample(1, of="executors"), pytest.mark.slow]
 of_pods = pytest.mark.sample(1, of="jobs in pods")
 
 
@@ -299,7 +299,6 @@ def trained(stack: Stack, model: Path) -> dict[str, str]:
 
 
 @pytest.mark.sample(2, of="places that train the same bytes")
-@of_pods
 def test_pods_make_the_bytes_of_one_host(tmp_path):
     make_model(tmp_path / "model")
     entry = "tandem.trainer.rank.entry"

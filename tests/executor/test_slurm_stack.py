@@ -18,6 +18,8 @@ from tandem.trainer.executor import Ended, Execution, Order, Running, Waiting, s
 from tandem.trainer.executor.slurm import POLL_SECONDS, SlurmAway, SlurmExecutor
 from tandem.trainer.stop import Stop
 
+pytestmark = pytest.mark.sample(1, of="executors")
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[SlurmCluster]:

@@ -22,7 +22,12 @@ from helm import charts, pods
 from helm.charts import Object, Rendered
 from helm.pods import ROLES, component, container_of, mounted
 
-pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.sample(1, of="Docker's engine"),
+    pytest.mark.docker,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]
 # With this release name the chart's Service is `tandem-controller`. The variable that Kubernetes
 # can set for this Service would have the name of the setting TANDEM_CONTROLLER_PORT.
 RELEASE, NAMESPACE = "tandem", "ml"

@@ -19,6 +19,8 @@ from tandem.inference.server.worker import held_adapter
 from tandem.spool.schema import LoraShape
 from tiny import write_random_model
 
+pytestmark = pytest.mark.sample(2, of="vLLM's processes")
+
 RIGHT = (
     "everywhere",
     "as large as vLLM allows",

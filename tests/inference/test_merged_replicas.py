@@ -25,7 +25,11 @@ from tandem.spool.replicas import DEAD_SECONDS
 from tiny import write_random_model
 from waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.sample(2, of="vLLM's processes"),
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+]
 
 
 @contextmanager

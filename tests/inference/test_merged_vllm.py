@@ -32,7 +32,11 @@ from tandem.vllm_client.client import VllmClient
 from tiny import write_random_model
 from waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.one_of("vllm")]
+pytestmark = [
+    pytest.mark.sample(2, of="vLLM's processes"),
+    pytest.mark.slow,
+    pytest.mark.one_of("vllm"),
+]
 
 EVERYWHERE = LoraShape(rank=4, alpha=10.0)
 API = {"Authorization": f"Bearer {API_KEY}"}

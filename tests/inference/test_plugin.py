@@ -21,6 +21,8 @@ from tandem.system import processes
 from tandem.vllm_client.names import MERGED_VARIABLE
 from waiting import until
 
+pytestmark = pytest.mark.sample(2, of="vLLM's processes")
+
 # A server that starts its engine as vLLM does on CUDA: the engine is a spawned child that calls the
 # plugin.
 SERVER = """

@@ -17,7 +17,11 @@ from inference.vllm_server import VllmServer
 from tandem.spool.replicas import DEAD_SECONDS
 from waiting import answers, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.sample(2, of="vLLM's processes"),
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+]
 
 
 @pytest.fixture(scope="module")

@@ -40,11 +40,8 @@ from local_stack import API_KEY, LocalStack
 from tandem.controller.tinker.names import path_of
 from tinker_client import datum, service
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1200),
-    pytest.mark.sample(1, of="the cookbook's programs"),
-]
+pytestmark = [pytest.mark.sample(1, of="whole stacks"), pytest.mark.slow, pytest.mark.timeout(1200)]
+of_programs = pytest.mark.sample(1, of="the cookbook's programs")
 RENDERER = "role_colon"
 
 
@@ -87,6 +84,7 @@ def chat(common: dict[str, Any], batch_size: int) -> ChatDatasetBuilderCommonCon
     )
 
 
+@of_programs
 def test_supervised_training_on_a_file(common: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text(
@@ -214,6 +212,7 @@ class Pairs(ComparisonDatasetBuilder):
         return LabeledComparison(comparison=comparison, label="A")
 
 
+@of_programs
 def test_dpo(common: dict[str, Any]) -> None:
     dataset = DPODatasetBuilderFromComparisons(
         common_config=chat(common, 4), comparison_builder=Pairs()
@@ -268,6 +267,7 @@ def test_on_policy_distillation(common: dict[str, Any]) -> None:
     assert np.mean(kl[-2:]) < 0.5 * kl[0]  # in nats per token, over 64 samples
 
 
+@of_programs
 def test_guess_number(common: dict[str, Any], stack: LocalStack) -> None:
     """The untrained model never answers with a number. Each of ten turns costs 1, so all answers
     are equally good and no weight moves."""

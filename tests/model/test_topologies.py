@@ -56,6 +56,7 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma4_text": {"num_global_key_value_heads": 2},
     # A head of a delta net may read almost nothing from its state. The normalisation of such small
     # values would enlarge rounding errors.
+    "qwen3_5_text": {"rms_norm_eps": 1e-3},
     "qwen3_5_moe_text": {"rms_norm_eps": 1e-3},
 }
 TOPOLOGIES: dict[str, dict[int, list[dict[str, Any]]]] = {

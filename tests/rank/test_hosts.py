@@ -21,6 +21,8 @@ from tandem.spool.attempt import Attempt
 from tandem.spool.schema import JobError
 from tandem.trainer.launch import DEFAULT_ENTRY
 
+pytestmark = pytest.mark.sample(2, of="several ranks")
+
 HUB_NAME = "tandem-tests/tiny"
 TOPOLOGIES = sorted(jobs.TOPOLOGIES)
 DEFAULT = {"dp", "tp"}

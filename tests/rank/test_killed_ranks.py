@@ -11,6 +11,8 @@ from conftest import SEED
 from rank import jobs
 from ranks import run_program
 
+pytestmark = pytest.mark.sample(2, of="several ranks")
+
 MODELS: dict[str, dict[str, object]] = {
     "lora": {"family": "qwen3"},
     "lora-experts": {"family": "qwen3_moe"},

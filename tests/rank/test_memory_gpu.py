@@ -31,6 +31,8 @@ from tandem.spool import Spool
 from tandem.system.gpus import Devices
 from waiting import until
 
+pytestmark = pytest.mark.sample(2, of="several ranks")
+
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.slow),
     pytest.param("cuda", marks=pytest.mark.gpu),

@@ -9,6 +9,8 @@ from executor.slurm_stack import SlurmStack
 from rank import jobs
 from tandem.trainer.launch import DEFAULT_ENTRY
 
+pytestmark = pytest.mark.sample(2, of="several ranks")
+
 
 @pytest.mark.sample(2, of="places that train the same bytes")
 @pytest.mark.slow

@@ -16,6 +16,8 @@ from tandem.trainer.launch import Launch
 from tandem.trainer.launch.forkserver import ForkServer
 from waiting import alive, until
 
+pytestmark = pytest.mark.sample(2, of="the runner's processes")
+
 ENTRY = "rank_that_changes"
 
 

@@ -16,6 +16,8 @@ from tandem.system import processes
 from tandem.trainer.runner import loop
 from waiting import alive
 
+pytestmark = pytest.mark.sample(2, of="the runner's processes")
+
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):

@@ -14,7 +14,11 @@ from rank.jobs import make_model
 from rank.sessions import Client, differing, outcome, random_data
 from runner.runner_stack import Stack
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.sample(2, of="the runner's processes"),
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]
 
 
 @pytest.fixture

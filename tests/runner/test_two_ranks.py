@@ -17,6 +17,8 @@ from tandem.system import processes
 from tandem.trainer.launch import SHUTDOWN_SECONDS
 from waiting import alive
 
+pytestmark = pytest.mark.sample(2, of="the runner's processes")
+
 LAUNCHES = ["torchrun", "fork"]
 SLOW_ENDS = {
     "stays": {"do": "one_dies_one_stays", "stall": 120},
