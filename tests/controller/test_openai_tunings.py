@@ -230,7 +230,7 @@ def test_pairs_train_dpo(sdk: OpenAI, spool: Spool) -> None:
     assert sdk.fine_tuning.jobs.retrieve(auto.id).method.dpo.hyperparameters.beta == 0.1
 
 
-@pytest.mark.sample(2, of="programs of a whole stack are killed")
+@pytest.mark.sample(1, of="programs of a whole stack are killed")
 @pytest.mark.slow
 def test_a_killed_controller_goes_on(
     sdk: OpenAI, spool: Spool, file: str, process: Process

@@ -103,7 +103,7 @@ def test_docker_kill_of_inference(stack):
     stack.run("up", "-d", "inference")
 
 
-@pytest.mark.sample(2, of="ends of the trainer's container")
+@pytest.mark.sample(1, of="ends of the trainer's container")
 def test_kill_supervisord(stack):
     """The container ends with status 72 and is started again."""
     before, begin = restarts(stack, "trainer"), time.time()
@@ -118,7 +118,7 @@ def test_kill_supervisord(stack):
     assert "supervisord ended" in stack.logs("trainer")
 
 
-@pytest.mark.sample(2, of="ends of the trainer's container")
+@pytest.mark.sample(1, of="ends of the trainer's container")
 def test_kill_the_first_process(stack):
     """The first process gets SIGKILL, as from the kernel when memory runs out. The container ends
     with status 137, every process in it is gone, and the container is started again."""
@@ -131,7 +131,7 @@ def test_kill_the_first_process(stack):
     stack.wait_healthy("trainer", timeout=90)
 
 
-@pytest.mark.sample(2, of="ends of the trainer's container")
+@pytest.mark.sample(1, of="ends of the trainer's container")
 def test_docker_kill_of_the_trainer(stack):
     job = submit_running(stack)
     stack.kill_container("trainer")
@@ -165,7 +165,7 @@ sys.exit("no checkpoint was begun")
 """
 
 
-@pytest.mark.sample(2, of="ends of the trainer's container")
+@pytest.mark.sample(1, of="ends of the trainer's container")
 def test_sigterm_during_a_checkpoint(stack):
     """The container's exit status is 0. The checkpoint is complete or does not exist. The job has
     succeeded, or it continues and the interrupted attempt does not count."""

@@ -298,7 +298,7 @@ def trained(stack: Stack, model: Path) -> dict[str, str]:
         stack.close()
 
 
-@pytest.mark.sample(2, of="places that train the same bytes")
+@pytest.mark.sample(1, of="places that train the same bytes")
 def test_pods_make_the_bytes_of_one_host(tmp_path):
     make_model(tmp_path / "model")
     entry = "tandem.trainer.rank.entry"

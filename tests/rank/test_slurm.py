@@ -12,7 +12,7 @@ from tandem.trainer.launch import DEFAULT_ENTRY
 pytestmark = pytest.mark.sample(2, of="several ranks")
 
 
-@pytest.mark.sample(2, of="places that train the same bytes")
+@pytest.mark.sample(1, of="places that train the same bytes")
 @pytest.mark.slow
 def test_two_nodes_train_what_one_host_trains_while_runners_are_killed(
     tmp_path: Path, model: Path

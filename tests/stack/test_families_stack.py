@@ -138,7 +138,7 @@ def export(stack: LocalStack, step: int, directory: Path) -> None:
     )
 
 
-@pytest.mark.sample(2, of="families that vLLM serves")
+@pytest.mark.sample(1, of="families that vLLM serves")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_trained_is_served(name: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     family, first, second = FAMILIES[name], tmp_path / "first", tmp_path / "second"

@@ -83,7 +83,7 @@ SFT = (
 )
 
 
-@pytest.mark.sample(2, of="programs of a whole stack are killed")
+@pytest.mark.sample(1, of="programs of a whole stack are killed")
 def test_a_killed_command_goes_on_and_ends_with_the_same_bytes(stack: LocalStack) -> None:
     whole = lines(stack, "sft", "whole", *SFT)
     assert [line["step"] for line in whole if "loss" in line] == list(range(1, 19))

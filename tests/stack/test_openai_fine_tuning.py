@@ -40,7 +40,7 @@ def client(url: str) -> OpenAI:
     return OpenAI(base_url=f"{url}/v1", api_key="test-api-key", max_retries=20)
 
 
-@pytest.mark.sample(2, of="programs of a whole stack are killed")
+@pytest.mark.sample(1, of="programs of a whole stack are killed")
 def test_a_file_becomes_a_model_through_deaths_of_the_controller(stack: LocalStack) -> None:
     tuning, sampling = client(stack.controller_url), client(stack.inference_url)
     file = tuning.files.create(file=("chats.jsonl", io.BytesIO(lines())), purpose="fine-tune")

@@ -123,7 +123,7 @@ def check(stack: LocalStack, run: str, first: int, steps: int, bound: int) -> No
         )
 
 
-@pytest.mark.sample(2, of="programs of a whole stack are killed")
+@pytest.mark.sample(1, of="programs of a whole stack are killed")
 def test_yes_no_maybe_learns_although_it_is_killed_ten_times(
     stack: LocalStack, tmp_path: Path
 ) -> None:

@@ -118,7 +118,7 @@ def test_what_vllm_samples(client: tinker.ServiceClient) -> None:
     assert len(endless.sequences[0].tokens) == 256 - len(given)
 
 
-@pytest.mark.sample(2, of="programs of a whole stack are killed")
+@pytest.mark.sample(1, of="programs of a whole stack are killed")
 def test_every_program_dies_and_the_package_notices_nothing(
     client: tinker.ServiceClient, stack: LocalStack
 ) -> None:
