@@ -27,7 +27,8 @@ from waiting import until
 
 class Senders:
     """The ranks of one run, `tp` ranks in each of `pp` stages. `variables`: additional environment
-    variables of the ranks."""
+    variables of the ranks. The end of a job moves the job's directory, so a job's meeting file can
+    be read only until the next `offer` or the end of the `with` block."""
 
     def __init__(
         self,

@@ -77,7 +77,8 @@ class Channel:
             rank: this process's number in the group, from 0.
             size: the number of ranks of the group.
             where: the device of the buffers.
-            address: this process's host name or IP address, for Gloo.
+            address: the name or IP address of this process's host, for Gloo. Members on different
+                hosts have different addresses.
         """
         store = PrefixStore("group", store)
         self._group: Any

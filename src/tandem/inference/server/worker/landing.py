@@ -304,6 +304,7 @@ def receive(
 
     Args:
         source: an offer (`trainer/rank/publication.py`), with the name of this worker's server.
+        where: the device of the yielded values.
         rank: this worker's number among the `workers` of the server.
         beat: called whenever a buffer or another sign of life from the ranks has arrived.
     """
