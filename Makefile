@@ -50,11 +50,11 @@ $(PYTEST) -m "not gpu" --durations=15 $(CASES); tests=$$?; wait $$types; typed=$
 test $$tests = 0 && test $$typed = 0
 endef
 
-test: style  ## lint and every test that needs no GPU; those that need a Docker engine say so where there is none
+test: style  ## lint and a sample of the tests that need no GPU; those that need a Docker engine say so where there is none
 	$(TEST)
 
 test-all: CASES := --all-cases
-test-all: style  ## the same with every case of the large matrices, of which `make test` runs a sample
+test-all: style  ## lint and all tests that need no GPU
 	$(TEST)
 
 test-fast: setup  ## the tests that start neither vLLM nor a whole stack, and compute for less than 5 seconds each

@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-cases",
         action="store_true",
-        help="run every case of the tests that are marked `sample`",
+        help="run every case and every file that is marked `sample` or `one_of`",
     )
 
 
@@ -64,10 +64,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return (
-        "large matrices:"
-        f" {'all cases' if config.option.all_cases else f'a sample, SAMPLE_SEED={SEED}'}"
-    )
+    drawn = "all" if config.option.all_cases else f"a sample, SAMPLE_SEED={SEED}"
+    return f"marked cases and files: {drawn}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -128,8 +126,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 type Sets = dict[tuple[int, str], dict[object, list[pytest.Item]]]
-"""The sets of which the seed draws members: (number of members to keep, name) -> member -> the
-member's tests."""
+"""The sets from which the seed draws members: (number of members to keep, name of the set) ->
+member -> the member's tests."""
 
 
 def _keep_samples(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -220,9 +220,9 @@ class Paths:
     def open_file(
         self, file: Callable[[str], Path], job_id: str, *, most: int | None = None
     ) -> BufferedReader:
-        """Opens a file in the job's directory for reading. The job may end, and its directory may
-        move, between the computation of the path and the opening. Raises FileNotFoundError if the
-        job has no such file, and NotPlainError as `open_plain` does.
+        """Opens a file in the job's directory for reading. If the job ends meanwhile and its
+        directory moves, the function opens the file in the new directory. Raises FileNotFoundError
+        if the job has no such file, and NotPlainError as `open_plain` does.
 
         Args:
             file: the method of this class that returns the file's path, such as `log_file`.

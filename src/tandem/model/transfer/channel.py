@@ -78,7 +78,7 @@ class Channel:
             size: the number of ranks of the group.
             where: the device of the buffers.
             address: the name or IP address of this process's host, for Gloo. Members on different
-                hosts have different addresses.
+                hosts need different addresses.
         """
         store = PrefixStore("group", store)
         self._group: Any
