@@ -13,8 +13,8 @@ Each conversation is a session of the route `/rollout`. The second client is the
 Both clients play the same conversations at temperature 1. Each conversation begins with a different
 question, and each later user message asks the model to go on. An answer has at most `--tokens`
 tokens. `--in-flight` conversations run at the same time. The number of conversations in a
-measurement is `--answers` multiplied by `--in-flight`. The two clients run one after the other,
-each in its own process. Before each measurement, a round of `--in-flight` conversations opens the
+measurement is `--answers` multiplied by `--in-flight`. The two clients measure in turns, each in
+its own process. Before each measurement, a round of `--in-flight` conversations opens the
 connections. This round is not counted. The column `of vLLM's` is a client's rate of answers divided
 by the rate of vLLM's client. `server CPU ms` is the CPU time of vLLM's API process, if the process
 is on this machine.
@@ -35,7 +35,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
 import aiohttp
@@ -205,20 +205,59 @@ def in_a_process(arguments: list[str], environment: dict[str, str]) -> dict[str,
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def answer_sizes(of: str, model: str) -> None:
+    """Makes a measurement for each line of sizes in the standard input, and prints its figures."""
+    figures, sys.stdout = sys.stdout, sys.stderr  # vLLM writes its log to the standard output
+    for line in sys.stdin:
+        made = asyncio.run(side(of, model, *map(int, line.split())))
+        print(json.dumps(made), file=figures, flush=True)
+
+
+class Client:
+    """A process with one of the two clients. One process makes all measurements of its client,
+    because the import of vLLM takes longer than most measurements."""
+
+    def __init__(self, of: str, model: str, url: str) -> None:
+        command = [sys.executable, "-m", "bench.rollouts", "--side", of, model]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.of = of
+        self._process: Any = subprocess.Popen(
+            command, env=os.environ | {VARIABLE: url}, text=True, **pipes
+        )
+
+    def measure(self, *sizes: int) -> dict[str, Any]:
+        print(*sizes, file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"the client {self.of} ended with status {self._process.wait()}")
+        return json.loads(line)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
 def beside_vllm(options: argparse.Namespace) -> None:
-    environment = {VARIABLE: options.url}
     model = options.model or asyncio.run(first_model(options.url))
     if policy_step_of(model) is None:
         sys.exit(f"--model {model}: it is no step of a run; name a run's step, as my-run@0")
+    with ExitStack() as stack:
+        clients = [Client(of, model, options.url) for of in ("tandem", "vllm")]
+        for client in clients:
+            stack.callback(client.end)
+        rows = compared(clients, options)
+    report(options.name, f"tandem rl's sampling beside vLLM's own benchmark client, {model}", rows)
+
+
+def compared(clients: list[Client], options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for in_flight, tokens, turns in itertools.product(
         options.in_flight, options.tokens, options.turns
     ):
         count = options.answers * in_flight
-        found: dict[str, list[dict[str, Any]]] = {"tandem": [], "vllm": []}
-        for _, of in itertools.product(range(options.repeat), found):
-            sizes = map(str, (in_flight, tokens, turns, count))
-            found[of].append(in_a_process(["--side", of, model, *sizes], environment))
+        found: dict[str, list[dict[str, Any]]] = {client.of: [] for client in clients}
+        for _, client in itertools.product(range(options.repeat), clients):
+            found[client.of].append(client.measure(in_flight, tokens, turns, count))
         speed = {
             of: statistics.mean(turns * one["conversations"] / one["seconds"] for one in made)
             for of, made in found.items()
@@ -234,8 +273,8 @@ def beside_vllm(options: argparse.Namespace) -> None:
             if all(api):
                 row["server CPU ms"] = 1e3 * statistics.mean(api)
             rows.append(row | {"of vLLM's": speed[of] / speed["vllm"]})
-            print(row, flush=True)
-    report(options.name, f"tandem rl's sampling beside vLLM's own benchmark client, {model}", rows)
+            print(rows[-1], flush=True)
+    return rows
 
 
 async def first_model(url: str) -> str:
@@ -358,8 +397,7 @@ def main(arguments: list[str]) -> None:
         way, url, in_flight, count = options.side
         print(json.dumps(asyncio.run(client_side(way, url, int(in_flight), int(count)))))
     elif options.side:
-        of, model, *sizes = options.side
-        print(json.dumps(asyncio.run(side(of, model, *map(int, sizes)))))
+        answer_sizes(*options.side)
     elif options.client:
         client_alone(options)
     elif options.url:
