@@ -253,6 +253,14 @@ def test_the_operator_overrides_arguments_and_environment() -> None:
     )
 
 
+def test_on_one_gpu_the_engine_is_a_fork_of_the_api_process() -> None:
+    variable = "VLLM_WORKER_MULTIPROC_METHOD"
+    assert command(device="cuda").env[variable] == "fork"
+    assert command({variable: "spawn"}, device="cuda").env[variable] == "spawn"
+    for others in ({"device": "cpu"}, {"device": "cuda", "inference_tensor_parallel": 2}):
+        assert variable not in command(**others).env
+
+
 @pytest.mark.parametrize(
     ("values", "field"),
     [
