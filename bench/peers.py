@@ -278,6 +278,8 @@ def tandem_side(options: argparse.Namespace) -> None:
     command = [sys.executable, "-m", "tandem", "rl", "train", str(config), "--json"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     late = min(options.seconds, threading.TIMEOUT_MAX)
+    # A shell starts background programs with SIGINT ignored, and their children inherit this.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as loop:
         timer = threading.Timer(late, loop.send_signal, [signal.SIGINT])
         timer.start()

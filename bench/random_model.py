@@ -62,7 +62,8 @@ def _write_shards(directory: Path, device: str) -> None:
             index |= dict.fromkeys(shard, file.name)
         for write in writes:
             write.result()
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    listed = {"metadata": {}, "weight_map": index}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(listed))
 
 
 class _Noise:

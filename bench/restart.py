@@ -137,7 +137,8 @@ for i, shard in enumerate(shards):
     file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
     save_file(shard, directory / file)
     index |= dict.fromkeys(shard, file)
-(directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+listed = {"metadata": {}, "weight_map": index}
+(directory / "model.safetensors.index.json").write_text(json.dumps(listed))
 """
 
 

@@ -183,9 +183,11 @@ async def side(of: str, model: str, in_flight: int, tokens: int, turns: int, cou
         if of == "tandem":
             play = tandem_side(vllm, model, tokens, turns)
         else:
-            # The HTTP session has the same settings as in `vllm bench serve`.
+            # The HTTP session has the same settings as in `vllm bench serve`, except for
+            # `keepalive_timeout`. vLLM closes a connection that is idle for 5 seconds, and a
+            # request that is sent at the same time fails.
             connector = aiohttp.TCPConnector(
-                limit=in_flight, limit_per_host=in_flight, keepalive_timeout=60, ttl_dns_cache=300
+                limit=in_flight, limit_per_host=in_flight, keepalive_timeout=4, ttl_dns_cache=300
             )
             session = await stack.enter_async_context(
                 aiohttp.ClientSession(

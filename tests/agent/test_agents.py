@@ -58,7 +58,7 @@ def ranks_of(stack: AgentStack, host: int) -> list[int]:
     return [process.pid for process in found if process.parent != agent and not process.zombie]
 
 
-@pytest.mark.sample(2, of="hosts and agents that fail")
+@pytest.mark.sample(1, of="hosts and agents that fail")
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_ranks_notice_neither_killed_runners_nor_a_second_agent(
@@ -89,7 +89,7 @@ def test_ranks_notice_neither_killed_runners_nor_a_second_agent(
     assert kinds.count("claimed") == kinds.count("succeeded") == kinds.count("released") == 1
 
 
-@pytest.mark.sample(2, of="hosts and agents that fail")
+@pytest.mark.sample(1, of="hosts and agents that fail")
 @pytest.mark.slow
 def test_a_host_that_is_killed_is_named_and_the_next_attempt_succeeds(stack: AgentStack) -> None:
     job_id = stack.submit(stack.run("killed"), do="wait", until=1)
@@ -111,7 +111,7 @@ def test_a_host_that_is_killed_is_named_and_the_next_attempt_succeeds(stack: Age
     assert "host 0 (" not in job.last_error.message
 
 
-@pytest.mark.sample(2, of="hosts and agents that fail")
+@pytest.mark.sample(1, of="hosts and agents that fail")
 @pytest.mark.slow
 def test_a_host_that_is_frozen_before_its_commit_changes_nothing_when_it_thaws(
     stack: AgentStack,
@@ -140,7 +140,7 @@ def test_a_host_that_is_frozen_before_its_commit_changes_nothing_when_it_thaws(
     assert stack.spool.events.read(job_id) == events
 
 
-@pytest.mark.sample(2, of="hosts and agents that fail")
+@pytest.mark.sample(1, of="hosts and agents that fail")
 @pytest.mark.slow
 def test_a_rank_that_dies_is_named_and_ends_the_ranks_of_the_other_host(
     stack: AgentStack,

@@ -120,6 +120,7 @@ def test_successes_of_probes_and_scrapes_are_not_logged():
         assert _is_news(record) == told, path
 
 
+@pytest.mark.slow
 def test_a_controller_that_must_not_start_says_why(tmp_path):
     (tmp_path / "file").touch()
     processes = {

@@ -140,6 +140,7 @@ def test_no_body_takes_more_than_the_estimate(process: Process, name: str) -> No
     check(process, attack(name), name)
 
 
+@pytest.mark.slow
 def test_no_random_body_takes_more_than_the_estimate(process: Process) -> None:
     print(f"FUZZ_SEED={SEED}")
     chance = random.Random(SEED)

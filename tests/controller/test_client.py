@@ -213,6 +213,7 @@ def test_download(client, server, http, trained, tmp_path):
         assert archive.getnames()[-1] == f"{trained}@1/manifest.json"
 
 
+@pytest.mark.slow
 def test_a_download_that_breaks_late_is_tried_again_as_long_as_it_gets_further(
     monkeypatch, tmp_path
 ):

@@ -94,6 +94,7 @@ def test_a_head_has_64_KiB(process: Process) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1, of="slow clients")
 def test_a_half_sent_request_is_closed(process: Process) -> None:
     """All peers connect at once, so that the test waits only once for the server's time limit."""
     sent = {
@@ -134,6 +135,7 @@ def test_a_half_sent_request_is_closed(process: Process) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1, of="slow clients")
 def test_a_long_answer_is_not_cut_off(process: Process) -> None:
     """A peer that has sent its whole request is not cut off, even if the answer takes long."""
     key = {"Authorization": f"Bearer {KEY}"}

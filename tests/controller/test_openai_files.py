@@ -299,6 +299,7 @@ def test_uploads_at_once_are_all_whole(server: Server) -> None:
             assert sdk.files.content(file.id).read() == content
 
 
+@pytest.mark.slow
 def test_the_longest_list(server: Server) -> None:
     """A list of 10,000 files, which is the default length of OpenAI's pages."""
     uploads, more = server.spool.uploads, {"lines": 1, "size": 1, "created": 1.0}
@@ -319,6 +320,7 @@ def test_the_longest_list(server: Server) -> None:
             shutil.rmtree(uploads.directory / upload_id, ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_a_full_volume_is_a_503_and_leaves_nothing(tmp_path: Path) -> None:
     volume = tmp_path / "volume"
     with mounted(volume, "-t", "tmpfs", "-o", "size=4m", "tmpfs"):
@@ -358,6 +360,7 @@ def test_a_listed_file_that_is_a_link_is_not_read(sdk: OpenAI, server: Server) -
         sdk.files.content(made.id)
 
 
+@pytest.mark.slow
 def test_deleting_and_reading_at_once(server: Server) -> None:
     """A reader gets the whole file or an error."""
     content = chats(3000)

@@ -112,6 +112,8 @@ def finish(spool: Spool, sdk: OpenAI, job: FineTuningJob) -> FineTuningJob:
     return status(sdk, job, "succeeded")
 
 
+@pytest.mark.slow
+@pytest.mark.sample(3, of="fine-tuning jobs")
 def test_a_file_becomes_a_model(sdk: OpenAI, spool: Spool, file: str) -> None:
     job = create(
         sdk,
@@ -182,6 +184,8 @@ def test_a_file_becomes_a_model(sdk: OpenAI, spool: Spool, file: str) -> None:
     assert {job.spec.kind for _, job in spool.jobs.list(run)} == {"sft"}
 
 
+@pytest.mark.slow
+@pytest.mark.sample(3, of="fine-tuning jobs")
 def test_answers_are_of_the_packages_types(sdk: OpenAI, spool: Spool, file: str) -> None:
     """The answer is validated strictly, because the package itself accepts any JSON."""
     jobs, raw = sdk.fine_tuning.jobs, sdk.fine_tuning.jobs.with_raw_response
@@ -213,6 +217,8 @@ def test_answers_are_of_the_packages_types(sdk: OpenAI, spool: Spool, file: str)
     assert parsed(raw.cancel(gone.id)).status == "cancelled"
 
 
+@pytest.mark.slow
+@pytest.mark.sample(3, of="fine-tuning jobs")
 def test_pairs_train_dpo(sdk: OpenAI, spool: Spool) -> None:
     file = upload(sdk, pairs(6)).id
     values = {"n_epochs": 2, "batch_size": 3, "beta": 0.25, "learning_rate_multiplier": 0.5}
@@ -263,6 +269,8 @@ def test_a_killed_controller_goes_on(
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.sample(3, of="fine-tuning jobs")
 def test_a_pause_lets_the_part_that_trains_end(sdk: OpenAI, spool: Spool, file: str) -> None:
     job = create(sdk, file)
     queued(spool)
@@ -303,6 +311,8 @@ def test_a_cancelled_job_stays_so(sdk: OpenAI, spool: Spool, file: str) -> None:
     assert sdk.fine_tuning.jobs.cancel(job.id).status == "cancelled"
 
 
+@pytest.mark.slow
+@pytest.mark.sample(3, of="fine-tuning jobs")
 def test_an_operator_may_cancel_a_part(sdk: OpenAI, spool: Spool, file: str) -> None:
     job = create(sdk, file)
     queued(spool)
@@ -311,6 +321,8 @@ def test_an_operator_may_cancel_a_part(sdk: OpenAI, spool: Spool, file: str) -> 
     until("nothing waits", lambda: not spool.jobs.list(states=PENDING))
 
 
+@pytest.mark.slow
+@pytest.mark.sample(3, of="fine-tuning jobs")
 def test_a_failed_part_fails_the_job(sdk: OpenAI, spool: Spool, file: str) -> None:
     job = create(sdk, file)
     queued(spool)
@@ -523,6 +535,8 @@ def test_a_file_in_use_stays(sdk: OpenAI, spool: Spool) -> None:
     assert sdk.files.delete(own).deleted
 
 
+@pytest.mark.slow
+@pytest.mark.sample(3, of="fine-tuning jobs")
 def test_a_fine_tuned_model_goes_on(sdk: OpenAI, spool: Spool, file: str) -> None:
     one = finish(spool, sdk, create(sdk, file, method=supervised(n_epochs=1)))
     for name in (one.fine_tuned_model, one.fine_tuned_model.rpartition(":")[2]):

@@ -86,6 +86,8 @@ def test_chats_are_tokenised_without_torch(process, client):
     client.cancel(job.id)
 
 
+@pytest.mark.slow
+@pytest.mark.sample(2, of="the controller's process")
 def test_the_first_chats_may_come_at_once(tmp_path):
     """transformers' lazy imports are not thread-safe, and the first requests of a controller do
     these imports."""
@@ -116,6 +118,8 @@ def test_every_line_of_a_json_log_is_an_object(process):
     assert all(line["message"] for line in lines)
 
 
+@pytest.mark.slow
+@pytest.mark.sample(2, of="the controller's process")
 def test_the_log_and_jobs_name_the_key_that_asked(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("ann:ann-secret\nbob:bob-secret\nplain-secret\n")
@@ -150,6 +154,8 @@ def test_the_log_and_jobs_name_the_key_that_asked(tmp_path):
         assert answer.status_code == 401
 
 
+@pytest.mark.slow
+@pytest.mark.sample(2, of="the controller's process")
 def test_a_second_controller_on_the_port_fails_visibly(process, root):
     second = Process(root, TANDEM_CONTROLLER_PORT=str(process.port))
     assert second.popen.wait(timeout=60) == 3
@@ -158,6 +164,8 @@ def test_a_second_controller_on_the_port_fails_visibly(process, root):
     assert httpx.get(f"{process.url}/healthz", trust_env=False).status_code == 200
 
 
+@pytest.mark.slow
+@pytest.mark.sample(2, of="the controller's process")
 def test_a_controller_for_ipv6_answers_ipv4_too(root):
     """In an IPv6-only cluster, other pods connect by IPv6, and `tandem` in the container connects
     to 127.0.0.1."""
@@ -178,6 +186,8 @@ def test_a_controller_for_ipv6_answers_ipv4_too(root):
             second.__exit__()
 
 
+@pytest.mark.slow
+@pytest.mark.sample(2, of="the controller's process")
 def test_clients_follow_a_job_over_a_kill_and_a_stop_of_the_controller(process, client, root):
     spool = Spool(root)
     job = client.train("a", rl_request())

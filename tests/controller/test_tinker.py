@@ -324,6 +324,7 @@ def test_the_controller_dies_while_a_client_waits(
     assert spool.requests.last(run_of(model)) == 1
 
 
+@pytest.mark.slow
 def test_a_sample_is_sent_again_after_the_controllers_death(
     process: Process, client: tinker.ServiceClient, vllm: FakeVllm
 ) -> None:
@@ -527,6 +528,7 @@ def test_every_route_of_the_package_is_served_or_refused_in_words(process: Proce
                 assert error["type"] != "not_found" or "{" in route, (method, path)
 
 
+@pytest.mark.slow
 def test_a_cancelled_sample_is_given_up(client: tinker.ServiceClient, vllm: FakeVllm) -> None:
     sampler = client.create_sampling_client(base_model=BASE_MODEL).result()
     vllm.statuses["/v1/completions"] = [503] * 1000

@@ -170,6 +170,7 @@ def read_back(batch: PackedBatch) -> Counter:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(batches(), st.integers(2, 40), st.sampled_from(["truncate", "drop"]))
 @example([group([one([1], [2, 3], 0.0), one([1], [2, 3], 1.0), one([1], [2], 1.0)])], 3, "drop")

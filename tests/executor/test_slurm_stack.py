@@ -210,6 +210,7 @@ def test_jobs_of_two_runs_are_in_slurms_queue_at_once_and_adopted(
         stack.stop()
 
 
+@pytest.mark.slow
 def test_a_runner_that_is_killed_after_the_submission_finds_it(
     cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +249,7 @@ def test_what_slurm_refuses_is_told_in_its_words(
     assert "invalid partition specified: no-such" in ended.error.message
 
 
+@pytest.mark.slow
 def test_while_slurm_is_away_an_attempt_waits(
     cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

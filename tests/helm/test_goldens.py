@@ -44,7 +44,7 @@ def test_every_value_is_in_a_golden():
     assert [path for path in USED if not changing(path)] == []
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("path", USED)
 def test_a_value_changes_what_is_rendered(path):
     def is_changed(name: str) -> bool:

@@ -22,6 +22,7 @@ SECTIONS = {key: {} for key, value in DEFAULTS.items() if isinstance(value, dict
 HALF = reduce(merged, starmap(at, list(leaves(DEFAULTS).items())[::2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("older", [{}, SECTIONS, HALF], ids=["nothing", "sections", "half"])
 def test_an_upgrade_that_reuses_values_of_an_older_chart_is_as_a_fresh_install(older):
     """With --reuse-values Helm renders the new templates with the older chart's defaults, which
@@ -41,6 +42,7 @@ def test_another_template_of_jobs_changes_only_the_runners_annotation():
     assert old == new
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("role", ROLES)
 def test_a_role_that_is_scaled_to_0_stays_at_0(role):
@@ -94,6 +96,7 @@ def test_what_kueue_refuses_is_refused():
                 upgrade(server, merged(values, change))
 
 
+@pytest.mark.slow
 def test_upgrades_change_no_immutable_field():
     with ApiServer() as server:
         release = charts.install(server, BASE)

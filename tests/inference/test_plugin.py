@@ -21,7 +21,7 @@ from tandem.system import processes
 from tandem.vllm_client.names import MERGED_VARIABLE
 from waiting import until
 
-pytestmark = pytest.mark.sample(2, of="vLLM's processes")
+pytestmark = pytest.mark.sample(1, of="vLLM's processes")
 
 # A server that starts its engine as vLLM does on CUDA: the engine is a spawned child that calls the
 # plugin.
@@ -57,6 +57,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_engine_dies_with_its_server(tmp_path) -> None:
     script = tmp_path / "server.py"
     script.write_text(SERVER)

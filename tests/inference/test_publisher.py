@@ -748,6 +748,7 @@ class DyingClient(VllmClient):
         return answer
 
 
+@pytest.mark.slow
 def test_a_publisher_killed_at_any_call_leaves_nothing_undone(stage: Stage, tmp_path: Path) -> None:
     client = DyingClient(stage.settings())
     for point in range(100):

@@ -62,6 +62,7 @@ def offered(senders: Senders, adapter: Path, server: str = ONLY) -> Source:
     return {**event.data, "way": event.data["transport"], "meeting": meeting, "server": server}
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("count", [1, 2])
 def test_twenty_publications_leave_no_trace(senders: Senders, tmp_path: Path, count: int) -> None:
@@ -126,6 +127,7 @@ def arriving(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], 
     monkeypatch.setattr(landing, "_arrived", arrive)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("moment", ["before", "while"])
@@ -158,6 +160,8 @@ def test_ranks_that_die_or_stop(
         workers.check(adapter)
 
 
+@pytest.mark.slow
+@pytest.mark.sample(3, of="transfers that fail")
 def test_a_rank_that_stops_alone(
     ranks: Senders, dense: Model, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +182,8 @@ def test_a_rank_that_stops_alone(
     assert "error" not in ranks.sent()
 
 
+@pytest.mark.slow
+@pytest.mark.sample(3, of="transfers that fail")
 def test_a_worker_whose_connection_is_cut(
     ranks: Senders, dense: Model, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +204,8 @@ def test_a_worker_whose_connection_is_cut(
     workers.check(None)
 
 
+@pytest.mark.slow
+@pytest.mark.sample(3, of="transfers that fail")
 def test_one_worker_does_not_get_all(ranks: Senders, dense: Model, adapters: list[Path]) -> None:
     """One of two workers gets the order to take the weights from the ranks. While this worker waits
     for the other worker, both workers get the order to merge the adapter instead."""
@@ -209,6 +217,8 @@ def test_one_worker_does_not_get_all(ranks: Senders, dense: Model, adapters: lis
     assert "error" in ranks.sent(2 * BOUND)
 
 
+@pytest.mark.slow
+@pytest.mark.sample(3, of="transfers that fail")
 def test_nobody_comes_for_the_weights(ranks: Senders, adapters: list[Path]) -> None:
     ranks.offer(adapters[0])
     ranks.send()
@@ -217,6 +227,8 @@ def test_nobody_comes_for_the_weights(ranks: Senders, adapters: list[Path]) -> N
     assert time.monotonic() - begin < BOUND
 
 
+@pytest.mark.slow
+@pytest.mark.sample(3, of="transfers that fail")
 def test_ranks_with_another_layout_are_refused(
     ranks: Senders, dense: Model, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +298,8 @@ def test_two_servers_get_the_weights_at_once(
             workers.check(adapter)
 
 
+@pytest.mark.slow
+@pytest.mark.sample(3, of="transfers that fail")
 @pytest.mark.usefixtures("servers")
 def test_ranks_go_on_without_a_server_that_does_not_come(
     ranks: Senders, dense: Model, adapters: list[Path]
@@ -309,6 +323,8 @@ def test_ranks_go_on_without_a_server_that_does_not_come(
         workers.check(adapters[0])
 
 
+@pytest.mark.slow
+@pytest.mark.sample(3, of="transfers that fail")
 @pytest.mark.usefixtures("servers")
 def test_a_server_that_is_cut_off_in_mid_transfer_stops_nobody_for_long(
     ranks: Senders, dense: Model, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
@@ -340,6 +356,8 @@ def test_a_server_that_is_cut_off_in_mid_transfer_stops_nobody_for_long(
     assert ranks.sent()["servers"] == ["0", "1"]
 
 
+@pytest.mark.slow
+@pytest.mark.sample(3, of="transfers that fail")
 @pytest.mark.usefixtures("servers")
 def test_a_server_that_starts_again_does_not_come_twice(
     ranks: Senders, dense: Model, adapters: list[Path]

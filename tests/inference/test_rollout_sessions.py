@@ -470,6 +470,8 @@ def test_sessions_have_bounded_memory() -> None:
     assert [sessions.known(name) is not None for name in "cd"] == [False, False]
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1, of="agents that run unmodified")
 @pytest.mark.parametrize("program", ["agents_door", "anthropic_door"])
 @pytest.mark.parametrize("family", ["qwen3_5_think"], indirect=True)
 def test_agents_of_other_dialects_run_unmodified(vllm: Scripted, program: str) -> None:

@@ -59,6 +59,7 @@ def built_for_a_gpu(models: list[str]) -> list[str]:
     return ran.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_not_there_is_named() -> None:
     ask = "from tandem.model import device; device.activate('cuda', 63); device.device()"
     ran = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)

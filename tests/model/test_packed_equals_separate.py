@@ -52,6 +52,7 @@ def loss(outputs, advantages: torch.Tensor | float):
     ).sum()
 
 
+@pytest.mark.slow
 @given(st.lists(groups(), min_size=1, max_size=3), st.sampled_from([64, 101, 256]))
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_packed_equals_one_by_one(policy, batch, sequence_length):

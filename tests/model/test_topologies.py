@@ -182,7 +182,7 @@ def test_a_checkpoint_goes_from_any_topology_to_any_other(results, family, world
         )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "world", "first", "second"),
     [("qwen3", 2, 0, 1), ("qwen3", 2, 2, 3), ("qwen3", 2, 4, 5), ("qwen3_moe", 4, 5, 6)],

@@ -16,7 +16,7 @@ from tandem.spool.schema import RLLoss, SFTLoss
 from tandem.trainer.rank import entry, model_checkpoint
 from tandem.trainer.rank.model_checkpoint import STEPS_FILE
 
-pytestmark = pytest.mark.sample(2, of="several ranks")
+pytestmark = pytest.mark.sample(1, of="several ranks")
 
 WEIGHTS = "model-00001-of-00001.safetensors"
 EPS = 1e-2  # Adam's eps is large, so that rounding flips no sign of the first updates.
@@ -116,6 +116,7 @@ def test_a_fork_of_a_forks_first_step_goes_on_from_its_files(spool: Spool) -> No
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reference", ["base", 1])
 def test_a_reference_is_another_models_weights(spool: Spool, reference: str | int) -> None:
     """A job that measures the divergence from the base model or from step 1 makes the same step as

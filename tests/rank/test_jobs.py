@@ -73,6 +73,7 @@ def test_a_lone_rank_makes_no_communicator(spool: Spool, monkeypatch: pytest.Mon
     assert set(collectives.values()) == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_a_rehearsal_changes_no_bit(spool: Spool, tmp_path: Path, monkeypatch, family: str) -> None:
     """The rank calls `Policy.rehearse`, as on a GPU, before it reads any base weight."""

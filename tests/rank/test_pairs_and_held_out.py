@@ -157,6 +157,7 @@ def test_dpo_equals_peft_and_adamw_over_several_steps(spool: Spool, model: Path)
     assert apart <= 1e-3 * moved
 
 
+@pytest.mark.slow
 def test_two_ranks_of_the_experts_evaluate_one_held_out_pair(tmp_path: Path) -> None:
     """The second rank has no rows of the held-out pair. The second rank computes its experts for
     the first rank's tokens."""

@@ -163,6 +163,7 @@ def session_of(client: Client) -> str:
     return session
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launch", ["fork", "resident"])
 def test_a_session_that_idles_out_between_any_two_calls_gives_the_same_bytes(
     spool: Spool,

@@ -84,6 +84,7 @@ def test_no_group_is_older_than_the_bound(tmp_path: Path, bound: int, seed: int)
         assert sum(line["left_out"]["stale"] for line in written) <= 30 / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [0, 2])
 def test_a_kill_at_any_call_loses_no_step_and_no_group_trains_twice(
     tmp_path: Path, bound: int, monkeypatch: pytest.MonkeyPatch

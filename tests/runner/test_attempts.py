@@ -425,6 +425,7 @@ def test_a_job_that_waits_says_for_what_and_can_be_cancelled(clock: Clock) -> No
     assert "requeued" not in {event.type for event in events}
 
 
+@pytest.mark.slow
 def test_the_reasons_of_a_wait_are_events_and_a_new_runner_goes_on_with_it(clock: Clock) -> None:
     """An unchanged reason is reported once, even if a new runner continues the wait. A reason that
     changes all the time is reported at longer and longer intervals."""

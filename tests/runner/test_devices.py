@@ -17,6 +17,7 @@ from tandem.trainer.launch.launcher import rank_environment
 from tandem.trainer.runner.loop import with_topology
 
 
+@pytest.mark.slow
 def test_a_job_waits_for_free_devices_and_tells_what_is_left_after_it(nvml, tmp_path):
     nvml.set(gpu("GPU-aaaa1111", 3 * MIB), gpu("GPU-bbbb2222", 70000 * MIB))
     stack = Stack(tmp_path / "spool", "fork")

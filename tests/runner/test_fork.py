@@ -16,7 +16,7 @@ from tandem.trainer.launch import Launch
 from tandem.trainer.launch.forkserver import ForkServer
 from waiting import alive, until
 
-pytestmark = pytest.mark.sample(2, of="the runner's processes")
+pytestmark = pytest.mark.sample(1, of="the runner's processes")
 
 ENTRY = "rank_that_changes"
 
@@ -36,6 +36,7 @@ def stack(tmp_path_factory):
     stack.close()
 
 
+@pytest.mark.slow
 def test_success(stack):
     job_id, state, job = stack.ended("good")
     assert (state, job.result.step, job.attempt) == ("succeeded", 1, 1)
@@ -149,6 +150,7 @@ def test_a_checkpoint_that_somebody_else_made_is_a_conflict(stack):
     assert job.result.error.type == "conflict"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["server", "leader"])
 def test_ranks_die_with_the_fork_server_and_with_their_leader(stack, victim):
     stack.run(f"no-{victim}")
@@ -165,6 +167,7 @@ def test_ranks_die_with_the_fork_server_and_with_their_leader(stack, victim):
     assert alive(server.pid) == (victim == "leader")
 
 
+@pytest.mark.slow
 def test_the_fork_server_is_replaced_when_the_code_changed(stack):
     before = stack.pids()
     os.utime(stack.spool.root.with_name(f"{ENTRY}.py"))
@@ -181,6 +184,7 @@ def main(attempt, settings): time.sleep(float(attempt.job))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early", [True, False])
 def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path, early):
     """The fork server reports the end of a killed launch. `early`: whether the report comes before

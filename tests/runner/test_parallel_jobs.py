@@ -233,6 +233,7 @@ def test_an_attempt_whose_thread_ends_by_an_error_ends_the_runner(spool: Spool) 
 OUTCOMES = ("commit", "exit", "preempted", "refused", "unusable")
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(OUTCOMES)), min_size=2, max_size=7),

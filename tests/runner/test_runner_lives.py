@@ -16,7 +16,7 @@ from tandem.system import processes
 from tandem.trainer.runner import loop
 from waiting import alive
 
-pytestmark = pytest.mark.sample(2, of="the runner's processes")
+pytestmark = pytest.mark.sample(1, of="the runner's processes")
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +58,7 @@ def test_a_second_runner_is_refused_and_the_first_goes_on(stack):
     stack._processes.remove(stack.runner)
 
 
+@pytest.mark.slow
 def test_sigterm_puts_the_job_back_without_using_up_an_attempt(stack):
     job_id = stack.submit(stack.run("stopped"), do="wait", until=1, attempts=1)
     stack.until_beating(job_id)
@@ -116,6 +117,7 @@ def test_kill_9_of_the_runner_takes_the_ranks_with_it(make, launch):
     assert (state, job.attempt, job.last_error.type) == ("succeeded", 2, "runner_lost")
 
 
+@pytest.mark.slow
 def test_a_process_that_outlives_a_killed_runner_is_ended_by_the_next_before_it_claims(stack):
     # The rank's child does not watch its parent, and ignores SIGTERM.
     job_id = stack.submit(stack.run("orphan"), do="leak_and_wait", until=1)
@@ -162,6 +164,7 @@ def test_kills_leave_nothing_more_in_tmpdir(make, tmp_path, monkeypatch):
     assert len(set(counts)) == 1
 
 
+@pytest.mark.slow
 def test_a_volume_that_goes_and_comes_back_is_waited_for(make):
     stack = make()
     stack.run()
@@ -200,6 +203,7 @@ def test_a_volume_that_refuses_every_write_delays_the_end_of_a_job_and_loses_not
     assert stack.wait(stack.submit("refused"))[0] == "succeeded"
 
 
+@pytest.mark.slow
 def test_a_runner_that_starts_on_a_full_volume_waits(tmp_path):
     root = tmp_path / "volume"
     with mounted(root, "-t", "tmpfs", "-o", "size=2m", "tmpfs"):
@@ -221,6 +225,7 @@ def test_a_runner_that_starts_on_a_full_volume_waits(tmp_path):
             stack.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_checkpoint_that_fills_the_volume_is_removed_so_that_the_jobs_end_can_be_written(
     tmp_path, killed

@@ -12,7 +12,7 @@ from spool.volume_tools import read_only
 from tandem.system import processes
 from tandem.trainer.runner import loop
 
-pytestmark = pytest.mark.sample(2, of="the runner's processes")
+pytestmark = pytest.mark.sample(1, of="the runner's processes")
 
 CYCLE = ["vllm falls asleep", "vllm sleeps", "rank runs", "vllm wakes", "vllm is awake"]
 SLOW = pytest.mark.slow
@@ -117,6 +117,7 @@ def test_vllm_wakes_beside_ranks_that_stay_if_they_keep_little(tmp_path, keeps, 
         stack.close()
 
 
+@pytest.mark.slow
 def test_while_a_job_trains_the_hold_says_so_and_nobody_wakes_vllm(stack):
     job_id = stack.submit(stack.name, do="wait", until=1)
     stack.until_beating(job_id)
@@ -164,6 +165,7 @@ def test_a_job_cancelled_while_vllm_falls_asleep_starts_no_rank(stack):
     assert "rank runs" not in stack.journal()
 
 
+@pytest.mark.slow
 def test_jobs_wait_for_vllm_and_the_log_says_so_once(stack):
     stack.kill_vllm()
     job_id = stack.submit(stack.name)
@@ -183,6 +185,7 @@ PHASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("moment", "order"), PHASES)
 def test_kill_9_of_the_runner_and_the_publisher_wakes_vllm(stack, moment, order):
@@ -212,6 +215,7 @@ def test_vllm_wakes_while_the_volume_refuses_the_event_of_the_release(stack):
     awake_and_unheld(stack)
 
 
+@pytest.mark.slow
 def test_no_rank_starts_once_the_publisher_took_a_hold_that_a_full_volume_did_not_renew(stack):
     stack.vllm_does(sleep_seconds=2)
     job_id = stack.submit(stack.name)
@@ -225,6 +229,7 @@ def test_no_rank_starts_once_the_publisher_took_a_hold_that_a_full_volume_did_no
     awake_and_unheld(stack)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("awake", [False, True])
 def test_a_publisher_that_finds_a_stale_hold_settles_it(stack, awake):
     """Runner and publisher are killed, and the runner's hold of the GPU stays on the volume.
@@ -251,6 +256,7 @@ def test_a_publisher_that_finds_a_stale_hold_settles_it(stack, awake):
     awake_and_unheld(stack)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("moment", "order"), PHASES)
 def test_kill_9_of_the_publisher_and_the_next_one_goes_on(stack, moment, order):
@@ -289,6 +295,7 @@ def test_sigterm_in_a_cycle_wakes_vllm_and_puts_the_job_back(stack):
     stack.spool.queue.cancel(job_id)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("moment", "order"), PHASES)
 def test_kill_9_of_vllm_and_the_next_one_waits_for_the_trainer(stack, moment, order):

@@ -129,6 +129,7 @@ def test_a_frozen_rank_that_thaws_late_changes_nothing(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_of_a_commit_and_the_fence_exactly_one_wins(
     tmp_path: Path, seen: Path, request: pytest.FixtureRequest

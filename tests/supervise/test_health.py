@@ -45,6 +45,7 @@ def named(*names):
     return tuple({"name": name, "module": f"fake_program {name}"} for name in names)
 
 
+@pytest.mark.slow
 def test_a_trainer_is_healthy_while_its_runner_runs_and_holds_the_lock(up, tmp_path):
     stack = up(role="trainer", programs=named("runner", "other"))
     unlocked = 1, "the runner does not hold the spool's lock"
@@ -87,6 +88,7 @@ def server(port: int, answers: dict[str, tuple[int, Any]]) -> Iterator[set]:
         http.shutdown()
 
 
+@pytest.mark.slow
 def test_inference_is_healthy_when_vllm_lists_the_base_model(up):
     stack = up(role="inference", programs=named("vllm", "publisher"), TANDEM_API_KEY="first second")
     url = f"http://127.0.0.1:{stack.ports[1]}"
@@ -109,6 +111,7 @@ def test_inference_is_healthy_when_vllm_lists_the_base_model(up):
         assert check(merged, "inference")[0] == 1
 
 
+@pytest.mark.slow
 def test_a_controller_is_healthy_when_it_is_ready():
     [port] = free_ports(1)
     environment = os.environ | {

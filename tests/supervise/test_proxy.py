@@ -157,6 +157,7 @@ def proxied(tmp_path: Path) -> Iterator[Proxied]:
     running.close()
 
 
+@pytest.mark.slow
 @needs_haproxy
 def test_a_group_starts_on_one_server_and_a_rollout_stays(proxied: Proxied) -> None:
     groups, samples = 48, 8
@@ -327,6 +328,7 @@ def test_the_programs_of_several_servers_are_pairs_behind_one_proxy() -> None:
     assert programs_of(two, "trainer") == PROGRAMS["trainer"]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_about_to_be_stopped_ends_its_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

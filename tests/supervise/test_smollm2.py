@@ -22,6 +22,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return wheels
 
 
+@pytest.mark.slow
 def test_what_the_index_does_not_give_is_said_and_another_file_is_refused(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

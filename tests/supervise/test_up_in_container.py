@@ -54,6 +54,7 @@ def can_unshare() -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_unshare(), reason="needs root and namespaces")
 def test_first_process_without_name_on_a_read_only_root(tmp_path):
     volume = tmp_path / "volume"

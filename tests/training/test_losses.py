@@ -192,6 +192,7 @@ def in_float64(
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(case=cases, spec=losses_of_every_kind())
 def test_rl_loss_equals_the_papers(case, spec) -> None:

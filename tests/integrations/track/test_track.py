@@ -40,6 +40,7 @@ def loss(history, kind: str):
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1, of="runs that are tracked")
 def test_the_loaders_of_all_trackers_find_the_same_run(history):
     history.train(1, 0.9, 0.8)
     history.train(3, 0.7)
@@ -200,6 +201,8 @@ t.track(Tandem(sys.argv[5], sys.argv[6]), sys.argv[1], [sys.argv[2]], follow=Fal
 """
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1, of="runs that are tracked")
 @pytest.mark.parametrize(
     ("kind", "moment", "steps"),
     # 60 steps are more than W&B's buffer holds.
@@ -289,6 +292,8 @@ def test_a_server_that_does_not_answer_is_named(history, monkeypatch):
     assert failed.value.field == "--to mlflow:http://127.0.0.1:9"
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1, of="runs that are tracked")
 def test_the_command(history):
     history.train(1, 0.9)
     environment = os.environ | {"TANDEM_URL": history.server.url, "TANDEM_API_KEY": KEY}
