@@ -165,6 +165,8 @@ def trl_side(options: argparse.Namespace) -> None:
     from trl.extras import profiling
 
     parts: dict[str, float] = defaultdict(float)
+    # TRL's `steps_per_generation` counts passes of `--micro-batch` answers.
+    per_step = options.groups // options.per_optimizer_step
 
     def note(context: Any, duration: float) -> None:
         parts[context.name.removeprefix("GRPOTrainer.")] += duration
@@ -175,8 +177,8 @@ def trl_side(options: argparse.Namespace) -> None:
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             record.began = time.time()
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            step, rest = divmod(state.global_step, args.steps_per_generation)
+        def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+            step, rest = divmod(state.global_step, per_step)
             if rest:
                 return
             begun = record.steps[-1]["at"] if record.steps else 0.0
@@ -187,8 +189,8 @@ def trl_side(options: argparse.Namespace) -> None:
             parts.clear()
             control.should_training_stop |= record.step(step, took)
 
-        def on_evaluate(self, args: Any, state: Any, *_: Any, metrics: Any, **__: Any) -> None:
-            step = state.global_step // args.steps_per_generation
+        def on_evaluate(self, _args: Any, state: Any, *_: Any, metrics: Any, **__: Any) -> None:
+            step = state.global_step // per_step
             record.evaluation(step, metrics["eval_reward"], metrics["eval_rewards/alone/mean"])
             parts.clear()
 
@@ -211,7 +213,6 @@ def trl_side(options: argparse.Namespace) -> None:
         return [judged(*each)[1] for each in zip(said, wanted, strict=True)]
 
     answers = options.per_optimizer_step * GROUP
-    per_step = options.groups // options.per_optimizer_step
     is_sums = options.task == "sums"
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
