@@ -11,7 +11,11 @@ from tandem.client.memory import by_attempt
 from tandem.metrics.metric import PHASES
 from tandem.spool.schema import RLLoss
 
-pytestmark = [pytest.mark.sample(1, of="several ranks"), pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.sample(2, of="processes of jobs"),
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]
 
 RANKS = 2
 
