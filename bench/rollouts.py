@@ -252,6 +252,7 @@ def beside_vllm(options: argparse.Namespace) -> None:
 
 
 def compared(clients: list[Client], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of all sizes. For each size, the clients measure in turns."""
     rows = []
     for in_flight, tokens, turns in itertools.product(
         options.in_flight, options.tokens, options.turns
