@@ -57,8 +57,8 @@ test-all: CASES := --all-cases
 test-all: style  ## lint and all tests that need no GPU
 	$(TEST)
 
-test-fast: setup  ## the tests that start neither vLLM nor a whole stack, and compute for less than 2 seconds each
-	$(PYTEST) -n 4 -m "not gpu and not docker and not slow"  # they wait as much as they compute
+test-fast: setup  ## one case of each test that starts neither vLLM nor a whole stack, and computes for less than 2 seconds
+	$(PYTEST) -n 4 --cases 1 -m "not gpu and not docker and not slow"  # they wait as much as they compute
 
 # The documentation is built in a separate environment, which has only the site generator.
 docs: | $(UV)  ## the documentation as a site in out/site; a broken link is an error

@@ -54,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run every case and every file that is marked `sample` or `one_of`",
     )
+    parser.addoption("--cases", type=int, metavar="N", help="run at most N cases of each test")
 
 
 def pytest_collection_finish() -> None:
@@ -133,10 +134,15 @@ member -> the member's tests."""
 def _keep_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps the tests that the seed draws. A first draw chooses among files, a second draw among
     the parameters of fixtures, and a third draw among the remaining tests. There is no draw among
-    files if pytest's arguments name files or directories."""
+    files if pytest's arguments name files or directories. With `--cases N`, a last draw keeps N
+    cases of each test."""
     left_out: set[pytest.Item] = set()
     whole_suite = config.args_source == pytest.Config.ArgsSource.TESTPATHS
-    for sets in (_files, _parameters, _tests) if whole_suite else (_parameters, _tests):
+    draws = [_files] if whole_suite else []
+    draws += [_parameters, _tests]
+    if config.option.cases:
+        draws.append(functools.partial(_cases, config.option.cases))
+    for sets in draws:
         found = sets([item for item in items if item not in left_out])
         assert len({name for _, name in found}) == len(found), "a name has marks of several counts"
         for (count, name), members in found.items():
@@ -180,6 +186,14 @@ def _tests(items: list[pytest.Item]) -> Sets:
             if mark.name == "sample":
                 name = mark.kwargs.get("of") or item.nodeid.partition("[")[0]
                 sets[mark.args[0], name][item].append(item)
+    return sets
+
+
+def _cases(count: int, items: list[pytest.Item]) -> Sets:
+    """Sets of the cases of each test. `count`: number of cases to keep."""
+    sets: Sets = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        sets[count, item.nodeid.partition("[")[0]][item].append(item)
     return sets
 
 
