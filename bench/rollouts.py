@@ -35,7 +35,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
@@ -199,68 +199,58 @@ async def side(of: str, model: str, in_flight: int, tokens: int, turns: int, cou
         return await measure(play, in_flight, count)
 
 
-def in_a_process(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
+def in_a_process(arguments: list[str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.rollouts", *arguments]
-    done = subprocess.run(
-        command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True
-    )
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def answer_sizes(of: str, model: str) -> None:
-    """Makes a measurement for each line of sizes in the standard input, and prints its figures."""
+def measure_lines(of: str, model: str) -> None:
+    """For each line of sizes in the standard input, makes a measurement and prints its figures."""
     figures, sys.stdout = sys.stdout, sys.stderr  # vLLM writes its log to the standard output
     for line in sys.stdin:
         made = asyncio.run(side(of, model, *map(int, line.split())))
         print(json.dumps(made), file=figures, flush=True)
 
 
-class Client:
-    """A process with one of the two clients. One process makes all measurements of its client,
-    because the import of vLLM takes longer than most measurements."""
+def start_client(of: str, model: str, url: str) -> subprocess.Popen[str]:
+    """Starts the process of a client. The process makes all measurements of its client, because the
+    import of vLLM takes longer than most measurements. It ends with its standard input."""
+    command = [sys.executable, "-m", "bench.rollouts", "--side", of, model]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(command, env=os.environ | {VARIABLE: url}, text=True, **pipes)
 
-    def __init__(self, of: str, model: str, url: str) -> None:
-        command = [sys.executable, "-m", "bench.rollouts", "--side", of, model]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.of = of
-        self._process: Any = subprocess.Popen(
-            command, env=os.environ | {VARIABLE: url}, text=True, **pipes
-        )
 
-    def measure(self, *sizes: int) -> dict[str, Any]:
-        print(*sizes, file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            sys.exit(f"the client {self.of} ended with status {self._process.wait()}")
-        return json.loads(line)
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+def measured(client: Any, *sizes: int) -> dict[str, Any]:
+    print(*sizes, file=client.stdin, flush=True)
+    line = client.stdout.readline()
+    if not line:
+        sys.exit(f"a client ended with status {client.wait()}: {' '.join(client.args)}")
+    return json.loads(line)
 
 
 def beside_vllm(options: argparse.Namespace) -> None:
     model = options.model or asyncio.run(first_model(options.url))
     if policy_step_of(model) is None:
         sys.exit(f"--model {model}: it is no step of a run; name a run's step, as my-run@0")
-    with ExitStack() as stack:
-        clients = [Client(of, model, options.url) for of in ("tandem", "vllm")]
-        for client in clients:
-            stack.callback(client.end)
-        rows = compared(clients, options)
+    with (
+        start_client("tandem", model, options.url) as tandem,
+        start_client("vllm", model, options.url) as vllm,
+    ):
+        rows = compared({"tandem": tandem, "vllm": vllm}, options)
     report(options.name, f"tandem rl's sampling beside vLLM's own benchmark client, {model}", rows)
 
 
-def compared(clients: list[Client], options: argparse.Namespace) -> list[dict[str, Any]]:
+def compared(clients: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of all sizes. For each size, the clients measure in turns."""
     rows = []
     for in_flight, tokens, turns in itertools.product(
         options.in_flight, options.tokens, options.turns
     ):
         count = options.answers * in_flight
-        found: dict[str, list[dict[str, Any]]] = {client.of: [] for client in clients}
-        for _, client in itertools.product(range(options.repeat), clients):
-            found[client.of].append(client.measure(in_flight, tokens, turns, count))
+        found: dict[str, list[dict[str, Any]]] = {of: [] for of in clients}
+        for _, of in itertools.product(range(options.repeat), clients):
+            found[of].append(measured(clients[of], in_flight, tokens, turns, count))
         speed = {
             of: statistics.mean(turns * one["conversations"] / one["seconds"] for one in made)
             for of, made in found.items()
@@ -367,7 +357,7 @@ def client_alone(options: argparse.Namespace) -> None:
                 time.sleep(0.1)
         for in_flight, way in itertools.product(options.in_flight, WAYS):
             count = 2 * in_flight if way == "httpx, one pool" else max(2048, 2 * in_flight)
-            made = in_a_process(["--side", way, url, str(in_flight), str(count)], {})
+            made = in_a_process(["--side", way, url, str(in_flight), str(count)])
             row = {"client": way, "in flight": in_flight, "answers": count}
             row |= {"CPU ms per answer": 1e3 * made["cpu"] / count}
             rows.append(row | {"answers/s": count / made["seconds"]})
@@ -400,7 +390,7 @@ def main(arguments: list[str]) -> None:
         way, url, in_flight, count = options.side
         print(json.dumps(asyncio.run(client_side(way, url, int(in_flight), int(count)))))
     elif options.side:
-        answer_sizes(*options.side)
+        measure_lines(*options.side)
     elif options.client:
         client_alone(options)
     elif options.url:

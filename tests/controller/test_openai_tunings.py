@@ -30,6 +30,8 @@ from tandem.spool.removal import prune
 from tandem.spool.schema import PENDING, JobError
 from waiting import until
 
+of_jobs = pytest.mark.sample(2, of="fine-tuning jobs")
+
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -113,7 +115,7 @@ def finish(spool: Spool, sdk: OpenAI, job: FineTuningJob) -> FineTuningJob:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="fine-tuning jobs")
+@of_jobs
 def test_a_file_becomes_a_model(sdk: OpenAI, spool: Spool, file: str) -> None:
     job = create(
         sdk,
@@ -185,7 +187,7 @@ def test_a_file_becomes_a_model(sdk: OpenAI, spool: Spool, file: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="fine-tuning jobs")
+@of_jobs
 def test_answers_are_of_the_packages_types(sdk: OpenAI, spool: Spool, file: str) -> None:
     """The answer is validated strictly, because the package itself accepts any JSON."""
     jobs, raw = sdk.fine_tuning.jobs, sdk.fine_tuning.jobs.with_raw_response
@@ -218,7 +220,7 @@ def test_answers_are_of_the_packages_types(sdk: OpenAI, spool: Spool, file: str)
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="fine-tuning jobs")
+@of_jobs
 def test_pairs_train_dpo(sdk: OpenAI, spool: Spool) -> None:
     file = upload(sdk, pairs(6)).id
     values = {"n_epochs": 2, "batch_size": 3, "beta": 0.25, "learning_rate_multiplier": 0.5}
@@ -270,7 +272,7 @@ def test_a_killed_controller_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="fine-tuning jobs")
+@of_jobs
 def test_a_pause_lets_the_part_that_trains_end(sdk: OpenAI, spool: Spool, file: str) -> None:
     job = create(sdk, file)
     queued(spool)
@@ -312,7 +314,7 @@ def test_a_cancelled_job_stays_so(sdk: OpenAI, spool: Spool, file: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="fine-tuning jobs")
+@of_jobs
 def test_an_operator_may_cancel_a_part(sdk: OpenAI, spool: Spool, file: str) -> None:
     job = create(sdk, file)
     queued(spool)
@@ -322,7 +324,7 @@ def test_an_operator_may_cancel_a_part(sdk: OpenAI, spool: Spool, file: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="fine-tuning jobs")
+@of_jobs
 def test_a_failed_part_fails_the_job(sdk: OpenAI, spool: Spool, file: str) -> None:
     job = create(sdk, file)
     queued(spool)
@@ -536,7 +538,7 @@ def test_a_file_in_use_stays(sdk: OpenAI, spool: Spool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="fine-tuning jobs")
+@of_jobs
 def test_a_fine_tuned_model_goes_on(sdk: OpenAI, spool: Spool, file: str) -> None:
     one = finish(spool, sdk, create(sdk, file, method=supervised(n_epochs=1)))
     for name in (one.fine_tuned_model, one.fine_tuned_model.rpartition(":")[2]):

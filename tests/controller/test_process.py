@@ -34,6 +34,7 @@ CHAT = [
         ]
     }
 ]
+of_processes = pytest.mark.sample(2, of="the controller's process")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_chats_are_tokenised_without_torch(process, client):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="the controller's process")
+@of_processes
 def test_the_first_chats_may_come_at_once(tmp_path):
     """transformers' lazy imports are not thread-safe, and the first requests of a controller do
     these imports."""
@@ -119,7 +120,7 @@ def test_every_line_of_a_json_log_is_an_object(process):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="the controller's process")
+@of_processes
 def test_the_log_and_jobs_name_the_key_that_asked(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("ann:ann-secret\nbob:bob-secret\nplain-secret\n")
@@ -155,7 +156,7 @@ def test_the_log_and_jobs_name_the_key_that_asked(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="the controller's process")
+@of_processes
 def test_a_second_controller_on_the_port_fails_visibly(process, root):
     second = Process(root, TANDEM_CONTROLLER_PORT=str(process.port))
     assert second.popen.wait(timeout=60) == 3
@@ -165,7 +166,7 @@ def test_a_second_controller_on_the_port_fails_visibly(process, root):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="the controller's process")
+@of_processes
 def test_a_controller_for_ipv6_answers_ipv4_too(root):
     """In an IPv6-only cluster, other pods connect by IPv6, and `tandem` in the container connects
     to 127.0.0.1."""
@@ -187,7 +188,7 @@ def test_a_controller_for_ipv6_answers_ipv4_too(root):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="the controller's process")
+@of_processes
 def test_clients_follow_a_job_over_a_kill_and_a_stop_of_the_controller(process, client, root):
     spool = Spool(root)
     job = client.train("a", rl_request())

@@ -28,6 +28,7 @@ BUFFER_BYTES = 5000
 """Buffers of this size are smaller than some tensors, so a tensor is cut. A transfer needs more
 buffers than may be under way at the same time."""
 CASES = [("qwen3", 1, 1), ("qwen3", 2, 1), ("qwen2", 2, 1), ("qwen3_moe", 1, 1), ("qwen2", 1, 2)]
+of_transfers = pytest.mark.sample(2, of="transfers that fail")
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
@@ -161,7 +162,7 @@ def test_ranks_that_die_or_stop(
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="transfers that fail")
+@of_transfers
 def test_a_rank_that_stops_alone(
     ranks: Senders, dense: Model, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +184,7 @@ def test_a_rank_that_stops_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="transfers that fail")
+@of_transfers
 def test_a_worker_whose_connection_is_cut(
     ranks: Senders, dense: Model, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +206,7 @@ def test_a_worker_whose_connection_is_cut(
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="transfers that fail")
+@of_transfers
 def test_one_worker_does_not_get_all(ranks: Senders, dense: Model, adapters: list[Path]) -> None:
     """One of two workers gets the order to take the weights from the ranks. While this worker waits
     for the other worker, both workers get the order to merge the adapter instead."""
@@ -218,7 +219,7 @@ def test_one_worker_does_not_get_all(ranks: Senders, dense: Model, adapters: lis
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="transfers that fail")
+@of_transfers
 def test_nobody_comes_for_the_weights(ranks: Senders, adapters: list[Path]) -> None:
     ranks.offer(adapters[0])
     ranks.send()
@@ -228,7 +229,7 @@ def test_nobody_comes_for_the_weights(ranks: Senders, adapters: list[Path]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="transfers that fail")
+@of_transfers
 def test_ranks_with_another_layout_are_refused(
     ranks: Senders, dense: Model, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,7 +300,7 @@ def test_two_servers_get_the_weights_at_once(
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="transfers that fail")
+@of_transfers
 @pytest.mark.usefixtures("servers")
 def test_ranks_go_on_without_a_server_that_does_not_come(
     ranks: Senders, dense: Model, adapters: list[Path]
@@ -324,7 +325,7 @@ def test_ranks_go_on_without_a_server_that_does_not_come(
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="transfers that fail")
+@of_transfers
 @pytest.mark.usefixtures("servers")
 def test_a_server_that_is_cut_off_in_mid_transfer_stops_nobody_for_long(
     ranks: Senders, dense: Model, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
@@ -357,7 +358,7 @@ def test_a_server_that_is_cut_off_in_mid_transfer_stops_nobody_for_long(
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="transfers that fail")
+@of_transfers
 @pytest.mark.usefixtures("servers")
 def test_a_server_that_starts_again_does_not_come_twice(
     ranks: Senders, dense: Model, adapters: list[Path]

@@ -19,6 +19,7 @@ from tandem.model.compiled import Compiled
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU"
 )
+of_files = pytest.mark.sample(2, of="compiled code on the disk")
 
 
 def function(x, weight, scale):
@@ -61,7 +62,7 @@ def output_and_gradients(called, x, weight, scale):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="compiled code on the disk")
+@of_files
 def test_a_later_process_loads_the_function_and_its_gradients(compiles, files):
     made = output_and_gradients(Compiled(function), *arguments())
     assert len(compiles) == len(list(files.iterdir())) == 1
@@ -72,7 +73,7 @@ def test_a_later_process_loads_the_function_and_its_gradients(compiles, files):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="compiled code on the disk")
+@of_files
 def test_each_kind_of_arguments_is_compiled_once(compiles, files):
     both = Compiled(function)
     for _ in range(2):
@@ -153,7 +154,7 @@ print(len(calls), furthest < (1e-5 if sys.argv[1] == "cpu" else 1e-2))
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="compiled code on the disk")
+@of_files
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_only_the_first_process_compiles_the_attention(where):
     outputs = []
@@ -166,7 +167,7 @@ def test_only_the_first_process_compiles_the_attention(where):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="compiled code on the disk")
+@of_files
 def test_a_damaged_file_is_written_again(compiles, files):
     made = Compiled(function)(*arguments())
     (file,) = files.iterdir()
@@ -178,7 +179,7 @@ def test_a_damaged_file_is_written_again(compiles, files):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="compiled code on the disk")
+@of_files
 def test_a_directory_that_cannot_be_written_is_no_error(files, monkeypatch):
     def fail(path, _content):
         raise PermissionError(errno.EACCES, "read-only", str(path))
@@ -190,7 +191,7 @@ def test_a_directory_that_cannot_be_written_is_no_error(files, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="compiled code on the disk")
+@of_files
 @pytest.mark.parametrize("which", ["cache", "tandem"])
 @pytest.mark.parametrize("change", ["writable", "foreign", "link"])
 def test_nothing_is_loaded_from_a_directory_of_others(

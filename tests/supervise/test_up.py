@@ -23,6 +23,7 @@ from waiting import alive, until
 # Even a busy machine starts Python within this number of seconds. A program that ends earlier
 # counts as not started.
 STARTS = {"start-fails": "30", "crash-loop": "1"}
+of_ends = pytest.mark.sample(3, of="ends of tandem up")
 
 
 def both_run(stack: Up) -> Up:
@@ -32,7 +33,7 @@ def both_run(stack: Up) -> Up:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3, of="ends of tandem up")
+@of_ends
 def test_it_restarts_reaps_and_stops_in_order_and_ends_with_0(up):
     stack = both_run(up(TANDEM_ADMIN_TOKEN="s3cret" + "x" * 37, FAKE_A="orphans"))
     stack.until("a | orphaned", count=3)
@@ -63,7 +64,7 @@ def test_it_restarts_reaps_and_stops_in_order_and_ends_with_0(up):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3, of="ends of tandem up")
+@of_ends
 @pytest.mark.parametrize(
     ("how", "code", "lines"),
     [
@@ -108,7 +109,7 @@ def test_a_costly_program_that_is_about_to_start_again_stays_up(tmp_path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3, of="ends of tandem up")
+@of_ends
 @pytest.mark.parametrize(
     ("how", "says"), [("start-fails", "b can't be started"), ("crash-loop", "b crashes again")]
 )
@@ -141,7 +142,7 @@ def test_once_the_stack_was_ready_one_programs_trouble_costs_no_other_its_state(
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3, of="ends of tandem up")
+@of_ends
 def test_once_more_ctrl_c_kills_what_supervisord_left(up):
     stack = both_run(up(FAKE_A="daemon", FAKE_LEFTOVER="1000"))
     supervisord = stack.pid("supervisor.supervisord")
@@ -161,7 +162,7 @@ def test_when_supervisord_dies_nothing_is_left(up, sig):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3, of="ends of tandem up")
+@of_ends
 def test_kill_9_of_tandem_up_itself_leaves_nothing(up):
     stack = both_run(up())
     stack.process.kill()
@@ -170,7 +171,7 @@ def test_kill_9_of_tandem_up_itself_leaves_nothing(up):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3, of="ends of tandem up")
+@of_ends
 def test_what_a_killed_one_left_ends_before_the_next_starts_its_programs(up):
     first = up()
     first.until("a runs")
@@ -189,7 +190,7 @@ def test_what_a_killed_one_left_ends_before_the_next_starts_its_programs(up):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3, of="ends of tandem up")
+@of_ends
 def test_a_second_one_on_the_same_spool_and_a_taken_port_are_refused(up):
     stack = both_run(up())
     second = stack.start(stack.root / "second")
@@ -202,7 +203,7 @@ def test_a_second_one_on_the_same_spool_and_a_taken_port_are_refused(up):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3, of="ends of tandem up")
+@of_ends
 @pytest.mark.parametrize(
     ("how", "says"), [("start-fails", "b can't be started"), ("crash-loop", "b crashes again")]
 )
@@ -223,7 +224,7 @@ TWINS = tuple(
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3, of="ends of tandem up")
+@of_ends
 def test_programs_of_a_kind_stop_at_once(up):
     """Programs of one kind stop at the same time, so several inference servers stop within the time
     of one server."""
@@ -245,7 +246,7 @@ def test_one_of_a_kind_is_tried_again(up):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3, of="ends of tandem up")
+@of_ends
 def test_two_roles_run_on_one_spool_and_a_stubborn_program_is_killed_with_its_group(up, tmp_path):
     one = both_run(up(FAKE_B="stubborn", FAKE_A="child"))
     (tmp_path / "token").touch()  # an empty file is no token
@@ -257,7 +258,7 @@ def test_two_roles_run_on_one_spool_and_a_stubborn_program_is_killed_with_its_gr
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3, of="ends of tandem up")
+@of_ends
 def test_as_json_every_line_is_an_object_that_names_its_program(up):
     stack = up(TANDEM_LOG_FORMAT="json", FAKE_A="json")
     stack.until('"message": "b runs')

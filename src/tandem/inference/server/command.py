@@ -314,7 +314,8 @@ def _environment(
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     elif settings.inference_tensor_parallel == 1:
         # With "fork", vLLM's engine inherits the imported modules of the API process. With vLLM's
-        # default "spawn", the engine imports them again, which takes 13 seconds.
+        # default "spawn", the engine imports them again, which takes 13 seconds. With tensor
+        # parallelism the engine would also fork its workers. No run has shown that this works.
         defaults["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     env = {**defaults, **environ}
     # VLLM_SERVER_DEV_MODE and VLLM_ALLOW_RUNTIME_LORA_UPDATING make vLLM serve the admin routes.
