@@ -161,6 +161,7 @@ NOT_HERE = {
 }
 
 
+@pytest.mark.sample(1, of="long jobs of a running stack")
 def test_every_metric_of_rules_and_dashboards_exists(stack):
     used = {name for _, expr in queries() for name in metrics(expr)}
     used |= {name for rule in rules() for name in metrics(rule["expr"])}
@@ -191,7 +192,7 @@ def test_rules_can_be_evaluated_and_nothing_fires(stack):
     assert not firing
 
 
-@pytest.mark.sample(1, of="containers that start again")
+@pytest.mark.sample(1, of="long jobs of a running stack")
 def test_down_in_the_middle_of_a_job_and_up_as_another_user(stack):
     """The job returns to the queue, and the interrupted attempt does not count. Containers of
     another uid continue the job."""

@@ -18,7 +18,7 @@ from executor.kubernetes_stack import KubernetesStack
 from rank.jobs import make_model, make_run, submit_sft
 from runner.runner_stack import Stack
 
-pytestmark = [pytest.mark.sample(2, of="processes of jobs"), pytest.mark.slow]
+pytestmark = [pytest.mark.sample(1, of="processes of jobs"), pytest.mark.slow]
 of_pods = pytest.mark.sample(1, of="jobs in pods")
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from executor.kubernetes_stack import KubernetesStack
 
-pytestmark = [pytest.mark.sample(2, of="processes of jobs"), pytest.mark.slow]
+pytestmark = [pytest.mark.sample(1, of="processes of jobs"), pytest.mark.slow]
 SECONDS = 15
 
 

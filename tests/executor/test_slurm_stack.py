@@ -18,7 +18,7 @@ from tandem.trainer.executor import Ended, Execution, Order, Running, Waiting, s
 from tandem.trainer.executor.slurm import POLL_SECONDS, SlurmAway, SlurmExecutor
 from tandem.trainer.stop import Stop
 
-pytestmark = pytest.mark.sample(2, of="processes of jobs")
+pytestmark = pytest.mark.sample(1, of="processes of jobs")
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ def test_each_golden_has_values():
     assert {name for name in files if not name.endswith(".values")} == set(NAMES)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 @pytest.mark.parametrize("name", NAMES)
 def test_kubernetes_accepts_every_object(name, version):
@@ -44,7 +45,7 @@ def test_every_value_is_in_a_golden():
     assert [path for path in USED if not changing(path)] == []
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("path", USED)
 def test_a_value_changes_what_is_rendered(path):
     def is_changed(name: str) -> bool:

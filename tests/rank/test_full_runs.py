@@ -16,7 +16,7 @@ from tandem.spool.schema import RLLoss, SFTLoss
 from tandem.trainer.rank import entry, model_checkpoint
 from tandem.trainer.rank.model_checkpoint import STEPS_FILE
 
-pytestmark = pytest.mark.sample(2, of="processes of jobs")
+pytestmark = pytest.mark.sample(1, of="processes of jobs")
 
 WEIGHTS = "model-00001-of-00001.safetensors"
 EPS = 1e-2  # Adam's eps is large, so that rounding flips no sign of the first updates.

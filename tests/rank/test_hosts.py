@@ -21,7 +21,7 @@ from tandem.spool.attempt import Attempt
 from tandem.spool.schema import JobError
 from tandem.trainer.launch import DEFAULT_ENTRY
 
-pytestmark = pytest.mark.sample(2, of="processes of jobs")
+pytestmark = pytest.mark.sample(1, of="processes of jobs")
 
 HUB_NAME = "tandem-tests/tiny"
 TOPOLOGIES = sorted(jobs.TOPOLOGIES)

@@ -11,7 +11,7 @@ from conftest import SEED
 from rank import jobs
 from ranks import run_program
 
-pytestmark = pytest.mark.sample(2, of="processes of jobs")
+pytestmark = pytest.mark.sample(1, of="processes of jobs")
 
 CASES: dict[str, tuple[str | None, int]] = {
     "one": (None, 10),

@@ -31,7 +31,7 @@ from tandem.spool import Spool
 from tandem.system.gpus import Devices
 from waiting import until
 
-pytestmark = pytest.mark.sample(2, of="processes of jobs")
+pytestmark = pytest.mark.sample(1, of="processes of jobs")
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.slow),

@@ -13,7 +13,7 @@ from tandem.spool import Spool
 from tandem.spool.schema import Beat, RankMemory, RLLoss, SFTLoss
 
 # Two ranks train all pairs before the first test.
-pytestmark = [pytest.mark.sample(2, of="processes of jobs"), pytest.mark.slow]
+pytestmark = [pytest.mark.sample(1, of="processes of jobs"), pytest.mark.slow]
 
 # With a small eps, Adam's first updates depend only on the signs of gradients, and rounding can
 # flip signs. So eps is large in these tests.

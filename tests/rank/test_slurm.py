@@ -9,7 +9,7 @@ from executor.slurm_stack import SlurmStack
 from rank import jobs
 from tandem.trainer.launch import DEFAULT_ENTRY
 
-pytestmark = pytest.mark.sample(2, of="processes of jobs")
+pytestmark = pytest.mark.sample(1, of="processes of jobs")
 
 
 @pytest.mark.sample(1, of="places that train the same bytes")

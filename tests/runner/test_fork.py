@@ -16,7 +16,7 @@ from tandem.trainer.launch import Launch
 from tandem.trainer.launch.forkserver import ForkServer
 from waiting import alive, until
 
-pytestmark = pytest.mark.sample(2, of="processes of jobs")
+pytestmark = pytest.mark.sample(1, of="processes of jobs")
 
 ENTRY = "rank_that_changes"
 

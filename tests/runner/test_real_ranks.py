@@ -12,7 +12,7 @@ from tandem.metrics.metric import PHASES
 from tandem.spool.schema import RLLoss
 
 pytestmark = [
-    pytest.mark.sample(2, of="processes of jobs"),
+    pytest.mark.sample(1, of="processes of jobs"),
     pytest.mark.slow,
     pytest.mark.timeout(900),
 ]

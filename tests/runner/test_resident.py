@@ -12,7 +12,7 @@ from runner.runner_stack import Stack
 from waiting import alive
 
 # Each test of this file waits for an agent and two ranks that import torch.
-pytestmark = [pytest.mark.sample(2, of="processes of jobs"), pytest.mark.slow]
+pytestmark = [pytest.mark.sample(1, of="processes of jobs"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

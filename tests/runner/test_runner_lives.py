@@ -16,7 +16,7 @@ from tandem.system import processes
 from tandem.trainer.runner import loop
 from waiting import alive
 
-pytestmark = pytest.mark.sample(2, of="processes of jobs")
+pytestmark = pytest.mark.sample(1, of="processes of jobs")
 
 
 @pytest.fixture(scope="module")

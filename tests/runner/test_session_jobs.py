@@ -15,7 +15,7 @@ from rank.sessions import Client, differing, outcome, random_data
 from runner.runner_stack import Stack
 
 pytestmark = [
-    pytest.mark.sample(2, of="processes of jobs"),
+    pytest.mark.sample(1, of="processes of jobs"),
     pytest.mark.slow,
     pytest.mark.timeout(600),
 ]

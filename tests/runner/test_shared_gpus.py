@@ -12,7 +12,7 @@ from spool.volume_tools import read_only
 from tandem.system import processes
 from tandem.trainer.runner import loop
 
-pytestmark = pytest.mark.sample(2, of="processes of jobs")
+pytestmark = pytest.mark.sample(1, of="processes of jobs")
 
 CYCLE = ["vllm falls asleep", "vllm sleeps", "rank runs", "vllm wakes", "vllm is awake"]
 SLOW = pytest.mark.slow

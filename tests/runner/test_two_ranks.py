@@ -17,7 +17,7 @@ from tandem.system import processes
 from tandem.trainer.launch import SHUTDOWN_SECONDS
 from waiting import alive
 
-pytestmark = pytest.mark.sample(2, of="processes of jobs")
+pytestmark = pytest.mark.sample(1, of="processes of jobs")
 
 LAUNCHES = ["torchrun", "fork"]
 SLOW_ENDS = {

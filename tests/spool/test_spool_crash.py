@@ -234,7 +234,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_dying_anywhere(memory_path, monkeypatch, name):
