@@ -12,12 +12,11 @@ Each conversation is a session of the route `/rollout`. The second client is the
 `vllm bench serve` sends chat completions. This function requests no log-probs and reads a stream.
 Both clients play the same conversations at temperature 1. Each conversation begins with a different
 question, and each later user message asks the model to go on. An answer has at most `--tokens`
-tokens. `--in-flight` conversations run at the same time. The number of conversations in a
-measurement is `--answers` multiplied by `--in-flight`. The two clients measure in turns, each in
-its own process. Before each measurement, a round of `--in-flight` conversations opens the
-connections. This round is not counted. The column `of vLLM's` is a client's rate of answers divided
-by the rate of vLLM's client. `server CPU ms` is the CPU time of vLLM's API process, if the process
-is on this machine.
+tokens. `--in-flight` conversations run at the same time. A measurement has `--answers` times
+`--in-flight` conversations. The two clients measure in turns, each in its own process. Before each
+measurement, `--in-flight` conversations of one token open the connections, and are not counted. The
+column `of vLLM's` is a client's rate of answers divided by the rate of vLLM's client. `server CPU
+ms` is the CPU time of vLLM's API process, if the process is on this machine.
 
 The option `--client` needs no vLLM: a server on the loopback interface answers after 0.2 s. The
 rows have the client's CPU time per answer. Four clients are compared: a whole rollout of
@@ -27,6 +26,7 @@ request. The rollout and aiohttp have the settings of `tandem.client.vllm`.
 
 import argparse
 import asyncio
+import functools
 import itertools
 import json
 import os
@@ -131,12 +131,14 @@ def vllm_side(
     return play
 
 
-async def measure(play: Conversation, in_flight: int, conversations: int) -> dict[str, Any]:
-    """First plays `in_flight` conversations, which open the connections. Then plays `conversations`
-    conversations, `in_flight` at a time, and returns the figures of these conversations."""
+async def measure(
+    opening: Conversation, play: Conversation, in_flight: int, conversations: int
+) -> dict[str, Any]:
+    """First plays `in_flight` conversations with `opening`, which opens the connections. Then plays
+    `conversations` conversations with `play`, `in_flight` at a time, and returns their figures."""
     numbers, total = itertools.count(), 0
 
-    async def worker(end: int) -> None:
+    async def worker(play: Conversation, end: int) -> None:
         nonlocal total
         while (number := next(numbers)) < end:
             new = await play(number)
@@ -144,16 +146,16 @@ async def measure(play: Conversation, in_flight: int, conversations: int) -> dic
             # tokens of other workers.
             total += new
 
-    async def all_of(end: int) -> None:
+    async def all_of(play: Conversation, end: int) -> None:
         async with asyncio.TaskGroup() as workers:
             for _ in range(in_flight):
-                workers.create_task(worker(end))
+                workers.create_task(worker(play, end))
 
-    await all_of(in_flight)
+    await all_of(opening, in_flight)
     total, numbers = 0, itertools.count(in_flight)
     server = listener(os.environ[VARIABLE])
     began, computed, served = time.monotonic(), time.process_time(), server()
-    await all_of(in_flight + conversations)
+    await all_of(play, in_flight + conversations)
     return {
         "seconds": time.monotonic() - began,
         "cpu": time.process_time() - computed,
@@ -181,7 +183,7 @@ async def side(of: str, model: str, in_flight: int, tokens: int, turns: int, cou
     async with AsyncExitStack() as stack:
         vllm = await stack.enter_async_context(open_vllm())
         if of == "tandem":
-            play = tandem_side(vllm, model, tokens, turns)
+            make = functools.partial(tandem_side, vllm, model)
         else:
             # The HTTP session has the same settings as in `vllm bench serve`, except for
             # `keepalive_timeout`. vLLM closes a connection that is idle for 5 seconds, and a
@@ -195,8 +197,8 @@ async def side(of: str, model: str, in_flight: int, tokens: int, turns: int, cou
                 )
             )
             key = connection(None, None)["headers"].get("Authorization", "")
-            play = vllm_side(session, vllm.url, key, model, tokens, turns)
-        return await measure(play, in_flight, count)
+            make = functools.partial(vllm_side, session, vllm.url, key, model)
+        return await measure(make(1, 1), make(tokens, turns), in_flight, count)
 
 
 def in_a_process(arguments: list[str]) -> dict[str, Any]:
@@ -319,7 +321,8 @@ async def client_side(way: str, url: str, in_flight: int, count: int) -> dict[st
         arguments = connection(url, None) | {"timeout": 60, "trust_env": False}
         arguments["limits"] = httpx.Limits(max_connections=None)
         if way == "rollouts":
-            return await measure(tandem_side(vllm, "r@1", SHORT, 1), in_flight, count)
+            play = tandem_side(vllm, "r@1", SHORT, 1)
+            return await measure(play, play, in_flight, count)
         pool = 1 if way == "httpx, one pool" else in_flight if way.startswith("httpx") else 0
         clients = [
             await stack.enter_async_context(httpx.AsyncClient(**arguments)) for _ in range(pool)
@@ -337,7 +340,7 @@ async def client_side(way: str, url: str, in_flight: int, count: int) -> dict[st
         async def play(_number: int) -> int:
             return len((await ask())["choices"][0]["token_ids"])
 
-        return await measure(play, in_flight, count)
+        return await measure(play, play, in_flight, count)
 
 
 def client_alone(options: argparse.Namespace) -> None:

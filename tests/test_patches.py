@@ -103,6 +103,12 @@ PATCHES = [
     ),
     (
         "vllm",
+        "vllm.v1.core.sched.scheduler.Scheduler.update_from_output",
+        VLLM,
+        f"{NO_HOOK} between the scheduler's outputs and their encoding",
+    ),
+    (
+        "vllm",
         "vllm.v1.engine.core.EngineCoreProc.run_engine_core",
         VLLM,
         f"{NO_HOOK} where a forked engine begins",

@@ -18,13 +18,15 @@ ROWS = Path(__file__).parents[2] / "bench/results/peers.json"
 def main(picture: str) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for row in json.loads(ROWS.read_text())["rows"]:
-        if evaluations := row["evaluations"]:
+        evaluations = row["evaluations"] if row.get("drawn", True) else []
+        if evaluations:
+            name = f"{row['peer']}, {row['GPUs']} x H200"
             axes.plot(
                 [one["at"] for one in evaluations],
                 [one["reward"] for one in evaluations],
                 "*-",
                 markersize=9,
-                label=f"{row['peer']}: {row['seconds per step']:.1f} s per step",
+                label=f"{name}: {row['seconds per step']:.1f} s per step",
             )
             for one in evaluations[1:]:
                 axes.annotate(
@@ -39,7 +41,7 @@ def main(picture: str) -> None:
         xlabel="seconds since the first sample",
         ylabel="reward of 200 other sums",
         ylim=(0, 1.03),
-        title="SmolLM2-135M-Instruct on sums of 10 to 99, one H200 (numbers: steps)",
+        title="SmolLM2-135M-Instruct on sums of 10 to 99 (numbers: steps)",
     )
     axes.legend(loc="lower right", fontsize=8)
     figure.savefig(picture, dpi=130)

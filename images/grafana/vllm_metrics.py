@@ -62,7 +62,8 @@ VLLM_METRICS: tuple[Metric, ...] = (
     _of_engine(
         "inter_token_latency_seconds",
         "histogram",
-        "Seconds between two consecutive tokens of a request.",
+        "Seconds between two arrivals of tokens of a request. In a stream each token arrives by"
+        " itself; without a stream up to 16 tokens arrive at once.",
     ),
     _of_engine(
         "e2e_request_latency_seconds",

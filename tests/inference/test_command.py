@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -15,7 +15,12 @@ from fake_nvml import FakeNvml, gpu
 from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.inference.server import middleware
-from tandem.inference.server.command import ServerCommand, server_command, serving_device
+from tandem.inference.server.command import (
+    GRAPH_SIZES,
+    ServerCommand,
+    server_command,
+    serving_device,
+)
 from tandem.system.api_keys import name_of
 from tandem.vllm_client.names import KEYS_VARIABLE
 from tiny import LATENT, SHAPE, write_random_model
@@ -251,6 +256,27 @@ def test_the_operator_overrides_arguments_and_environment() -> None:
     assert "GOMP_SPINCOUNT" not in made.env, (
         "Tandem's own way to wait is dropped with OMP_WAIT_POLICY"
     )
+
+
+def test_vllm_captures_graphs_of_few_sizes_unless_the_operator_decides() -> None:
+    made = command(device="cuda").argv
+    first = made.index("--cudagraph-capture-sizes") + 1
+    sizes = [*map(int, takewhile(str.isdecimal, made[first:]))]
+    assert sizes == sorted(set(sizes)) == list(GRAPH_SIZES)
+    assert max((b - a - 1) / (a + 1) for a, b in pairwise(sizes) if a >= 64) <= 0.25
+    for others in (
+        {"device": "cpu"},
+        {"enforce_eager": True},
+        {"vllm_args": "--max_num_seqs=64"},
+        {"vllm_args": "--speculative-config '{}'"},
+        {"vllm_args": "-cc.cudagraph_mode=NONE"},
+        {"vllm_args": "--compilation-config.mode 3"},
+    ):
+        assert "--cudagraph-capture-sizes" not in command(**({"device": "cuda"} | others)).argv
+    own = command(device="cuda", vllm_args="--cudagraph-capture-sizes 1 2").argv
+    assert own[-3:] == ["--cudagraph-capture-sizes", "1", "2"]
+    assert own.count("--cudagraph-capture-sizes") == 1
+    assert "--cudagraph-capture-sizes" in command(device="cuda", vllm_args="--seed 1").argv
 
 
 def test_on_one_gpu_the_engine_is_a_fork_of_the_api_process() -> None:

@@ -3,6 +3,7 @@ CPU, an adapter changes only the tokens of its own requests. vLLM uses FlashInfe
 FlashInfer can compile its kernels."""
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +83,8 @@ def test_the_api_server_collects_garbage_less_often(monkeypatch: pytest.MonkeyPa
     """The plugin lowers the frequency of garbage collections in the API server only. vLLM's engine
     keeps Python's default frequency."""
     monkeypatch.setattr(patches, "bound_http_requests", lambda: None)
-    monkeypatch.setattr(plugin, "_fork_the_engine_on_the_cpu", lambda: None)
+    for name in ("_prepare_for_a_fork", "_gather_outputs"):
+        monkeypatch.setattr(plugin, name, lambda: None)
     before, found = gc.get_threshold(), []
     monkeypatch.setattr(patches, "switch_expert_lora_off", lambda: found.append(gc.get_threshold()))
     monkeypatch.setattr(plugin, "die_with_parent", lambda parent: None)
@@ -101,6 +104,34 @@ def test_the_api_server_collects_garbage_less_often(monkeypatch: pytest.MonkeyPa
         assert gc.get_threshold() == plugin.COLLECTIONS
     finally:
         gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_forked_engine_calls_the_plugin(
+    platform: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM calls no plugins in a forked engine. A spawned engine calls them itself, and its
+    function must be vLLM's own, because a local function can't be pickled."""
+    calls: list[object] = []
+    own = staticmethod(lambda *args, **kwargs: calls.append((args, kwargs)))
+    engine: Any = type("EngineCoreProc", (), {"run_engine_core": own})
+    utils = SimpleNamespace(get_mp_context=lambda: multiprocessing.get_context(method))
+    current = SimpleNamespace(is_cpu=lambda: platform == "cpu")
+    for name, module in (
+        ("vllm.engine.arg_utils", SimpleNamespace()),
+        ("vllm.platforms", SimpleNamespace(current_platform=current)),
+        ("vllm.v1.engine", SimpleNamespace(utils=utils)),
+        ("vllm.v1.engine.core", SimpleNamespace(EngineCoreProc=engine)),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", method)
+    monkeypatch.setattr(plugin, "_begin_engine", lambda: calls.append("begin"))
+    plugin._prepare_for_a_fork()
+    forks = platform == "cpu" or method == "fork"
+    assert utils.get_mp_context().get_start_method() == ("fork" if forks else "spawn")
+    engine.run_engine_core(1, dp_rank=2)
+    assert calls == [*(["begin"] if forks else []), ((1,), {"dp_rank": 2})]
 
 
 def test_adapters_on_the_cpu_change_their_own_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:

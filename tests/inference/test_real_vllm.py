@@ -6,6 +6,7 @@ dense models.
 """
 
 import itertools
+import json
 import re
 import socket
 import tempfile
@@ -279,6 +280,40 @@ def test_prompt_logprobs_are_right_while_others_sample(
             assert client.adapters_in_use() == {adapters[-1]}, "the requests did not share a batch"
     for name in adapters:
         client.unload_lora(name)
+
+
+def latencies(vllm: VllmServer) -> float:
+    """The number of times that the API server got more tokens of a request."""
+    text = httpx.get(f"{vllm.url}/metrics").text
+    (count,) = re.findall(r"inter_token_latency_seconds_count\{[^}]*\} (\S+)", text)
+    return float(count)
+
+
+def test_the_engine_sends_the_tokens_of_an_answer_together(vllm: VllmServer) -> None:
+    """The engine sends each token of a stream at once. An answer that is not a stream has the same
+    tokens and log-probs."""
+    body = {
+        "model": "base",
+        "prompt": [5, 6, 7],
+        "max_tokens": 60,
+        "min_tokens": 60,
+        "temperature": 0.0,
+        "logprobs": 3,
+        "return_tokens_as_token_ids": True,
+    }
+    url, before = f"{vllm.url}/v1/completions", latencies(vllm)
+    whole = httpx.post(url, json=body, headers=API, timeout=60).json()["choices"][0]["logprobs"]
+    together = latencies(vllm)
+    lines = httpx.post(url, json=body | {"stream": True}, headers=API, timeout=60).text.splitlines()
+    parts = [json.loads(line[6:])["choices"] for line in lines if line.startswith("data: {")]
+    one_by_one = [choice["logprobs"] for (choice,) in parts]
+    assert together - before == pytest.approx(59 / 16, abs=1)
+    assert latencies(vllm) - together == 59
+    for name in ("tokens", "token_logprobs"):
+        streamed = [item for part in one_by_one for item in part[name]]
+        assert len(whole[name]) == 60
+        assert whole[name] == (streamed if name == "tokens" else pytest.approx(streamed, abs=1e-4))
+    assert [len(top) for top in whole["top_logprobs"]] == [3] * 60
 
 
 def test_requests_to_a_sleeping_vllm_wait_and_end_as_without_the_sleep(

@@ -216,7 +216,10 @@ def _latency() -> list[Json]:
             width=6,
         ),
         quantiles(
-            "Between tokens", "inter_token_latency_seconds", "From one token to the next", width=6
+            "Between tokens",
+            "inter_token_latency_seconds",
+            "From one arrival of tokens to the next: single tokens in a stream, otherwise up to 16",
+            width=6,
         ),
         quantiles(
             "Whole requests",
@@ -474,7 +477,7 @@ def _how_weights_arrive() -> list[Json]:
             "Stall of running requests",
             "Merged weights: how long no request ran (swap), and how long the swap waited for them"
             " to end (drain, with TANDEM_SWAP_REQUESTS=wait): `tandem_publish_seconds`. And the"
-            " longest gap between two tokens, 99.9th percentile:"
+            " longest gap between two arrivals of tokens, 99.9th percentile:"
             " `vllm:inter_token_latency_seconds`.",
             "s",
             query(

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -70,6 +70,7 @@ def server_command(
         "-m",
         "vllm.entrypoints.openai.api_server",
         *_arguments(settings, device, model),
+        *(_graph_arguments(extra) if device == "cuda" and not settings.enforce_eager else []),
     ]
     names = [argument.partition("=")[0] for argument in extra if argument.startswith("--")]
     return ServerCommand(
@@ -216,6 +217,25 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         # FlashInfer's kernels, for which vLLM reorders the weights.
         argv += ["--moe-backend", "triton"]
     return argv
+
+
+GRAPH_SIZES = (
+    *(1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32)),
+    *(*range(256, 512, 64), *range(512, 1025, 128)),
+)
+"""The batches, in tokens, for which vLLM captures CUDA graphs; vLLM's own list has 51, to 512."""
+_GRAPH_OPTIONS = (
+    *("--compilation-config", "-cc", "--cudagraph-capture-sizes", "--max-cudagraph-capture-size"),
+    *("--max-num-seqs", "--speculative-config"),  # vLLM's list follows from them
+)
+
+
+def _graph_arguments(extra: Sequence[str]) -> list[str]:
+    """The option with GRAPH_SIZES, unless one of the operator's arguments decides about sizes."""
+    options = [argument.partition(".")[0] for argument in extra]
+    if any(_means(option, name) for option in options for name in _GRAPH_OPTIONS):
+        return []
+    return ["--cudagraph-capture-sizes", *map(str, GRAPH_SIZES)]
 
 
 def _has_keys(settings: Settings) -> bool:

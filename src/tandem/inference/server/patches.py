@@ -5,7 +5,6 @@ patch. `plugin.py` decides which patches to apply.
 be removed.
 """
 
-import functools
 import multiprocessing
 import os
 import sys
@@ -166,22 +165,48 @@ def install_plain_cpu_kernels(
     CPUUnquantizedExperts.apply = experts
 
 
-def fork_the_engine(begin: Callable[[], None]) -> None:
-    """Makes the API server start its engine by a fork. The forked engine calls `begin` first. A
-    fork is safe on the CPU, because only one thread runs Python and no thread has started to
-    compute. If vLLM is used as a library, vLLM also forks by default."""
+def gather_outputs(keep_or_send: Callable[[Any, dict[int, Any]], None]) -> None:
+    """Makes vLLM's scheduler call `keep_or_send(scheduler, outputs)` after each step. `outputs` are
+    the step's outputs for each API server, and `keep_or_send` may change them."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    update = Scheduler.update_from_output
+
+    def update_and_keep(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = update(scheduler, *args, **kwargs)
+        keep_or_send(scheduler, outputs)
+        return outputs
+
+    Scheduler.update_from_output = update_and_keep
+
+
+def fork_the_engine(begin: Callable[[], None], *, always: bool) -> None:
+    """Makes a forked engine call `begin` first. vLLM calls no plugins in a forked engine, because
+    it assumes that they ran before the fork.
+
+    Args:
+        always: the API server starts its engine by a fork, whatever vLLM chooses. A fork is safe
+            on the CPU, because only one thread runs Python and no thread has started to compute.
+            If vLLM is used as a library, vLLM also forks by default.
+    """
     from vllm.v1.engine import utils as engine_utils
     from vllm.v1.engine.core import EngineCoreProc
 
-    run_engine = EngineCoreProc.run_engine_core
+    run_engine, choose = EngineCoreProc.run_engine_core, engine_utils.get_mp_context
 
     def run_changed_engine(*args: Any, **kwargs: Any) -> None:
         begin()
         run_engine(*args, **kwargs)
 
-    EngineCoreProc.run_engine_core = staticmethod(run_changed_engine)
-    # vLLM sets the environment variable for the start method to "spawn".
-    engine_utils.get_mp_context = functools.partial(multiprocessing.get_context, "fork")
+    def fork_or_spawn() -> Any:
+        """vLLM calls this function just before it reads `run_engine_core`. A spawned engine needs a
+        function that can be pickled, and calls the plugins itself."""
+        context = multiprocessing.get_context("fork") if always else choose()
+        forks = context.get_start_method() == "fork"
+        EngineCoreProc.run_engine_core = staticmethod(run_changed_engine if forks else run_engine)
+        return context
+
+    engine_utils.get_mp_context = fork_or_spawn
 
 
 def tell_failed_adapters() -> None:

@@ -27,8 +27,14 @@ around five faults of vLLM 0.32, mostly with functions of `patches.py`:
   the engine. The plugin hides FlashInfer if FlashInfer can't compile its kernels, so that vLLM
   chooses other kernels.
 
-On the CPU, the plugin also makes the API server fork its engine. A new process instead of a fork
-would import torch and vLLM again, which takes 8 of the 17 seconds of a start.
+The plugin also changes vLLM where this saves time:
+
+- On the CPU, the plugin makes the API server fork its engine. A new process instead of a fork would
+  import torch and vLLM again, which takes 8 of the 17 seconds of a start. On CUDA `command.py` sets
+  vLLM's own variable for a fork. vLLM calls no plugins in a forked engine, so the plugin makes the
+  engine call `register` in both cases.
+- The engine sends the tokens of several steps at once to the API server, for requests that are not
+  streams (`worker/gathered_outputs.py`).
 """
 
 import functools
@@ -54,16 +60,16 @@ almost nothing."""
 
 
 def register() -> None:
-    """Apply the patches that this process needs as an API server, an engine or a worker. On the
-    CPU, also change how the API server starts its engine."""
+    """Apply the patches that this process needs as an API server, an engine or a worker."""
     parent = multiprocessing.parent_process()
     if parent is None or multiprocessing.current_process().name.startswith(API_SERVER):
         patches.bound_http_requests()  # imports uvicorn, which other processes don't need
         gc.set_threshold(*COLLECTIONS)
     if parent is None:
-        _fork_the_engine_on_the_cpu()
+        _prepare_for_a_fork()
         return
     die_with_parent(parent.pid)
+    _gather_outputs()
     patches.hide_flashinfer_without_nvcc()
     if MERGED_VARIABLE in os.environ:
         _install_merged_weights()
@@ -84,19 +90,27 @@ def _install_merged_weights() -> None:
     patches.install_merged_weights(extension.attach, extension.swap)
 
 
-def _fork_the_engine_on_the_cpu() -> None:
+def _gather_outputs() -> None:
+    if "vllm.v1.engine.core" not in sys.modules:
+        return  # this process is a worker, which has no engine
+    from tandem.inference.server.worker.gathered_outputs import keep_or_send
+
+    patches.gather_outputs(keep_or_send)
+
+
+def _prepare_for_a_fork() -> None:
     # vLLM also calls its plugins when it only inspects a model's class.
     if "vllm.engine.arg_utils" not in sys.modules:
         return
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        patches.fork_the_engine(_begin_engine)
+    on_cpu = current_platform.is_cpu()  # there vLLM sets the environment variable to "spawn"
+    if on_cpu or os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "fork":
+        patches.fork_the_engine(_begin_engine, always=on_cpu)
 
 
 def _begin_engine() -> None:
     _give_up_the_port()
-    # vLLM calls no plugins in a forked engine, because it assumes that they ran before the fork
     register()
 
 
