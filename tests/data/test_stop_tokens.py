@@ -184,6 +184,7 @@ def test_every_template_of_trl_is_here() -> None:
     assert FAMILIES.keys() == {path.stem for path in TEMPLATES.glob("*.jinja")}
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_each_kind_of_turn_ends_where_vllm_stops(name: str, tmp_path: Path) -> None:
     _, stops, expected = FAMILIES[name]

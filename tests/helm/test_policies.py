@@ -89,6 +89,7 @@ def test_secrets_are_files_and_only_inference_gets_the_admin_token(name):
         assert of_inference or "/etc/tandem/secrets/admin_token" not in files
 
 
+@pytest.mark.sample(8)
 @GOLDENS
 def test_a_selector_selects_the_pods_of_one_component_of_its_release(name):
     """A selector selects the right pods, even if users add labels to pods. In the golden

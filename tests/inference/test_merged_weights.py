@@ -67,6 +67,7 @@ def test_the_workers_blocks_are_the_whole_model(model: Model, tp: int) -> None:
         assert (count == copies).all(), (name, Counter(count.ravel().tolist()))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize(
     ("whole", "way", "dtype"),
@@ -383,6 +384,7 @@ class Served(Workers):
         return expected.wrong(found)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_spot_check_passes_right_weights(

@@ -79,6 +79,7 @@ def then(
     return commit_and_change
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
@@ -405,6 +406,7 @@ def test_a_restarted_vllm_gets_the_last_good_step_however_many_behind_it_are_ref
     assert (stage.served(), stage.listed()) == ((1, 8), ["run@1"])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize(
     ("version", "resets"), [("0.32.0", 0), ("0.31.1", 1), ("0.26.0", 1), ("dev", 1)]

@@ -183,6 +183,7 @@ def forks(made: list[tuple[list[int], list[int]]]) -> int:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stream", [False, True])
 def test_twenty_dialogues_continue_the_sampled_tokens(
     vllm: Scripted, family: str, stream: bool

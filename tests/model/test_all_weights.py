@@ -90,6 +90,7 @@ def trained(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in tensors.items() if "layer_scalar" not in name}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("case", SUPPORTED)
 def test_like_transformers_and_adamw(alone, tmp_path, monkeypatch, case):
     """The test compares loss and gradients at each `SaveLevel`. The level decides which tensors a

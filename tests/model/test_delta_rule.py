@@ -102,6 +102,7 @@ def case(number: int):
     return tree, args, weights
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("number", range(24))
 def test_trees_are_the_recurrence_of_each_sequence(number):
     assert compare(*case(number)) < 1e-11

@@ -95,6 +95,7 @@ def reference(
     return loss.detach(), {key: tensor.grad for key, tensor in trained.items()}
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("case", "lora"),
     [(case, lora) for case in CASES for lora in [lora_of(case), *SHAPES.get(case, [])]],

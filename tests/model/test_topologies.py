@@ -85,7 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     topologies."""
     if {"family", "world", "number"} <= set(metafunc.fixturenames):
         every = metafunc.config.option.all_cases
-        cases = CASES if every else random.Random(f"{SEED} topologies").sample(CASES, 6)
+        cases = CASES if every else random.Random(f"{SEED} topologies").sample(CASES, 4)
         metafunc.parametrize(("family", "world", "number"), cases)
 
 

@@ -62,6 +62,7 @@ def shown(loop: loops.Loop) -> str:
     return console.export_text()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("bound", [0, 1, 2, 4])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_group_is_older_than_the_bound(tmp_path: Path, bound: int, seed: int) -> None:

@@ -57,6 +57,7 @@ def test_success(stack):
 ONCE = {"attempts": 1}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("do", "orders", "state", "attempt", "error", "text"),
     [

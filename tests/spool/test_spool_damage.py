@@ -79,6 +79,7 @@ FILES = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("damage", NO_FILES)
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_no_file_keeps_no_other_job_waiting(

@@ -188,6 +188,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("spread", [1e-4, 0.2, 1.0, 3.0])
 def test_same_loss_and_gradient_as_trl(name, spread) -> None:

@@ -119,6 +119,7 @@ class Batch:
         return output.loss.item(), lp.grad
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("scale", [0.01, 1.0, 5.0])
 @pytest.mark.parametrize("beta", [0.05, 0.5])
 @pytest.mark.parametrize("kind", ["dpo", "ipo", "simpo", "smooth dpo", "smooth simpo"])
