@@ -127,8 +127,11 @@ def test_a_forked_engine_calls_the_plugin(
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", method)
     monkeypatch.setattr(plugin, "_begin_engine", lambda: calls.append("begin"))
+    hidden: list[bool] = []
+    monkeypatch.setattr(patches, "hide_flashinfer_without_nvcc", lambda: hidden.append(True))
     plugin._prepare_for_a_fork()
     forks = platform == "cpu" or method == "fork"
+    assert hidden == [True] * forks, "the engine inherits the modules of the API server"
     assert utils.get_mp_context().get_start_method() == ("fork" if forks else "spawn")
     engine.run_engine_core(1, dp_rank=2)
     assert calls == [*(["begin"] if forks else []), ((1,), {"dp_rank": 2})]

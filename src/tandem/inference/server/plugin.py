@@ -106,6 +106,8 @@ def _prepare_for_a_fork() -> None:
 
     on_cpu = current_platform.is_cpu()  # there vLLM sets the environment variable to "spawn"
     if on_cpu or os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "fork":
+        # a forked engine inherits the modules that the API server has imported
+        patches.hide_flashinfer_without_nvcc()
         patches.fork_the_engine(_begin_engine, always=on_cpu)
 
 
