@@ -19,7 +19,7 @@ from tandem.inference.server.worker import held_adapter
 from tandem.spool.schema import LoraShape
 from tiny import write_random_model
 
-pytestmark = pytest.mark.sample(1, of="vLLM's processes")
+pytestmark = pytest.mark.sample(1, of="vLLM and whole stacks")
 
 RIGHT = (
     "everywhere",

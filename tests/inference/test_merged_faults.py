@@ -28,7 +28,7 @@ from tandem.vllm_client.client import InferenceUnavailable
 from tiny import write_random_model
 from waiting import alive, answers, until
 
-pytestmark = [pytest.mark.sample(1, of="vLLM's processes"), pytest.mark.slow]
+pytestmark = [pytest.mark.sample(1, of="vLLM and whole stacks"), pytest.mark.slow]
 
 BOUND = 40.0
 """Seconds within which all processes notice the death of a process."""

@@ -33,7 +33,7 @@ from tiny import write_random_model
 from waiting import until
 
 pytestmark = [
-    pytest.mark.sample(1, of="vLLM's processes"),
+    pytest.mark.sample(1, of="vLLM and whole stacks"),
     pytest.mark.slow,
     pytest.mark.one_of("vllm"),
 ]

@@ -23,7 +23,7 @@ from tandem.system import processes
 from tandem.vllm_client.names import MERGED_VARIABLE
 from waiting import until
 
-pytestmark = pytest.mark.sample(1, of="vLLM's processes")
+of_adapters = pytest.mark.sample(1, of="adapters in vLLM")
 
 # A server that starts its engine as vLLM does on CUDA: the engine is a spawned child that calls the
 # plugin.
@@ -137,6 +137,7 @@ def test_a_forked_engine_calls_the_plugin(
     assert calls == [*(["begin"] if forks else []), ((1,), {"dp_rank": 2})]
 
 
+@of_adapters
 def test_adapters_on_the_cpu_change_their_own_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.lora.layers import LoRAMapping
     from vllm.lora.ops.torch_ops import lora_ops
@@ -163,6 +164,7 @@ def test_adapters_on_the_cpu_change_their_own_tokens_only(monkeypatch: pytest.Mo
             torch.testing.assert_close(added, expected)
 
 
+@of_adapters
 def test_adapters_on_the_cpu_give_what_vllm_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens use one adapter or three. In some calls the output is wider than the weights, and
     the weights fill a slice of the output. In other calls the output is narrower than the weights.
@@ -199,6 +201,7 @@ def test_adapters_on_the_cpu_give_what_vllm_gives(monkeypatch: pytest.MonkeyPatc
             assert not torch.equal(mine, output)
 
 
+@of_adapters
 @pytest.mark.slow
 def test_an_adapter_that_no_worker_can_load_shifts_no_answers() -> None:
     script = [sys.executable, "-m", "inference.failing_adapter"]

@@ -40,7 +40,7 @@ from tandem.vllm_client.names import ADMIN_HEADER, PUBLIC_PATHS
 from tiny import write_random_model
 from waiting import until
 
-pytestmark = [pytest.mark.sample(1, of="vLLM's processes"), pytest.mark.slow]
+pytestmark = [pytest.mark.sample(1, of="vLLM and whole stacks"), pytest.mark.slow]
 
 API = {"Authorization": f"Bearer {API_KEY}"}
 ATTENTION = LoraShape(rank=4, alpha=10.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))

@@ -27,7 +27,7 @@ from tandem.vllm_client.names import READY_ROUTE, SESSION_HEADER
 from waiting import answers, until
 
 pytestmark = [
-    pytest.mark.sample(1, of="vLLM's processes"),
+    pytest.mark.sample(1, of="vLLM and whole stacks"),
     pytest.mark.slow,
     pytest.mark.skipif(
         shutil.which("haproxy") is None, reason=f"haproxy is not installed: {proxy.INSTALL}"

@@ -18,7 +18,7 @@ from tandem.spool.replicas import DEAD_SECONDS
 from waiting import answers, until
 
 pytestmark = [
-    pytest.mark.sample(1, of="vLLM's processes"),
+    pytest.mark.sample(1, of="vLLM and whole stacks"),
     pytest.mark.slow,
     pytest.mark.timeout(1200),
 ]

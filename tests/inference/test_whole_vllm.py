@@ -21,7 +21,7 @@ from tandem.spool.schema import Served
 from tiny import write_random_model
 from waiting import answers, until
 
-pytestmark = [pytest.mark.sample(1, of="vLLM's processes"), pytest.mark.slow]
+pytestmark = [pytest.mark.sample(1, of="vLLM and whole stacks"), pytest.mark.slow]
 
 BOUND = 40.0
 """Seconds within which each process notices that another process is dead or stopped."""

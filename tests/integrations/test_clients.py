@@ -10,7 +10,11 @@ import pytest
 from integrations.clients import HERE, ROOT, python_of, run
 from local_stack import LocalStack
 
-pytestmark = [pytest.mark.sample(1, of="whole stacks"), pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.sample(1, of="vLLM and whole stacks"),
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]
 PROGRAMS, EXAMPLES = HERE / "programs", ROOT / "examples"
 
 

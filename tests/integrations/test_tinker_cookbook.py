@@ -40,7 +40,11 @@ from local_stack import API_KEY, LocalStack
 from tandem.controller.tinker.names import path_of
 from tinker_client import datum, service
 
-pytestmark = [pytest.mark.sample(1, of="whole stacks"), pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.sample(1, of="vLLM and whole stacks"),
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+]
 of_programs = pytest.mark.sample(1, of="the cookbook's programs")
 RENDERER = "role_colon"
 

@@ -15,6 +15,7 @@ from tandem.system import processes
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
 
 
+@pytest.mark.sample(1, of="long runs of all programs")
 def test_kills_break_no_promise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], pytestconfig: pytest.Config
 ) -> None:

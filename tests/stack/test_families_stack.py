@@ -18,7 +18,11 @@ from local_stack import LocalStack, succeeded, train
 from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS
 from tiny import GEMMA4_MOE, MINISTRAL3, write_random_model
 
-pytestmark = [pytest.mark.sample(1, of="whole stacks"), pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.sample(1, of="vLLM and whole stacks"),
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+]
 RUN = "taught"
 
 

@@ -17,7 +17,7 @@ import pytest
 from integrations.clients import ROOT, UV
 from local_stack import LocalStack
 
-pytestmark = [pytest.mark.sample(1, of="whole stacks"), pytest.mark.slow]
+pytestmark = [pytest.mark.sample(1, of="vLLM and whole stacks"), pytest.mark.slow]
 QUESTIONS = [
     f"Is it {what}?"
     for what in ("red", "big", "old", "new", "far", "dry", "hot", "low", "shy", "raw")

@@ -22,7 +22,7 @@ from waiting import until
 # By default this file tests one way only. `test_real_model.py` has a stack that merges. In
 # tests/inference/test_whole_vllm.py a real vLLM gets whole weights from ranks.
 pytestmark = [
-    pytest.mark.sample(1, of="whole stacks"),
+    pytest.mark.sample(1, of="vLLM and whole stacks"),
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.one_of("stack"),

@@ -14,7 +14,11 @@ from openai import OpenAI
 from local_stack import LocalStack
 from waiting import until
 
-pytestmark = [pytest.mark.sample(1, of="whole stacks"), pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.sample(1, of="vLLM and whole stacks"),
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]
 QUESTIONS = [f"Is it {what}?" for what in ("red", "big", "old", "new", "far", "dry", "hot", "low")]
 
 

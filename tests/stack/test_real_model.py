@@ -15,6 +15,7 @@ MODEL = Path(__file__).parents[2] / "out" / "models" / "smollm2"
 
 @pytest.mark.real
 @pytest.mark.slow
+@pytest.mark.sample(1, of="long runs of all programs")
 def test_two_steps_of_the_demo_on_the_real_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

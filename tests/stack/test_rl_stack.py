@@ -25,7 +25,11 @@ from transformers import AutoTokenizer
 from local_stack import LocalStack
 from waiting import until
 
-pytestmark = [pytest.mark.sample(1, of="whole stacks"), pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.sample(1, of="vLLM and whole stacks"),
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]
 EXAMPLES = Path(tiny_model.__file__).parent
 SFT_STEPS = 1
 

@@ -27,7 +27,11 @@ from local_stack import DEVICES, LocalStack, seen, succeeded, train
 from tandem.system import processes
 from waiting import answers, until
 
-pytestmark = [pytest.mark.sample(1, of="whole stacks"), pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.sample(1, of="vLLM and whole stacks"),
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]
 RUN = "faulty"
 CPU = DEVICES["TANDEM_DEVICE"] == "cpu"
 SERVED_BOUND = 180

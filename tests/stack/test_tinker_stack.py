@@ -16,7 +16,11 @@ from tandem.controller.tinker.names import model_of
 from tinker_client import datum, service
 from waiting import until
 
-pytestmark = [pytest.mark.sample(1, of="whole stacks"), pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.sample(1, of="vLLM and whole stacks"),
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]
 BASE = "models/tiny"
 KEY = f"tml-{API_KEY}"
 DATA = [datum([5, 6, 7, 8, 9]), datum([5, 6, 17, 18])]
