@@ -282,8 +282,8 @@ def test_prompt_logprobs_are_right_while_others_sample(
         client.unload_lora(name)
 
 
-def latencies(vllm: VllmServer) -> float:
-    """The number of times that the API server got more tokens of a request."""
+def arrivals(vllm: VllmServer) -> float:
+    """How often the API server has got more tokens of a request, after the first ones."""
     text = httpx.get(f"{vllm.url}/metrics").text
     (count,) = re.findall(r"inter_token_latency_seconds_count\{[^}]*\} (\S+)", text)
     return float(count)
@@ -301,14 +301,14 @@ def test_the_engine_sends_the_tokens_of_an_answer_together(vllm: VllmServer) -> 
         "logprobs": 3,
         "return_tokens_as_token_ids": True,
     }
-    url, before = f"{vllm.url}/v1/completions", latencies(vllm)
+    url, before = f"{vllm.url}/v1/completions", arrivals(vllm)
     whole = httpx.post(url, json=body, headers=API, timeout=60).json()["choices"][0]["logprobs"]
-    together = latencies(vllm)
+    together = arrivals(vllm)
     lines = httpx.post(url, json=body | {"stream": True}, headers=API, timeout=60).text.splitlines()
     parts = [json.loads(line[6:])["choices"] for line in lines if line.startswith("data: {")]
     one_by_one = [choice["logprobs"] for (choice,) in parts]
     assert together - before == pytest.approx(59 / 16, abs=1)
-    assert latencies(vllm) - together == 59
+    assert arrivals(vllm) - together == 59
     for name in ("tokens", "token_logprobs"):
         streamed = [item for part in one_by_one for item in part[name]]
         assert len(whole[name]) == 60

@@ -104,7 +104,7 @@ def _prepare_for_a_fork() -> None:
         return
     from vllm.platforms import current_platform
 
-    on_cpu = current_platform.is_cpu()  # there vLLM sets the environment variable to "spawn"
+    on_cpu = current_platform.is_cpu()  # vLLM for the CPU sets the variable below to "spawn"
     if on_cpu or os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "fork":
         # a forked engine inherits the modules that the API server has imported
         patches.hide_flashinfer_without_nvcc()

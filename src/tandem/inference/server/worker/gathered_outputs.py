@@ -25,9 +25,9 @@ yet, by the request's id."""
 
 
 def keep_or_send(scheduler: Any, outputs: dict[int, EngineCoreOutputs]) -> None:
-    """Keeps outputs of a step, and joins the kept outputs with those that are sent now. A request's
-    first and last output are always sent, and every output that has more than tokens and their
-    log-probs.
+    """Decides for each output of a step whether the engine keeps it or sends it. A sent output also
+    has the tokens of the request's kept outputs. The engine always sends a request's first and last
+    output, and every output that has more than tokens and their log-probs.
 
     Args:
         scheduler: vLLM's scheduler. Its attribute `tandem_kept` has the kept outputs.
@@ -78,7 +78,7 @@ def _may_wait(request: Any) -> bool:
 
 
 def _joined(kept: list[EngineCoreOutput]) -> EngineCoreOutput:
-    """One output with the tokens of all. Only the last output can have anything else."""
+    """One output with the tokens of all `kept` outputs. Only the last has anything else."""
     last = kept[-1]
     if len(kept) > 1:
         last.new_token_ids = [token for output in kept for token in output.new_token_ids]
