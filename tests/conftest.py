@@ -42,6 +42,10 @@ if "EVERY_PROCESS_PACKAGES" not in os.environ:
 # a port. Each reading takes 20 to 40 ms of CPU time. While a vLLM server started, such readings
 # took a tenth of its CPU time.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
+# A forked child does not destroy the garbage that it inherits. The garbage includes objects of the
+# Helm library. Their destructor calls Go's runtime, which has lost its threads in a forked child,
+# and does not return.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 # The workers of pytest-xdist inherit the seed.
