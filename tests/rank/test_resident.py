@@ -62,6 +62,7 @@ def chain(
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1, of="places that train the same bytes")
 def test_a_rank_that_stays_makes_the_checkpoints_that_new_ones_make(
     tmp_path: Path, model: Path, full: bool

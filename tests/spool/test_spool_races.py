@@ -350,7 +350,7 @@ class Life(RuleBasedStateMachine):
         assert all(self.spool.jobs.cancel_requested(job_id) for job_id in self.cancelling)
 
 
-TestLife = Life.TestCase
+TestLife = pytest.mark.slow(Life.TestCase)
 TestLife.settings = settings(
     max_examples=25,
     stateful_step_count=25,

@@ -61,6 +61,7 @@ def test_the_loaders_of_all_trackers_find_the_same_run(history):
     assert b"| optimizer.learning_rate | 0.0001 |" in table[0].tensor_proto.string_val[0]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1, of="runs that are tracked")
 def test_each_tracker_has_a_table_of_what_was_sampled_for_a_checkpoint(history, monkeypatch):
     monkeypatch.chdir(history.directory)  # MLflow keeps artifacts in this directory
