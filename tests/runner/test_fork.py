@@ -77,7 +77,7 @@ ONCE = {"attempts": 1}
         # The rank crashes after it has committed the checkpoint.
         ("crash_after", {}, "succeeded", 1, None, ""),
         ("hang", ONCE | {"stall": 5}, "failed", 1, "rank_hung", "rank 0 (phase 'begin 0'"),
-        ("wait", ONCE | {"deadline": 6, "stall": 60}, "failed", 1, "deadline", "phase 'wait"),
+        ("wait", ONCE | {"deadline": 20, "stall": 60}, "failed", 1, "deadline", "phase 'wait"),
     ],
 )
 def test_every_end_of_a_rank_is_a_state_with_a_reason(
